@@ -1,0 +1,158 @@
+"""What every config dataclass shares: to and from plain dicts, `a.b=value` overrides, and the docs beside the fields.
+
+Configs are frozen keyword-only dataclasses that live beside their owner. Nothing here knows any one of them.
+"""
+
+import ast
+import dataclasses
+import inspect
+import json
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from parbank.errors import ConfigError
+
+C = TypeVar("C")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The config as nested dicts, lists and scalars: what config.json and artifacts hold."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(cls: type[C], values: dict[str, Any], *, path: str = "") -> C:
+    """Builds `cls` from nested dicts. An unknown or ill-typed field is an error that names its full path."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path or cls.__name__} must be a table of fields, got {values!r}")
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    unknown = sorted(set(values) - set(names))
+    if unknown:
+        raise ConfigError(f"{_join(path, unknown[0])} is no setting; {path or cls.__name__} has: {', '.join(names)}")
+    return cls(**{name: _convert(hints[name], value, _join(path, name)) for name, value in values.items()})
+
+
+def override(config: C, *assignments: str) -> C:
+    """Returns a copy with each `a.b=value` applied. Values are JSON where they parse as JSON, else plain strings.
+
+    All assignments are applied before the result is checked, so two settings that only fit together may be set in any
+    order.
+    """
+    values = to_dict(config)
+    for assignment in assignments:
+        key, sign, text = assignment.partition("=")
+        key = key.strip()
+        if not sign or not key:
+            raise ConfigError(f"cannot read the setting {assignment!r}; write it as a.b=value, e.g. model.layers=6")
+        *parents, last = key.split(".")
+        table: Any = values
+        for depth, name in enumerate(parents):
+            if not isinstance(table.get(name), dict):
+                _raise_unknown(config, ".".join(parents[: depth + 1]))
+            table = table[name]
+        if last not in table:
+            _raise_unknown(config, key)
+        if isinstance(table[last], dict):
+            raise ConfigError(f"{key} is a group of settings: set one of {', '.join(f'{key}.{n}' for n in table[last])}")
+        table[last] = _parse(text)
+    return from_dict(type(config), values)
+
+
+def walk(config: Any, *, path: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yields (dotted path, value, docstring) for every leaf setting, in the order of declaration."""
+    docs = field_docs(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from walk(value, path=_join(path, field.name))
+        else:
+            yield _join(path, field.name), value, docs.get(field.name, "")
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring written under each field. Python drops them at run time, so they are read from the source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except OSError:  # no source at hand (a frozen build): the docs are a nicety
+        return {}
+    body = typing.cast(ast.ClassDef, tree.body[0]).body
+    docs = {}
+    for statement, following in zip(body, body[1:]):
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+            continue
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            docs[statement.target.id] = " ".join(str(following.value.value).split())
+    return docs
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError(message) unless the condition holds: one line per check in `__post_init__`."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text.replace("_", "") if text.replace("_", "").isdigit() else text)
+    except json.JSONDecodeError:
+        lowered = text.strip().lower()
+        return {"none": None, "true": True, "false": False}.get(lowered, text)
+
+
+def _raise_unknown(config: Any, key: str) -> typing.NoReturn:
+    import difflib
+
+    paths = [path for path, _, _ in walk(config)]
+    leaf = key.rsplit(".", 1)[-1]
+    near = [p for p in paths if p.rsplit(".", 1)[-1] == leaf] or difflib.get_close_matches(key, paths, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}?" if near else "`parbank recipes NAME` prints every setting"
+    raise ConfigError(f"{key} is no setting; {hint}")
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        for option in options:
+            if option is not type(None):
+                try:
+                    return _convert(option, value, path)
+                except ConfigError:
+                    continue
+        raise ConfigError(f"{path} must be {_describe(hint)}, got {value!r}")
+    if dataclasses.is_dataclass(hint):
+        return value if isinstance(value, hint) else from_dict(hint, value, path=path)  # type: ignore[arg-type]
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{path} must be a list, got {value!r}; write it as {path}=[...]")
+        return tuple(_convert(typing.get_args(hint)[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+    if origin is typing.Literal:
+        if value in typing.get_args(hint):
+            return value
+        raise ConfigError(f"{path} must be {_describe(hint)}, got {value!r}")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, hint) and not (hint in (int, float) and isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{path} must be {_describe(hint)}, got {value!r}")
+
+
+def _describe(hint: Any) -> str:
+    origin = typing.get_origin(hint)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(repr(a) for a in typing.get_args(hint))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(a) for a in typing.get_args(hint))
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "none"}
+    return names.get(hint, str(hint))

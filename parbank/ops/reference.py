@@ -1,0 +1,97 @@
+"""The plain-PyTorch definition of every op: the specification that kernels, tests and benchmarks are held against.
+
+These also run wherever Triton or a GPU is missing. Statistics (means of squares, log-sum-exp, tanh) are taken in float32
+whatever the input, float64 stays float64, and results come back in the input's dtype.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NORM_EPS = 1e-6  # far under the mean square of any live activation, far over what float32 loses; keeps a zero row at zero
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, scale: float = 1.0, eps: float = NORM_EPS) -> Tensor:
+    """scale * weight * x / sqrt(mean(x^2) + eps) over the last dimension."""
+    wide = _wide(x)
+    y = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * scale
+    if weight is not None:
+        y = y * weight
+    return y.to(x.dtype)
+
+
+def mix_rms_norm(x: Tensor, x0: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, eps: float = NORM_EPS) -> tuple[Tensor, Tensor]:
+    """The residual mix m = a*x + b*x0 (a, b per channel) and rms_norm(m, scale=scale): both are needed by a block."""
+    mixed = (a * _wide(x) + b * _wide(x0)).to(x.dtype)
+    return mixed, rms_norm(mixed, scale=scale, eps=eps)
+
+
+def leaky_relu_squared(x: Tensor, slope: float) -> Tensor:
+    """LeakyReLU(x)^2: x^2 where x > 0, (slope*x)^2 elsewhere."""
+    y = F.leaky_relu(_wide(x), slope)
+    return (y * y).to(x.dtype)
+
+
+def mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> Tensor:
+    """leaky_relu_squared(x W_up^T) W_down^T with w_up (hidden, width) and w_down (width, hidden); no biases."""
+    return F.linear(leaky_relu_squared(F.linear(x, w_up), slope), w_down)
+
+
+def softcap_cross_entropy(
+    logits: Tensor, targets: Tensor, cap: float = 0.0, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """Cross-entropy of cap*tanh(logits/cap) (cap 0: of the logits as they are) in float32. reduction: mean, sum or none.
+
+    logits (..., V), targets (...). "none" keeps the shape of the targets, with zeros where a target is ignored.
+    """
+    wide = _wide(logits)
+    if cap:
+        wide = cap * torch.tanh(wide / cap)
+    losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction=reduction)
+    return losses.view(targets.shape) if reduction == "none" else losses
+
+
+def linear_softcap_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """softcap_cross_entropy(x W^T, targets): the head product and the loss as one op."""
+    return softcap_cross_entropy(F.linear(x, weight), targets, cap, ignore_index, reduction)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the first 2*cos.shape[-1] channels of x (..., T, H, D); the others pass through.
+
+    Channel i is paired with channel i + half; cos and sin are (T, half).
+    """
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return torch.cat([first * cos + second * sin, second * cos - first * sin, rest], dim=-1)
+
+
+def qk_norm_rope(
+    q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float = NORM_EPS
+) -> tuple[Tensor, Tensor]:
+    """RMS norm over each head's channels, partial rotation, and a gain per query head, in float32 throughout.
+
+    q (B, T, H, D), k (B, T, KV, D), gain (H,), cos and sin (T, rope_dims / 2).
+    """
+    new_q = rotate(rms_norm(_wide(q), eps=eps), cos, sin)
+    new_k = rotate(rms_norm(_wide(k), eps=eps), cos, sin)
+    if gain is not None:
+        new_q = new_q * gain[:, None]
+    return new_q.to(q.dtype), new_k.to(k.dtype)
+
+
+def xxt(x: Tensor) -> Tensor:
+    """X X^T over (..., m, k): symmetric."""
+    return x @ x.mT
+
+
+def ba_plus_caa(a: Tensor, b: float, c: float) -> Tensor:
+    """b A + c A A over (..., m, m) for symmetric A: symmetric."""
+    return b * a + c * (a @ a)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,140 @@
+"""Where a run happens: its device, its rank and its world.
+
+One rank is the same path as many with the communication skipped, so nothing above this file asks whether a process group
+exists.
+"""
+
+import os
+import platform
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parbank.errors import DeviceError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """The device and the place in the process group that one process has."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums a tensor over all ranks, in place, and returns it."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, values: list[float]) -> list[float]:
+        """The element-wise maximum over all ranks, through host memory: no rank's GPU is waited for."""
+        if self.world == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor on every rank, in place."""
+        if self.world > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            self.agree([0.0])
+
+    def synchronize(self) -> None:
+        """Waits for the device: only for measuring and for saving, never inside the loop."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+
+def pick_device(name: str | None) -> torch.device:
+    """`auto` (or nothing) takes a GPU where there is one; a device that was asked for and is missing is an error."""
+    if name in (None, "auto"):
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(str(name))
+    except RuntimeError:
+        raise DeviceError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"device {name!r} was asked for, but torch sees no GPU; `parbank doctor` says why, --device cpu runs here")
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise DeviceError(f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs, counted from 0")
+    return device
+
+
+@contextmanager
+def start(device: str | None = None) -> Iterator[Runtime]:
+    """Joins the process group that torchrun set up, or runs alone; leaves the group at the end, also on an error.
+
+    With GPUs the group has both backends: nccl for tensors on the device, gloo for the few host numbers ranks agree on
+    (the clock, a stop signal), which must not wait for the GPU.
+    """
+    chosen = pick_device(device)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        yield Runtime(device=chosen)
+        return
+    if chosen.type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise DeviceError(
+                f"rank {local} on this machine has no GPU of its own ({torch.cuda.device_count()} found); "
+                f"start at most {torch.cuda.device_count()} processes, or add --device cpu"
+            )
+        chosen = torch.device("cuda", local)
+        torch.cuda.set_device(chosen)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield Runtime(device=chosen, rank=dist.get_rank(), world=dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def versions() -> dict[str, str]:
+    """What a result was made with: written into summaries, checkpoints and benchmark results."""
+    from parbank import __version__
+
+    found = {
+        "parbank": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": f"{sys.platform}-{platform.machine()}",
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ImportError:
+        pass
+    return found
