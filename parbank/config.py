@@ -6,6 +6,7 @@ Configs are frozen keyword-only dataclasses that live beside their owner. Nothin
 import ast
 import dataclasses
 import inspect
+import itertools
 import json
 import textwrap
 import types
@@ -56,7 +57,9 @@ def override(config: C, *assignments: str) -> C:
         if last not in table:
             _raise_unknown(config, key)
         if isinstance(table[last], dict):
-            raise ConfigError(f"{key} is a group of settings: set one of {', '.join(f'{key}.{n}' for n in table[last])}")
+            raise ConfigError(
+                f"{key} is a group of settings: set one of {', '.join(f'{key}.{n}' for n in table[last])}"
+            )
         table[last] = _parse(text)
     return from_dict(type(config), values)
 
@@ -80,7 +83,7 @@ def field_docs(cls: type) -> dict[str, str]:
         return {}
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     docs = {}
-    for statement, following in zip(body, body[1:]):
+    for statement, following in itertools.pairwise(body):
         if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
             continue
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):

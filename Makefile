@@ -1,0 +1,44 @@
+# make demo   sets everything up and runs the main job: text in, a scored model in one file out
+# make test   sets everything up and runs ruff, mypy and the tests
+# TORCH=...   another build or version of PyTorch, e.g. make test TORCH="torch==2.11.0"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+DEMO_OUT ?= runs/demo
+
+.PHONY: demo test check install dev clean
+
+demo: install
+	rm -rf $(DEMO_OUT)
+	$(BIN)/parbank train --recipe demo --minutes 3 --out $(DEMO_OUT)
+
+test: dev check
+	$(BIN)/python -m pytest
+
+check: dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(VENV)/installed
+dev: $(VENV)/installed-dev
+
+# PyTorch goes first and by exact version: pip then keeps it, whatever range the package itself allows.
+$(VENV)/torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "$(TORCH)"
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch pyproject.toml
+	$(PIP) install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/torch pyproject.toml
+	$(PIP) install --quiet --editable ".[dev]"
+	touch $@ $(VENV)/installed
+
+clean:
+	rm -rf $(VENV) build *.egg-info runs

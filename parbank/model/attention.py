@@ -1,0 +1,102 @@
+"""Causal grouped-query attention with QK norm, partial RoPE, and the recipe's options on values and outputs."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from parbank import ops
+from parbank.model.config import ModelConfig
+
+# On Hopper cuDNN's attention is the fastest of PyTorch's (SYSTEM: 329 TFLOP/s both ways); the rest are for where it is
+# missing (CPU, masks, other shapes).
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every layer of one forward pass shares."""
+
+    cos: Tensor  # (T, rope_dims / 2), float32
+    sin: Tensor
+    mask: Tensor | None  # (B, 1, T, T), true where attention may look; None means plain causal
+
+
+def rope_tables(length: int, dims: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * frequency, (length, dims / 2)."""
+    frequencies = base ** (-torch.arange(0, dims, 2, dtype=torch.float32, device=device) / max(dims, 1))
+    angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+class Attention(nn.Module):
+    """The small parameters of one layer's attention; its four matrices come from the banks."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.config = config
+        self.exclusive = config.uses_xsa(layer)
+        self.gain = nn.Parameter(torch.full((config.heads,), config.qk_gain)) if config.qk_gain else None
+        # 2*sigmoid(0) = 1: a gated layer starts as an ungated one
+        self.gate = nn.Parameter(torch.zeros(config.heads, config.width)) if config.gated_attention else None
+        mixes = config.value_residual and layer > 0
+        self.value_mix = nn.Parameter(torch.tensor([1.0, 0.0])) if mixes else None
+
+    def forward(
+        self, x: Tensor, weights: dict[str, Tensor], context: Context, extra: Tensor | None, first: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """x (B, T, width); `extra` is added to the values; `first` is the first layer's values. Returns (out, values)."""
+        c = self.config
+        batch, length, _ = x.shape
+        q = F.linear(x, weights["query"]).view(batch, length, c.heads, c.head_width)
+        k = F.linear(x, weights["key"]).view(batch, length, c.kv_heads, c.head_width)
+        v = F.linear(x, weights["value"])
+        if extra is not None:
+            v = v + extra
+        v = v.view(batch, length, c.kv_heads, c.head_width)
+        if self.value_mix is not None and first is not None:
+            mix = self.value_mix.to(v.dtype)
+            v = mix[0] * v + mix[1] * first
+        q, k = ops.qk_norm_rope(q, k, self.gain, context.cos, context.sin)
+        y = attend(q, k, v, context.mask)
+        if self.exclusive:
+            y = remove_own_value(y, v)
+        if self.gate is not None:
+            y = y * (2 * torch.sigmoid(F.linear(x, self.gate.to(x.dtype))))[..., None]
+        return F.linear(y.reshape(batch, length, c.width), weights["output"]), v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax attention over (B, T, heads, D) with grouped keys and values: causal, or as the mask says."""
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+    return y.transpose(1, 2)
+
+
+def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
+    """Exclusive self-attention: y - (y.v / v.v) v, in the grouped layout, so that v is never repeated.
+
+    The floor under v.v keeps a zero value from dividing by zero: there the projection is zero anyway.
+    """
+    batch, length, heads, width = y.shape
+    kv_heads = v.shape[2]
+    grouped = y.view(batch, length, kv_heads, heads // kv_heads, width)
+    own = v[:, :, :, None, :]
+    along = (grouped.float() * own.float()).sum(-1, keepdim=True) / own.float().square().sum(-1, keepdim=True).clamp(
+        min=1e-12
+    )
+    return (grouped - along.to(y.dtype) * own).view(batch, length, heads, width)

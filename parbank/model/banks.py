@@ -1,0 +1,81 @@
+"""Banks: all weight matrices of one shape, stacked in one contiguous (N, rows, cols) parameter.
+
+An optimizer that works on whole matrices then sees a few large batches instead of dozens of small products, and a rank
+owns a slice of a bank. Two matrices whose shapes are each other's transpose share a bank: the second is stored
+transposed, and read back through a view. What a matrix *is* (its logical shape, its name) stays with its entry, so
+checkpoints keep plain per-layer names and a shape-dependent learning rate uses the logical shape.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One matrix of a bank."""
+
+    name: str
+    transposed: bool
+
+
+class Banks(nn.Module):
+    """Holds matrices in banks by shape, and hands them out by name.
+
+    The names are those the matrices would have as plain parameters of the model; `split` and `join` translate.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, int]]) -> None:
+        """`shapes` maps each matrix's name to its logical (rows, cols). Its order is the order inside the banks."""
+        super().__init__()
+        self.entries: dict[str, list[Entry]] = {}
+        for name, (rows, cols) in shapes.items():
+            key, mirrored = f"{rows}x{cols}", f"{cols}x{rows}"
+            if mirrored in self.entries and mirrored != key:
+                self.entries[mirrored].append(Entry(name, transposed=True))
+            else:
+                self.entries.setdefault(key, []).append(Entry(name, transposed=False))
+        for key, entries in self.entries.items():
+            rows, cols = map(int, key.split("x"))
+            self.register_parameter(key, nn.Parameter(torch.empty(len(entries), rows, cols)))
+
+    def bank(self, key: str) -> nn.Parameter:
+        return self.get_parameter(key)
+
+    def matrices(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Every matrix in its logical orientation, as views of the banks cast to `dtype`.
+
+        A whole bank is cast in one pass, and unbind's backward is one stack: reading `bank[i]` layer by layer would make a
+        full-size zero tensor for every layer's gradient.
+        """
+        found = {}
+        for key, entries in self.entries.items():
+            bank = self.bank(key)
+            if dtype is not None:
+                bank = bank.to(dtype)  # type: ignore[assignment]
+            for entry, matrix in zip(entries, bank.unbind(0)):
+                found[entry.name] = matrix.mT if entry.transposed else matrix
+        return found
+
+    def transposed(self, key: str) -> tuple[bool, ...]:
+        return tuple(entry.transposed for entry in self.entries[key])
+
+    def split(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """Replaces bank-shaped tensors (weights, averages) by named logical matrices, as views. `prefix` leads to this
+        module: the bank "512x512" stands in `tensors` as prefix + "512x512"."""
+        rest = dict(tensors)
+        for key, entries in self.entries.items():
+            for entry, matrix in zip(entries, rest.pop(prefix + key).unbind(0)):
+                rest[entry.name] = matrix.mT if entry.transposed else matrix
+        return rest
+
+    def join(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """The inverse of `split`. A bank with a matrix missing is left out, for load_state_dict to report."""
+        rest = dict(tensors)
+        for key, entries in self.entries.items():
+            if all(entry.name in rest for entry in entries):
+                matrices = [(rest.pop(entry.name), entry.transposed) for entry in entries]
+                rest[prefix + key] = torch.stack([m.mT if transposed else m for m, transposed in matrices])
+        return rest

@@ -1,0 +1,118 @@
+"""The shape of a model. Every element of the published recipe is a field here, and each can be switched off."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from parbank.config import require
+
+Activation = Literal["leaky_relu_squared", "relu_squared", "gelu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A GPT over parameter banks. The defaults are a plain transformer; recipes switch the rest on."""
+
+    vocab_size: int = 1024
+    """Tokens in the vocabulary; the tokenizer is trained to this size."""
+    bos_id: int = 1
+    """The token that opens every document."""
+    layers: int = 11
+    """Transformer blocks."""
+    width: int = 512
+    """Channels of the residual stream."""
+    heads: int = 8
+    """Query heads."""
+    kv_heads: int = 4
+    """Key and value heads; each serves heads / kv_heads query heads."""
+    mlp_multiple: float = 3.0
+    """Hidden width of the MLP over the model's width."""
+    activation: Activation = "leaky_relu_squared"
+    """The MLP's nonlinearity."""
+    activation_slope: float = 0.5
+    """Slope of leaky_relu_squared below zero, before squaring."""
+    qk_gain: float = 0.0
+    """Starting value of a learned gain per query head after the QK norm; 0 leaves the gain out."""
+    rope_dims: int = 64
+    """Channels of each head that rotate with position; the others carry no position. 0 turns RoPE off."""
+    rope_base: float = 10_000.0
+    """The slowest rotation's wavelength scale."""
+    norm_scale: bool = False
+    """Scale each block's norms by 1/sqrt(layer + 1), so that deep blocks write smaller updates."""
+    unet_skips: bool = False
+    """The first half's outputs are added, by learned gains, to the inputs of the second half, last to first."""
+    residual_mix: bool = False
+    """Each block starts from a learned mix of the residual stream and the embedding."""
+    block_gains: bool = False
+    """A learned gain per channel on what attention and MLP add to the residual stream."""
+    smear: bool = False
+    """A learned gate per channel that mixes in the previous position's embedding."""
+    bigram_buckets: int = 0
+    """Rows of the hashed bigram embedding; 0 leaves it out."""
+    bigram_width: int = 128
+    """Channels of the bigram embedding before it is projected to the model's width."""
+    value_layers: tuple[int, ...] = ()
+    """Layers whose values get a token-embedding of their own added."""
+    value_width: int = 128
+    """Channels of the value embedding before it is projected to the values' width."""
+    xsa_layers: int = 0
+    """Exclusive self-attention on the last n layers: an output's part along its own value is removed. -1: all layers."""
+    gated_attention: bool = False
+    """A gate per head, from the block's input, on the attention output."""
+    value_residual: bool = False
+    """Each layer's values are a learned mix with the first layer's."""
+    softcap: float = 0.0
+    """Logits become softcap * tanh(logits / softcap); 0 leaves them alone."""
+    tied: bool = True
+    """The output head is the token embedding."""
+    embedding_std: float = 0.005
+    """Standard deviation of the token embedding at the start; small, because a tied head reads it too."""
+    isolate_documents: bool = False
+    """Nothing (attention, smear, bigram) looks across a document boundary."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "layers", "width", "heads", "kv_heads"):
+            require(getattr(self, name) >= 1, f"model.{name} must be at least 1, got {getattr(self, name)}")
+        require(
+            self.width % self.heads == 0,
+            f"model.width ({self.width}) must be a multiple of model.heads ({self.heads}): each head gets an equal share",
+        )
+        require(
+            self.heads % self.kv_heads == 0,
+            f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads})",
+        )
+        require(self.hidden >= 1, f"model.mlp_multiple must give at least one hidden channel, got {self.mlp_multiple}")
+        require(
+            0 <= self.rope_dims <= self.head_width and self.rope_dims % 2 == 0,
+            f"model.rope_dims must be an even number from 0 to the head's width ({self.head_width}), got {self.rope_dims}",
+        )
+        require(
+            all(0 <= layer < self.layers for layer in self.value_layers),
+            f"model.value_layers must lie in 0..{self.layers - 1}, got {list(self.value_layers)}",
+        )
+        require(
+            -1 <= self.xsa_layers <= self.layers,
+            f"model.xsa_layers must lie in 0..{self.layers}, or be -1 for all layers, got {self.xsa_layers}",
+        )
+        require(
+            self.bigram_buckets == 0 or self.bigram_buckets >= 2,
+            f"model.bigram_buckets must be 0 (off) or at least 2, got {self.bigram_buckets}",
+        )
+        require(
+            0 <= self.bos_id < self.vocab_size, f"model.bos_id must lie in 0..{self.vocab_size - 1}, got {self.bos_id}"
+        )
+        require(self.softcap >= 0, f"model.softcap must be 0 (off) or positive, got {self.softcap}")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_width
+
+    @property
+    def hidden(self) -> int:
+        return round(self.width * self.mlp_multiple)
+
+    def uses_xsa(self, layer: int) -> bool:
+        return self.xsa_layers == -1 or layer >= self.layers - self.xsa_layers

@@ -1,0 +1,60 @@
+"""What goes into the residual stream before the first block: hashed bigrams, the smear gate, value embeddings."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Primes next to 2^16 over the golden ratio and over its square: multiples of them spread consecutive tokens evenly.
+HASH_CURRENT, HASH_PREVIOUS = 40_499, 25_033
+
+
+class BigramEmbedding(nn.Module):
+    """An embedding of the pair (previous token, this token), hashed into a fixed number of buckets.
+
+    The last bucket stands for "no previous token".
+    """
+
+    def __init__(self, buckets: int, narrow: int, width: int) -> None:
+        super().__init__()
+        self.buckets = buckets
+        self.embedding = nn.Embedding(buckets, narrow)
+        self.projection = nn.Parameter(torch.zeros(width, narrow))
+        self.scale = nn.Parameter(torch.tensor(0.05))
+
+    def forward(self, ids: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
+        """ids (B, T); starts (B, T) marks positions that must not look at the one before."""
+        previous = F.pad(ids[:, :-1], (1, 0))
+        hashed = (HASH_CURRENT * ids ^ HASH_PREVIOUS * previous) % (self.buckets - 1)
+        rows = torch.where(starts, self.buckets - 1, hashed)
+        found = F.linear(self.embedding(rows).to(dtype), self.projection.to(dtype))
+        return found * self.scale.to(dtype)
+
+
+class SmearGate(nn.Module):
+    """x + sigmoid(gate) * (previous position's x - x), one learned gate a channel."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor, starts: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.gate).to(x.dtype)
+        previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
+        return (1 - gate) * x + gate * previous
+
+
+class ValueEmbedding(nn.Module):
+    """A second, narrow token embedding that is added to the values of some layers, each with a learned scale."""
+
+    def __init__(self, vocab_size: int, narrow: int, kv_width: int, layers: tuple[int, ...]) -> None:
+        super().__init__()
+        self.slots = {layer: slot for slot, layer in enumerate(layers)}
+        self.embedding = nn.Embedding(vocab_size, narrow)
+        self.projection = nn.Parameter(torch.zeros(kv_width, narrow))
+        self.scale = nn.Parameter(torch.tensor(0.1))
+        self.layer_scales = nn.Parameter(torch.ones(len(layers)))
+
+    def forward(self, ids: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
+        """The addition to each layer's values, (B, T, kv_width), by layer."""
+        shared = F.linear(self.embedding(ids).to(dtype), self.projection.to(dtype)) * self.scale.to(dtype)
+        return {layer: shared * self.layer_scales[slot].to(dtype) for layer, slot in self.slots.items()}

@@ -1,0 +1,202 @@
+"""The GPT: embeddings, blocks over parameter banks, and the loss."""
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parbank import ops
+from parbank.model.attention import Attention, Context, rope_tables
+from parbank.model.banks import Banks
+from parbank.model.config import ModelConfig
+from parbank.model.embeddings import BigramEmbedding, SmearGate, ValueEmbedding
+
+
+class Block(nn.Module):
+    """One layer: attention, then MLP, each on a norm of the residual stream. The matrices come from the banks."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.config = config
+        self.scale = 1 / math.sqrt(layer + 1) if config.norm_scale else 1.0
+        self.attention = Attention(config, layer)
+        gains, mix = config.block_gains, config.residual_mix
+        self.attention_gain = nn.Parameter(torch.ones(config.width)) if gains else None
+        self.mlp_gain = nn.Parameter(torch.ones(config.width)) if gains else None
+        self.residual_mix = (
+            nn.Parameter(torch.stack([torch.ones(config.width), torch.zeros(config.width)])) if mix else None
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        x0: Tensor,
+        weights: dict[str, Tensor],
+        context: Context,
+        extra: Tensor | None,
+        first: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if self.residual_mix is not None:
+            x, normed = ops.mix_rms_norm(x, x0, self.residual_mix[0], self.residual_mix[1], self.scale)
+        else:
+            normed = ops.rms_norm(x, scale=self.scale)
+        attended, values = self.attention(normed, weights, context, extra, first)
+        x = x + _gained(attended, self.attention_gain)
+        transformed = self._mlp(ops.rms_norm(x, scale=self.scale), weights)
+        return x + _gained(transformed, self.mlp_gain), values
+
+    def _mlp(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        if self.config.activation == "gelu":
+            return F.linear(F.gelu(F.linear(x, weights["up"])), weights["down"])
+        slope = self.config.activation_slope if self.config.activation == "leaky_relu_squared" else 0.0
+        return ops.mlp(x, weights["up"], weights["down"], slope)
+
+
+class GPT(nn.Module):
+    """Parameters: one bank per matrix shape, the embeddings, and small gains and gates.
+
+    The compute dtype is autocast's where autocast is on, else that of the weights. Casting is done here, once per bank
+    and forward pass, rather than by autocast at every use.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        c = self.config = config
+        self.token_embedding = nn.Embedding(c.vocab_size, c.width)
+        self.bigram = BigramEmbedding(c.bigram_buckets, c.bigram_width, c.width) if c.bigram_buckets else None
+        self.smear = SmearGate(c.width) if c.smear else None
+        self.value_embedding = (
+            ValueEmbedding(c.vocab_size, c.value_width, c.kv_width, c.value_layers) if c.value_layers else None
+        )
+        self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.layers))
+        skips = c.layers // 2 if c.unet_skips else 0
+        self.skip_gains = nn.Parameter(torch.ones(skips, c.width)) if skips else None
+        self.head = None if c.tied else nn.Linear(c.width, c.vocab_size, bias=False)
+        self.banks = Banks(_matrix_shapes(c))
+        self.register_state_dict_post_hook(_write_plain_names)
+        self.register_load_state_dict_pre_hook(_read_plain_names)
+        if not self.token_embedding.weight.is_meta:
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Orthogonal matrices, except those that write to the residual stream: they start at zero, so every block starts
+        as the identity. Small embeddings, because the tied head reads them too."""
+        for name, matrix in self.banks.matrices().items():
+            if name.endswith(("output.weight", "down.weight")):
+                matrix.zero_()
+            else:
+                nn.init.orthogonal_(matrix)
+        self.token_embedding.weight.normal_(std=self.config.embedding_std)
+        if self.bigram is not None:
+            self.bigram.embedding.weight.zero_()
+        if self.value_embedding is not None:
+            self.value_embedding.embedding.weight.normal_(std=0.01)
+        if self.head is not None:
+            self.head.weight.zero_()
+
+    def plain_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by parameter name -> by plain per-layer name: what checkpoints and artifacts hold."""
+        return self.banks.split(tensors, "banks.")
+
+    def parameter_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `plain_names`."""
+        return self.banks.join(tensors, "banks.")
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
+        """ids (B, T). With targets (B, T) the loss in nats (mean, sum, or none: one per token), else the logits."""
+        x = self.features(ids)
+        head = (self.token_embedding if self.head is None else self.head).weight.to(x.dtype)
+        if targets is not None:
+            return ops.linear_softcap_cross_entropy(x, head, targets, self.config.softcap, reduction=reduction)
+        logits = F.linear(x, head).float()
+        return self.config.softcap * torch.tanh(logits / self.config.softcap) if self.config.softcap else logits
+
+    def features(self, ids: Tensor) -> Tensor:
+        """The normed output of the last block, (B, T, width)."""
+        c = self.config
+        dtype = self._compute_dtype(ids.device)
+        starts = _document_starts(ids, c.bos_id if c.isolate_documents else None)
+        x = self.token_embedding(ids).to(dtype)
+        if self.bigram is not None:
+            x = x + self.bigram(ids, starts, dtype)
+        x = ops.rms_norm(x)
+        if self.smear is not None:
+            x = self.smear(x, starts)
+        extras = self.value_embedding(ids, dtype) if self.value_embedding is not None else {}
+        cos, sin = rope_tables(ids.shape[1], c.rope_dims, c.rope_base, ids.device)
+        context = Context(cos, sin, _document_mask(starts) if c.isolate_documents else None)
+        matrices = self.banks.matrices(dtype)
+        x0, first = x, None
+        skips: list[Tensor] = []
+        for layer, block in enumerate(self.blocks):
+            if self.skip_gains is not None and layer >= c.layers - len(self.skip_gains):
+                x = x + self.skip_gains[c.layers - 1 - layer].to(dtype) * skips.pop()
+            x, values = block(x, x0, _of_layer(matrices, layer), context, extras.get(layer), first)
+            first = values if first is None and c.value_residual else first
+            if self.skip_gains is not None and layer < len(self.skip_gains):
+                skips.append(x)
+        return ops.rms_norm(x)
+
+    def _compute_dtype(self, device: torch.device) -> torch.dtype:
+        if torch.is_autocast_enabled(device.type):
+            return torch.get_autocast_dtype(device.type)
+        return self.token_embedding.weight.dtype
+
+
+MATRICES = ("query", "key", "value", "output", "up", "down")
+
+
+def _matrix_names(layer: int) -> dict[str, str]:
+    return {m: f"blocks.{layer}.{'mlp' if m in ('up', 'down') else 'attention'}.{m}.weight" for m in MATRICES}
+
+
+def _matrix_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Every matrix's (out, in), kind by kind, so that a bank is a run of queries, then a run of outputs, and so on."""
+    shapes = {
+        "query": (c.width, c.width),
+        "output": (c.width, c.width),
+        "key": (c.kv_width, c.width),
+        "value": (c.kv_width, c.width),
+        "up": (c.hidden, c.width),
+        "down": (c.width, c.hidden),
+    }
+    return {_matrix_names(layer)[kind]: shape for kind, shape in shapes.items() for layer in range(c.layers)}
+
+
+def _of_layer(matrices: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
+    return {kind: matrices[name] for kind, name in _matrix_names(layer).items()}
+
+
+def _write_plain_names(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    _translate(state, prefix, cast(GPT, module).plain_names)
+
+
+def _read_plain_names(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    _translate(state, prefix, cast(GPT, module).parameter_names)
+
+
+def _translate(state: dict[str, Any], prefix: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Applies a change of names, in place, to the entries of a state dict under `prefix`."""
+    own = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
+    state.update({prefix + name: value for name, value in change(own).items()})
+
+
+def _gained(x: Tensor, gain: Tensor | None) -> Tensor:
+    return x if gain is None else gain.to(x.dtype) * x
+
+
+def _document_starts(ids: Tensor, bos_id: int | None) -> Tensor:
+    """(B, T): true where a position must not look at the one before: the first of the window and, isolated, each BOS."""
+    first = (torch.arange(ids.shape[1], device=ids.device) == 0).expand(ids.shape)
+    return first if bos_id is None else first | (ids == bos_id)
+
+
+def _document_mask(starts: Tensor) -> Tensor:
+    """(B, 1, T, T): causal, and within one document."""
+    document = starts.cumsum(-1)
+    same = document[:, :, None] == document[:, None, :]
+    return same.tril()[:, None]

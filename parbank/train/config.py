@@ -1,0 +1,172 @@
+"""The whole of a run in one frozen value: what recipes return, --set changes, and config.json holds."""
+
+from dataclasses import dataclass, field
+
+from parbank.config import require
+from parbank.model.config import ModelConfig
+from parbank.optim.averaging import AverageConfig
+from parbank.quant.config import QuantConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetConfig:
+    """What a run may cost. Exactly one of minutes, steps and tokens is set."""
+
+    minutes: float | None = None
+    """Training clock. Compilation and warm-up are outside it, everything else is inside."""
+    steps: int | None = None
+    """Optimizer steps."""
+    tokens: int | None = None
+    """Training tokens, rounded up to whole batches."""
+    max_bytes: int = 16_000_000
+    """Cap on the artifact."""
+    count_code: bool = False
+    """Count parbank's own source, compressed, towards the cap, as the published track does."""
+
+    def __post_init__(self) -> None:
+        given = [n for n in ("minutes", "steps", "tokens") if getattr(self, n) is not None]
+        require(
+            len(given) == 1,
+            f"a run needs exactly one of budget.minutes, budget.steps and budget.tokens; got {given or 'none'}",
+        )
+        require(getattr(self, given[0]) > 0, f"budget.{given[0]} must be positive, got {getattr(self, given[0])}")
+        require(self.max_bytes > 0, f"budget.max_bytes must be positive, got {self.max_bytes}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """How tokens reach the model."""
+
+    sequence_length: int = 2048
+    """Tokens in one window."""
+    batch_tokens: int = 786_432
+    """Tokens in one optimizer step, over all ranks and micro-batches."""
+    micro_batch_tokens: int = 98_304
+    """Tokens in one forward pass of one rank, at most. More ranks mean fewer passes, never another batch."""
+    prefetch: int = 3
+    """Micro-batches prepared ahead by a thread; 0 prepares each when it is asked for."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "batch_tokens", "micro_batch_tokens"):
+            require(getattr(self, name) >= 1, f"batch.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("batch_tokens", "micro_batch_tokens"):
+            require(
+                getattr(self, name) % self.sequence_length == 0,
+                f"batch.{name} ({getattr(self, name)}) must be a multiple of batch.sequence_length ({self.sequence_length})",
+            )
+        require(self.prefetch >= 0, f"batch.prefetch must be 0 (off) or positive, got {self.prefetch}")
+
+    @property
+    def sequences(self) -> int:
+        return self.batch_tokens // self.sequence_length
+
+    def micro_sequences(self, world: int) -> int:
+        """The largest micro-batch within the limit that divides the batch evenly over the ranks."""
+        require(
+            self.sequences % world == 0,
+            f"the batch of {self.sequences} sequences (batch.batch_tokens / batch.sequence_length) cannot be split over "
+            f"{world} ranks; use a number of ranks that divides it, or change batch.batch_tokens",
+        )
+        share, limit = self.sequences // world, self.micro_batch_tokens // self.sequence_length
+        return max(n for n in range(1, min(share, limit) + 1) if share % n == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Muon for matrices, AdamW for everything else."""
+
+    matrix_lr: float = 0.025
+    """Muon's learning rate, before the factor for a matrix's shape."""
+    momentum: float = 0.99
+    """Muon's momentum once warmed up."""
+    momentum_start: float = 0.92
+    """Muon's momentum at step 0."""
+    momentum_steps: int = 1500
+    """Steps over which the momentum rises."""
+    matrix_weight_decay: float = 0.04
+    """Muon's decoupled weight decay."""
+    newton_schulz_steps: int = 5
+    """Iterations of the orthogonalisation."""
+    embedding_lr: float = 0.035
+    """AdamW's learning rate for embeddings, tied head included."""
+    head_lr: float = 0.008
+    """AdamW's learning rate for an untied head."""
+    scalar_lr: float = 0.025
+    """AdamW's learning rate for gains, gates and small projections."""
+    beta1: float = 0.9
+    """AdamW's decay of the mean."""
+    beta2: float = 0.95
+    """AdamW's decay of the mean square."""
+    adam_weight_decay: float = 0.04
+    """AdamW's decoupled weight decay."""
+    clip: float = 0.3
+    """Largest global gradient norm, over all parameters and ranks; 0 does not clip."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from zero."""
+    warmdown: float = 0.5
+    """Last share of the budget over which the learning rate falls."""
+    final_lr: float = 0.0
+    """Learning rate at the very end, as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        for name in ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr"):
+            require(getattr(self, name) >= 0, f"optim.{name} must not be negative, got {getattr(self, name)}")
+        for name in ("momentum", "momentum_start", "beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"optim.{name} must lie in 0 <= b < 1, got {getattr(self, name)}")
+        require(0 <= self.warmdown <= 1, f"optim.warmdown is a share of the budget, 0 to 1; got {self.warmdown}")
+        require(0 <= self.final_lr <= 1, f"optim.final_lr is a share of the peak, 0 to 1; got {self.final_lr}")
+        require(self.clip >= 0, f"optim.clip must be 0 (off) or positive, got {self.clip}")
+        require(
+            self.newton_schulz_steps >= 1,
+            f"optim.newton_schulz_steps must be at least 1, got {self.newton_schulz_steps}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How the loop runs: nothing here changes what is computed."""
+
+    compile: bool = True
+    """Use torch.compile on CUDA. On a CPU the model always runs as plain PyTorch."""
+    warmup_steps: int = 20
+    """Steps run before the clock starts, so that everything is compiled, and then undone completely."""
+    log_every: int = 10
+    """Steps between rows of metrics.jsonl."""
+    checkpoint_minutes: float = 5.0
+    """Minutes between checkpoints; 0 writes one only at the end and when the run is stopped."""
+    keep_checkpoints: int = 2
+    """Older checkpoints are deleted."""
+    max_skipped: int = 10
+    """Non-finite steps in a row, each of them skipped, after which the run gives up."""
+
+    def __post_init__(self) -> None:
+        require(self.log_every >= 1, f"train.log_every must be at least 1, got {self.log_every}")
+        require(self.keep_checkpoints >= 1, f"train.keep_checkpoints must be at least 1, got {self.keep_checkpoints}")
+        require(self.warmup_steps >= 0, f"train.warmup_steps must not be negative, got {self.warmup_steps}")
+        require(self.max_skipped >= 1, f"train.max_skipped must be at least 1, got {self.max_skipped}")
+        require(
+            self.checkpoint_minutes >= 0,
+            f"train.checkpoint_minutes must be 0 (off) or positive, got {self.checkpoint_minutes}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    recipe: str
+    """The recipe this started from."""
+    data: str = "stdlib"
+    """What to train on: stdlib, text:PATH, text:train=PATH,val=PATH, shards:DIR or fineweb."""
+    seed: int = 0
+    """Fixes the starting weights and the order of the data."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    budget: BudgetConfig
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    average: AverageConfig = field(default_factory=AverageConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
+
+    def __post_init__(self) -> None:
+        require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
