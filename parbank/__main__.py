@@ -1,0 +1,6 @@
+"""`python -m parbank`: what torchrun starts."""
+
+from parbank.cli import main
+
+if __name__ == "__main__":
+    main()

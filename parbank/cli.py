@@ -1,0 +1,336 @@
+"""The command line. Every command is thin: it reads arguments, calls one function, and prints what came back."""
+
+import json
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from parbank import __version__
+from parbank.errors import ConfigError, ParbankError
+
+console = Console(highlight=False)
+app = typer.Typer(
+    name="parbank",
+    help="Train small language models against two hard budgets, minutes and megabytes.\n\n"
+    "Start with: [bold]parbank train --recipe demo[/bold]. It trains on text this machine already has and leaves one file, "
+    "scored in bits per byte.\n\n[bold]--debug[/bold], anywhere, shows tracebacks.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+data_app = typer.Typer(help="Text into token shards: prepare, look at, fetch.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+
+def main() -> None:
+    """Runs the command line. An error a user can mend ends in one message and exit code 2; a bug keeps its traceback."""
+    arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1
+    try:
+        app(args=arguments, prog_name="parbank")
+    except ParbankError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # `parbank recipes golf | head`
+        sys.stderr.close()
+        raise SystemExit(141) from None
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"parbank {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+DataHelp = (
+    "stdlib (the running Python's library), text:PATH (files, folders, globs; .txt .md .py .jsonl, plain or .gz .xz .zst), "
+    "text:train=PATH,val=PATH, shards:DIR, or fineweb."
+)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str | None, typer.Option(help="demo, sprint, golf or nano; `parbank recipes` says more.")] = None,
+    data: Annotated[str | None, typer.Option(help=DataHelp)] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Budget: training clock; setup and scoring are outside it.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Budget: optimizer steps.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Budget: training tokens.")] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="Cap on the artifact, a promise.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; runs/RECIPE-TIME if not given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes starting weights and data order.")] = None,
+    device: DeviceOption = "auto",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=v", help="Change one setting; repeatable.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+) -> None:
+    """Train a model, score it, and pack it into one file.
+
+    Examples:
+
+      parbank train --recipe demo
+
+      parbank train --recipe sprint --data text:my_folder --minutes 5 --max-bytes 8000000
+
+      parbank train --resume --out runs/demo-1
+
+      torchrun --nproc_per_node=8 -m parbank train --recipe golf
+
+    Ctrl-C saves a checkpoint; --resume goes on from it.
+    """
+    from parbank import runtime
+    from parbank.config import override
+    from parbank.recipes import get_recipe
+    from parbank.train.metrics import Display
+    from parbank.train.run import load_run_config, run
+
+    changes = _budget_changes(minutes, steps, tokens)
+    changes += [
+        f"{k}={json.dumps(v)}"
+        for k, v in (("data", data), ("seed", seed), ("budget.max_bytes", max_bytes))
+        if v is not None
+    ]
+    changes += settings or []
+    if resume:
+        if out is None or recipe is not None:
+            raise ConfigError("--resume goes on with an earlier run: give its folder by --out, and no --recipe")
+        config = load_run_config(out, *changes)
+    else:
+        config = override(get_recipe(recipe or "demo"), *changes)
+    with runtime.start(device) as place:
+        folder = out or _new_folder(config.recipe, place)
+        display = Display(enabled=place.is_main)
+        result = run(config, place, folder, resume=resume, display=display)
+        if result.summary is not None and place.is_main:
+            _print_summary(result.summary, folder)
+    if result.stop_signal:
+        raise typer.Exit(128 + result.stop_signal)
+
+
+@app.command("eval")
+def evaluate(
+    path: Annotated[
+        Path, typer.Argument(metavar="ARTIFACT_OR_CHECKPOINT", help="A .pbk file, a checkpoint, or a run folder.")
+    ],
+    data: Annotated[str | None, typer.Option(help="What to score; its validation part is taken. " + DataHelp)] = None,
+    device: DeviceOption = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Score a model in bits per byte on validation text."""
+    from parbank import runtime
+    from parbank.data.dataset import open_validation
+    from parbank.eval.score import score_chunked
+    from parbank.train.load import load_model
+
+    with runtime.start(device) as place:
+        loaded = load_model(path, place.device)
+        spec = data or loaded.data
+        if spec is None:
+            raise ConfigError(f"{path} was trained on text without a public name; say by --data what to score")
+        validation = open_validation(spec, loaded.tokenizer)
+        began = time.perf_counter()
+        batch = max(loaded.context, 65_536 if place.is_cuda else 4_096)
+        score = score_chunked(
+            loaded.model, validation.tokens, loaded.tokenizer, context=loaded.context, batch_tokens=batch, runtime=place
+        )
+        seconds = time.perf_counter() - began
+    result = {
+        "val_bpb": score.bpb,
+        "val_loss": score.loss,
+        "tokens": score.tokens,
+        "bytes": score.bytes,
+        "seconds": seconds,
+        "method": "chunked",
+        "context": loaded.context,
+        "data": spec,
+        "text_sha256": validation.sha256,
+        "tokenizer_sha256": loaded.tokenizer.fingerprint,
+    }
+    if place.is_main:
+        print(json.dumps(result)) if as_json else _print_pairs(result)
+
+
+@app.command()
+def sample(
+    artifact: Annotated[Path, typer.Argument(help="A .pbk file, a checkpoint, or a run folder.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue; empty starts a new document.")] = "",
+    tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 samples as the model says.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Keep only the k likeliest tokens; 0 keeps all.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    device: DeviceOption = "auto",
+) -> None:
+    """Let a model write. The text goes to standard output, the speed to standard error."""
+    from parbank import runtime
+    from parbank.eval.sample import sample_tokens
+    from parbank.train.load import load_model
+
+    with runtime.start(device) as place:
+        loaded = load_model(artifact, place.device)
+        began = time.perf_counter()
+        written = list(
+            sample_tokens(
+                loaded.model,
+                loaded.tokenizer,
+                prompt,
+                tokens=tokens,
+                temperature=temperature,
+                top_k=top_k,
+                seed=seed,
+                context=loaded.context,
+            )
+        )
+        seconds = time.perf_counter() - began
+    print(prompt + loaded.tokenizer.decode(written))
+    print(f"[{len(written)} tokens, {len(written) / max(seconds, 1e-9):.0f} tokens/s]", file=sys.stderr)
+
+
+@app.command()
+def pack(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder.")],
+    max_bytes: Annotated[int, typer.Option(help="Cap on the file.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; model.pbk beside the checkpoint's folder if not given.")
+    ] = None,
+) -> None:
+    """Pack a checkpoint into an artifact of at most so many bytes."""
+    from parbank.train.load import pack_checkpoint
+
+    target, packed = pack_checkpoint(checkpoint, max_bytes, out)
+    print(
+        f"{target}: {packed.size:,} bytes of {max_bytes:,}; matrices as integers -{packed.matrix_q}..{packed.matrix_q}"
+    )
+
+
+@app.command()
+def inspect(artifact: Annotated[Path, typer.Argument(help="A .pbk file.")]) -> None:
+    """Show what an artifact holds: config, sections, and every tensor with its bits and bytes."""
+    from parbank.artifact import read_artifact
+    from parbank.quant import describe_tensors
+
+    found = read_artifact(artifact)
+    _print_pairs({"file": str(artifact), "bytes": f"{artifact.stat().st_size:,}"})
+    print(json.dumps(found.meta, indent=2, sort_keys=True))
+    sections = Table("section", "bytes")
+    for name, size in found.sizes.items():
+        sections.add_row(name, f"{size:,}")
+    tensors = Table("tensor", "shape", "role", "bits", "levels", "raw bytes", "packed bytes", "bits/weight")
+    for row in describe_tensors(found):
+        shape = " x ".join(map(str, row.shape)) or "scalar"
+        packed = f"{row.packed_bytes:,.0f}"
+        tensors.add_row(
+            row.name,
+            shape,
+            row.role,
+            str(row.bits),
+            str(row.levels or "-"),
+            f"{row.raw_bytes:,}",
+            packed,
+            f"{row.bits_per_weight:.2f}",
+        )
+    wide = Console(highlight=False, width=None if console.is_terminal else 160)
+    wide.print(sections)
+    wide.print(tensors)
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe's whole config.")] = None) -> None:
+    """List the recipes, or print one with every setting and what it does."""
+    from parbank.config import walk
+    from parbank.recipes import RECIPES, get_recipe
+
+    if name is None:
+        for key, function in RECIPES.items():
+            print(f"{key:8} {(function.__doc__ or '').strip().splitlines()[0]}")
+        return
+    for path, value, doc in walk(get_recipe(name)):
+        shown = json.dumps(value)
+        print(f"{path} = {shown}" + (f"    # {doc}" if doc else ""))
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: what works, what does not, and what to do. Exit code 1 when something is broken."""
+    from parbank.doctor import examine
+
+    findings = examine()
+    signs = {"ok": "ok  ", "note": "note", "bad": "BAD "}
+    for finding in findings:
+        print(f"{signs[finding.status]}  {finding.subject:14} {finding.found}")
+        if finding.remedy:
+            print(f"{'':21}-> {finding.remedy}")
+    if any(finding.status == "bad" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _budget_changes(minutes: float | None, steps: int | None, tokens: int | None) -> list[str]:
+    """One of the three replaces whatever budget the recipe had."""
+    given = {
+        name: value for name, value in (("minutes", minutes), ("steps", steps), ("tokens", tokens)) if value is not None
+    }
+    if len(given) > 1:
+        raise ConfigError(
+            f"give one of --minutes, --steps and --tokens, not {len(given)}: {', '.join('--' + n for n in given)}"
+        )
+    if not given:
+        return []
+    return [f"budget.{name}={given.get(name, 'none')}" for name in ("minutes", "steps", "tokens")]
+
+
+def _new_folder(recipe: str, place: Any) -> Path:
+    """runs/RECIPE-TIME, the same on every rank: the first rank's clock decides."""
+    (stamp,) = place.agree([time.time() if place.is_main else 0.0])
+    return Path("runs") / f"{recipe}-{datetime.fromtimestamp(stamp):%Y%m%d-%H%M%S}"
+
+
+def _print_pairs(pairs: dict[str, Any]) -> None:
+    width = max(map(len, pairs))
+    for key, value in pairs.items():
+        print(f"{key:{width}}  {value}")
+
+
+def _print_summary(summary: dict[str, Any], folder: Path) -> None:
+    bytes_used = summary["artifact_bytes"] + summary["code_bytes"]
+    code = f" with {summary['code_bytes']:,} of code" if summary["code_bytes"] else ""
+    others = ", ".join(f"{name} {bpb:.4f}" for name, bpb in summary["compressors_bpb"].items())
+    seconds = max(summary["train_seconds"], 1e-9)
+    wait = 100 * summary["data_wait_seconds"] / seconds
+    share = 100 * bytes_used / summary["max_bytes"]
+    _print_pairs(
+        {
+            "steps": f"{summary['steps']:,} in {seconds:.1f} s ({summary['setup_seconds']:.1f} s of setup before)",
+            "speed": f"{summary['tokens_per_second']:,.0f} tokens/s; {wait:.2f}% of the time waiting for data",
+            "artifact": f"{bytes_used:,} bytes{code}, {share:.1f}% of the cap {summary['max_bytes']:,}",
+            "val bpb": f"{summary['val_bpb']:.4f} ({summary['val_bpb_before_packing']:.4f} before packing)",
+            "compressors": others + " bpb on the same text",
+            "folder": str(folder),
+        }
+    )
+    print("\n--- sample " + "-" * 60)
+    print(summary["sample"])
+    print("-" * 71)

@@ -1,0 +1,75 @@
+"""The training clock, and how much of the budget is spent.
+
+A budget in minutes is a promise: no step is started that would end after the limit. Steps on a GPU are queued, so the
+clock knows how many are still in flight and counts them as if each took as long as the last ones did.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from parbank.train.config import BudgetConfig
+
+
+class Clock:
+    """Training seconds: a stopwatch that an earlier run's total can be set on."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._before = 0.0
+        self._started: float | None = None
+
+    def set(self, seconds: float) -> None:
+        self._before, self._started = seconds, None
+
+    def start(self) -> None:
+        self._started = self._now()
+
+    def stop(self) -> None:
+        self.set(self.seconds())
+
+    def seconds(self) -> float:
+        return self._before + (0.0 if self._started is None else self._now() - self._started)
+
+
+class Budget:
+    """Answers, before every step: may another one start, and how far along will it be?"""
+
+    def __init__(self, config: BudgetConfig, batch_tokens: int, clock: Clock) -> None:
+        self.config = config
+        self.clock = clock
+        self.steps = config.steps if config.tokens is None else math.ceil(config.tokens / batch_tokens)
+        self.limit = None if config.minutes is None else 60 * config.minutes
+        self._step_seconds: deque[float] = deque(maxlen=9)  # odd, so that the median is a real step's time
+        self._last: float | None = None
+
+    def observe(self) -> None:
+        """To be called once a step, when the device has finished one."""
+        now = self.clock.seconds()
+        if self._last is not None:
+            self._step_seconds.append(now - self._last)
+        self._last = now
+
+    def spent(self, step: int, in_flight: int = 0) -> float:
+        """The share of the budget that is spent when step `step` starts, with `in_flight` steps queued before it."""
+        if self.limit is None:
+            return step / self.steps if self.steps else 1.0
+        return (self.clock.seconds() + in_flight * self._step_time()) / self.limit
+
+    def allows(self, step: int, in_flight: int = 0) -> bool:
+        """Whether step `step` may start. The first step of a run always may, or nothing would be trained at all."""
+        if self.limit is None:
+            return step < (self.steps or 0)
+        if step == 0:
+            return True
+        return self.clock.seconds() + (in_flight + 1) * self._step_time() <= self.limit
+
+    def seconds_left(self, step: int) -> float:
+        if self.limit is not None:
+            return max(0.0, self.limit - self.clock.seconds())
+        return ((self.steps or 0) - step) * self._step_time()
+
+    def _step_time(self) -> float:
+        return median(self._step_seconds) if self._step_seconds else 0.0

@@ -1,0 +1,102 @@
+"""Checkpoints: one file each, written beside and renamed, so that a kill at any moment leaves the previous one readable.
+
+A checkpoint holds everything a run needs to go on exactly (weights, optimizer, averages, data position, random states,
+clock) and everything `eval` and `pack` need (config, tokenizer). Files are read with torch.load's weights_only, which
+runs no pickled code.
+"""
+
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from parbank.errors import CheckpointError
+
+FORMAT = 1
+_NAME = re.compile(r"step_(\d+)\.pt")
+
+
+def save_checkpoint(folder: Path, state: dict[str, Any], *, keep: int) -> Path:
+    """Writes step_N.pt for state["step"] and deletes all but the newest `keep`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{state['step']:08d}.pt"
+    temporary = path.with_suffix(f".tmp{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save({"format": FORMAT, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cannot write the checkpoint {path}: {error}; free some space or choose another --out"
+        ) from error
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    for stale in [*list_checkpoints(folder)[:-keep], *folder.glob("*.tmp*")]:
+        stale.unlink(missing_ok=True)
+    return path
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, oldest first."""
+    found = [(int(match[1]), path) for path in folder.glob("step_*.pt") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint file from a path to one, to a checkpoint folder, or to a run folder (the newest is taken)."""
+    if path.is_file():
+        return path
+    for folder in (path / "checkpoint", path):
+        if found := list_checkpoints(folder):
+            return found[-1]
+    raise CheckpointError(f"no checkpoint at {path}; give a run folder, its checkpoint folder, or a step_N.pt file")
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Reads one file onto the CPU. Anything that is not a whole checkpoint of ours is refused by name."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"no checkpoint at {path}") from None
+    except Exception as error:  # torch.load has no one error for damaged files
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{path} is no readable checkpoint ({reason[:200]}); use an older one, or train again"
+        ) from error
+    if not isinstance(state, dict) or "format" not in state or "model" not in state:
+        raise CheckpointError(f"{path} is a PyTorch file, but no parbank checkpoint")
+    if state["format"] != FORMAT:
+        raise CheckpointError(f"{path} has checkpoint format {state['format']}; this parbank reads format {FORMAT}")
+    return state
+
+
+def random_state() -> dict[str, Any]:
+    """Every generator a run may draw from, as plain values and tensors."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": [version, list(internal), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,292 @@
+"""One run from text to artifact: open the data, refuse what cannot fit, train, score, pack, score what was packed."""
+
+import json
+import lzma
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import parbank
+from parbank.artifact import read_artifact
+from parbank.config import from_dict, override, to_dict
+from parbank.data.dataset import Dataset, open_dataset
+from parbank.data.tokenizer import Tokenizer
+from parbank.errors import CheckpointError, ConfigError
+from parbank.eval.baselines import compressor_bpb
+from parbank.eval.load import TOKENIZER, artifact_meta
+from parbank.eval.sample import sample_tokens
+from parbank.eval.score import Score, score_chunked
+from parbank.model import GPT
+from parbank.quant import Packed, check_fits, expected_bytes, overhead_bytes, pack_tensors, unpack_tensors
+from parbank.runtime import Runtime, versions
+from parbank.train.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
+from parbank.train.config import RunConfig
+from parbank.train.metrics import Display, MetricsWriter, format_seconds, memory_bytes
+from parbank.train.telemetry import Reading
+from parbank.train.trainer import Trainer
+
+SAMPLE_TOKENS = 120  # enough to see whether the model writes words, lines and indentation
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: with a summary, or stopped by a signal with a checkpoint to go on from."""
+
+    summary: dict[str, Any] | None
+    stop_signal: int = 0
+
+
+def run(
+    config: RunConfig, runtime: Runtime, out: Path, *, resume: bool = False, display: Display | None = None
+) -> Result:
+    """Trains, scores and packs. Everything a user keeps is in the folder `out`."""
+    began = time.perf_counter()
+    display = display or Display(enabled=runtime.is_main)
+    checkpoint = _open_folder(out, resume)
+    check_size(config, display)
+    dataset = _open_data(config, runtime, display)
+    config = _fit_vocabulary(config, dataset)
+    trainer = Trainer(config, runtime, dataset, out)
+    try:
+        if checkpoint is not None:
+            trainer.resume(load_checkpoint(checkpoint), checkpoint)
+            display.say(f"resuming from {checkpoint} at step {trainer.step}")
+        if runtime.is_main:
+            _write_json(out / "config.json", to_dict(config))
+        display.say(_introduction(trainer))
+        trainer.warm_up()
+        setup_seconds = time.perf_counter() - began
+        display.say(f"ready after {setup_seconds:.1f} s of setup; the clock starts now")
+        _train_with_reports(trainer, display)
+        saved = trainer.save()
+        if trainer.stop_signal:
+            display.say(
+                f"stopped at step {trainer.step}; saved {saved}; go on with: parbank train --resume --out {out}"
+            )
+            return Result(None, trainer.stop_signal)
+        summary = finish(trainer, setup_seconds, display)
+        return Result(summary)
+    finally:
+        trainer.close()
+
+
+def finish(trainer: Trainer, setup_seconds: float, display: Display) -> dict[str, Any]:
+    """Scores the averaged weights, packs them, and scores what came out of the file: that is the result."""
+    config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
+    with trainer.averages.applied():
+        display.say("scoring")
+        before = _score(trainer)
+        display.say(f"val bpb {before.bpb:.4f} before packing; packing")
+        path = trainer.out / "model.pbk"
+        packed = pack_model(trainer.model, config, dataset.tokenizer) if runtime.is_main else None
+        if packed is not None:
+            packed.write(path)
+            trainer.model.load_state_dict(unpack_tensors(read_artifact(path)))
+        for parameter in trainer.model.parameters():
+            runtime.broadcast(parameter.data)
+        after = _score(trainer)
+        summary = _summarise(trainer, before, after, packed, setup_seconds)
+    if runtime.is_main:
+        _write_json(trainer.out / "summary.json", summary)
+    return summary
+
+
+def pack_model(model: GPT, config: RunConfig, tokenizer: Tokenizer, *, max_bytes: int | None = None) -> Packed:
+    """The artifact of a model's current weights, under the run's cap or another."""
+    return pack_tensors(
+        model.state_dict(),
+        config.quant,
+        max_bytes=config.budget.max_bytes if max_bytes is None else max_bytes,
+        meta=_meta(config),
+        extra_sections={TOKENIZER: tokenizer.to_bytes()},
+        code_bytes=code_bytes() if config.budget.count_code else 0,
+    )
+
+
+def check_size(config: RunConfig, display: Display) -> None:
+    """Refuses, before any work is done, a model that could not be promised to fit."""
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in GPT(config.model).state_dict().items()}
+    # a SentencePiece model of n pieces takes about 18 n bytes; twice that is more than any we have seen
+    overhead = overhead_bytes(_meta(config), {TOKENIZER: bytes(36 * config.model.vocab_size + 4096)})
+    code = code_bytes() if config.budget.count_code else 0
+    check_fits(shapes, config.quant, config.budget.max_bytes, overhead=overhead, code_bytes=code)
+    expected = expected_bytes(shapes, config.quant, overhead=overhead) + code
+    if expected > config.budget.max_bytes:
+        display.say(
+            f"note: at {config.quant.matrix_bits} bits the artifact may come to {expected:,} bytes; where it does, matrices are "
+            f"stored more coarsely until it fits {config.budget.max_bytes:,}"
+        )
+
+
+def code_bytes() -> int:
+    """parbank's own source, compressed: what somebody would need beside the artifact to read it."""
+    root = Path(parbank.__file__).parent
+    source = b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))
+    return len(lzma.compress(source, preset=9))
+
+
+def load_run_config(out: Path, *assignments: str) -> RunConfig:
+    """The config of an earlier run, with changes."""
+    try:
+        values = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{out} holds no run to resume ({error}); give --out the folder of an earlier run"
+        ) from error
+    return override(from_dict(RunConfig, values), *assignments)
+
+
+def _open_folder(out: Path, resume: bool) -> Path | None:
+    """The checkpoint to go on from, or None in a folder that no run has used."""
+    if resume:
+        return find_checkpoint(out)
+    if list_checkpoints(out / "checkpoint") or (out / "summary.json").exists():
+        raise ConfigError(f"{out} already holds a run; go on with it by --resume, or choose another --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "metrics.jsonl").touch()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {out}: {error.strerror or error}; choose another --out") from error
+    return None
+
+
+def _open_data(config: RunConfig, runtime: Runtime, display: Display) -> Dataset:
+    """Rank 0 prepares what is missing; the others then find it ready."""
+    dataset = None
+    if runtime.is_main:
+        dataset = open_dataset(config.data, vocab_size=config.model.vocab_size, say=display.say)
+    runtime.barrier()
+    return dataset or open_dataset(config.data, vocab_size=config.model.vocab_size)
+
+
+def _fit_vocabulary(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """Ready-made shards bring their own vocabulary: the model must have the same."""
+    tokenizer = dataset.tokenizer
+    if tokenizer.vocab_size != config.model.vocab_size:
+        raise ConfigError(
+            f"the data has a vocabulary of {tokenizer.vocab_size} tokens and the model one of {config.model.vocab_size}; "
+            f"add --set model.vocab_size={tokenizer.vocab_size}"
+        )
+    return override(config, f"model.bos_id={tokenizer.bos_id}")
+
+
+def _introduction(trainer: Trainer) -> str:
+    config, data = trainer.config, trainer.dataset
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    return (
+        f"{config.recipe}: {parameters:,} parameters on {trainer.runtime.device} x {trainer.runtime.world}, "
+        f"{len(data.train):,} training tokens ({data.train_bytes:,} bytes), {len(data.val):,} validation tokens; "
+        f"{config.batch.batch_tokens:,} tokens a step in {trainer.stream.accumulation} passes a rank"
+    )
+
+
+def _train_with_reports(trainer: Trainer, display: Display) -> None:
+    """The loop, with a row of metrics every log_every steps and a line or a bar for the person watching."""
+    config, first = trainer.config, trainer.step
+    writer = MetricsWriter(trainer.out, resume_step=first) if trainer.runtime.is_main else None
+    tokens = config.batch.batch_tokens
+    last = {"step": first, "seconds": trainer.clock.seconds(), "wait": 0.0}
+    rate = 0.0
+
+    def report(reading: Reading) -> None:
+        nonlocal rate
+        done = reading.step + 1
+        if done % config.train.log_every and done != first + 1:
+            return
+        seconds = trainer.clock.seconds()
+        rate = (done - last["step"]) * tokens / max(seconds - last["seconds"], 1e-9)
+        wait = (trainer.batches.wait_seconds - last["wait"]) / (done - last["step"])
+        last.update(step=done, seconds=seconds, wait=trainer.batches.wait_seconds)
+        if writer is not None:
+            row = {"step": done, "tokens": done * tokens, "seconds": seconds, "loss": reading.loss}
+            row |= {
+                "lr": reading.lr_share * config.optim.matrix_lr,
+                "grad_norm": reading.grad_norm,
+                "tokens_per_second": rate,
+            }
+            row |= {"data_wait": wait, "memory": memory_bytes(trainer.runtime.device), "skipped": trainer.skipped}
+            writer.write(row)
+        status = f"step {done}  loss {reading.loss:.4f}  {rate:,.0f} tokens/s"
+        left = format_seconds(trainer.budget.seconds_left(done))
+        display.line(f"{status}  {left} left")
+        display.update(trainer.budget.spent(done), f"{status}  {left} left")
+
+    display.start("training")
+    try:
+        trainer.train(report)
+    finally:
+        display.stop()
+        if writer is not None:
+            writer.close()
+
+
+def _score(trainer: Trainer) -> Score:
+    batch = trainer.config.batch
+    return score_chunked(
+        trainer.model,
+        trainer.dataset.val,
+        trainer.dataset.tokenizer,
+        context=batch.sequence_length,
+        batch_tokens=batch.micro_batch_tokens,
+        runtime=trainer.runtime,
+    )
+
+
+def _summarise(
+    trainer: Trainer, before: Score, after: Score, packed: Packed | None, setup_seconds: float
+) -> dict[str, Any]:
+    config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
+    seconds = trainer.clock.seconds()
+    tokens = trainer.step * config.batch.batch_tokens
+    summary = {
+        "recipe": config.recipe,
+        "val_bpb": after.bpb,
+        "val_loss": after.loss,
+        "val_bpb_before_packing": before.bpb,
+        "val_bytes": after.bytes,
+        "val_tokens": after.tokens,
+        "val_text_sha256": dataset.val_text_sha256,
+        "max_bytes": config.budget.max_bytes,
+        "steps": trainer.step,
+        "skipped_steps": trainer.skipped,
+        "tokens": tokens,
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+        "train_seconds": seconds,
+        "setup_seconds": setup_seconds,
+        "data_wait_seconds": trainer.batches.wait_seconds,
+        "memory_bytes": memory_bytes(runtime.device),
+        "params": sum(p.numel() for p in trainer.model.parameters()),
+        "seed": config.seed,
+        "world_size": runtime.world,
+        "device": torch.cuda.get_device_name(runtime.device) if runtime.is_cuda else "cpu",
+        "versions": versions(),
+    }
+    if packed is None:  # not the first rank: nobody reads it
+        return summary
+    code = code_bytes() if config.budget.count_code else 0
+    tokens_out = list(
+        sample_tokens(trainer.model, dataset.tokenizer, tokens=SAMPLE_TOKENS, context=config.batch.sequence_length)
+    )
+    return summary | {
+        "artifact_bytes": packed.size,
+        "code_bytes": code,
+        "matrix_q": packed.matrix_q,
+        "compressors_bpb": compressor_bpb(dataset.val_text()),
+        "sample": dataset.tokenizer.decode(tokens_out),
+    }
+
+
+def _meta(config: RunConfig) -> dict[str, Any]:
+    return artifact_meta(
+        config.model, context=config.batch.sequence_length, data=config.data, recipe=config.recipe, seed=config.seed
+    )
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)

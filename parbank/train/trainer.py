@@ -1,0 +1,246 @@
+"""The training loop.
+
+    trainer = Trainer(config, runtime, dataset, out)
+    trainer.warm_up()        # compiles everything, then undoes itself
+    trainer.train()          # until the budget is spent, or somebody asks to stop
+
+The loop never waits for the device: see telemetry.py for how its numbers come back, budget.py for how the clock stays
+honest nevertheless.
+"""
+
+import copy
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parbank.config import to_dict
+from parbank.data.batches import BatchStream
+from parbank.data.dataset import Dataset
+from parbank.data.prefetch import Prefetcher
+from parbank.errors import CheckpointError, TrainingError
+from parbank.eval.score import autocast
+from parbank.model import GPT
+from parbank.optim.averaging import Averages
+from parbank.optim.parallel_muon import ParallelMuon
+from parbank.optim.schedules import ramp, warmdown
+from parbank.runtime import Runtime, seed_everything, versions
+from parbank.train.budget import Budget, Clock
+from parbank.train.checkpoint import random_state, restore_random_state, save_checkpoint
+from parbank.train.config import RunConfig
+from parbank.train.groups import parameter_groups
+from parbank.train.telemetry import Reading, Telemetry
+
+Report = Callable[[Reading], None]
+
+
+class Trainer:
+    """A model, its optimizer, its data and its clock; everything that a checkpoint holds is reachable from here."""
+
+    def __init__(self, config: RunConfig, runtime: Runtime, dataset: Dataset, out: Path) -> None:
+        self.config, self.runtime, self.dataset, self.out = config, runtime, dataset, out
+        seed_everything(config.seed)
+        self.model = GPT(config.model).to(runtime.device)
+        compiled = config.train.compile and runtime.is_cuda
+        self.forward: Callable[..., Tensor] = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.optimizer = ParallelMuon(parameter_groups(self.model, config.optim), max_norm=config.optim.clip or None)
+        self.averages = Averages(dict(self.model.named_parameters()), config.average)
+        self.stream = self._make_stream()
+        self.batches = Prefetcher(self.stream, device=runtime.device, depth=config.batch.prefetch)
+        self.clock = Clock()
+        self.budget = Budget(config.budget, config.batch.batch_tokens, self.clock)
+        self.telemetry = Telemetry(runtime.device)
+        self.step = 0
+        self.skipped = 0
+        self.stop_signal = 0
+        self._last_save = time.monotonic()
+
+    def train(self, report: Report = lambda reading: None) -> None:
+        """Runs until the budget is spent or a signal came. Then everything in flight has landed and the clock stands."""
+        self.clock.start()
+        self._last_save = time.monotonic()
+        with self._watch_signals():
+            while (spent := self._agree_to_go_on()) is not None:
+                share = self._schedule(spent)
+                loss = self._accumulate_gradients()
+                self._update_weights(share)
+                self._record(loss, share)
+                self.step += 1
+                self._report(self.telemetry.collect(), report)
+                self.budget.observe()
+            self._report(self.telemetry.collect(drain=True), report)
+            self.runtime.synchronize()
+            self.clock.stop()
+
+    def warm_up(self) -> None:
+        """Runs real steps, so that everything is compiled and allocated, and then puts everything back as it was."""
+        if not self.config.train.warmup_steps:
+            return
+        before = copy.deepcopy(self.state_dict())
+        for _ in range(self.config.train.warmup_steps):
+            self._schedule(0.0)
+            self._accumulate_gradients()
+            self._update_weights(1.0)
+        self.load_state_dict(before)
+        self.runtime.synchronize()
+
+    def _agree_to_go_on(self) -> float | None:
+        """The share of the budget spent, the same on all ranks; None when any rank says that it is time to stop."""
+        pending = self.telemetry.in_flight
+        over = not self.budget.allows(self.step, pending)
+        minutes = self.config.train.checkpoint_minutes
+        due = minutes > 0 and time.monotonic() - self._last_save > 60 * minutes
+        spent, over_any, signalled, save = self.runtime.agree(
+            [self.budget.spent(self.step, pending), float(over), float(self.stop_signal), float(due)]
+        )
+        self.stop_signal = int(signalled)
+        if save and not over_any:
+            self.save()
+        return None if over_any or signalled else spent
+
+    def _schedule(self, spent: float) -> float:
+        """Sets this step's learning rates and momentum; returns the learning rate as a share of its peak."""
+        optim = self.config.optim
+        share = warmdown(spent, optim.warmdown, optim.final_lr) * ramp(self.step + 1, optim.warmup_steps, 0.0, 1.0)
+        momentum = ramp(self.step, optim.momentum_steps, optim.momentum_start, optim.momentum)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * share
+            if group["algorithm"] == "muon":
+                group["momentum"] = momentum
+        return share
+
+    def _accumulate_gradients(self) -> Tensor:
+        """Forward and backward over this rank's share of the batch; returns its mean loss, on the device."""
+        passes = self.stream.accumulation
+        total = torch.zeros((), device=self.runtime.device)
+        for _ in range(passes):
+            batch = self.batches.next()
+            with autocast(self.runtime.device):
+                loss = self.forward(batch[:, :-1], batch[:, 1:]) / passes
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def _update_weights(self, share: float) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.averages.update(share)
+
+    def _record(self, loss: Tensor, share: float) -> None:
+        mean = self.runtime.sum(loss / self.runtime.world)
+        optimizer = self.optimizer
+        self.telemetry.record(
+            self.step, share, mean, optimizer.last_grad_norm, optimizer.last_skipped, optimizer.skipped_in_a_row
+        )
+
+    def _report(self, readings: list[Reading], report: Report) -> None:
+        for reading in readings:
+            self.skipped += reading.skipped
+            if reading.skipped_in_a_row >= self.config.train.max_skipped:
+                raise TrainingError(
+                    f"loss or gradient was not finite for {reading.skipped_in_a_row} steps in a row, up to step "
+                    f"{reading.step + 1}; the weights of the last good step were kept, and so was the last checkpoint. "
+                    "Lower optim.matrix_lr, optim.embedding_lr or optim.scalar_lr, or look at the data"
+                )
+            report(reading)
+
+    def save(self) -> Path | None:
+        """Writes a checkpoint; every rank must call it, the first one writes."""
+        state = self.state_dict()
+        self._last_save = time.monotonic()
+        if not self.runtime.is_main:
+            return None
+        about = {
+            "config": to_dict(self.config),
+            "tokenizer": self.dataset.tokenizer.to_bytes(),
+            "versions": versions(),
+            "dataset": self.dataset.fingerprint,
+        }
+        return save_checkpoint(self.out / "checkpoint", {**about, **state}, keep=self.config.train.keep_checkpoints)
+
+    def state_dict(self) -> dict[str, Any]:
+        averages = self.averages.state_dict()
+        for kind in ("ema", "swa"):
+            if averages[kind] is not None:
+                averages[kind] = self.model.plain_names(averages[kind])
+        return {
+            "step": self.step,
+            "seconds": self.clock.seconds(),
+            "skipped": self.skipped,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "averages": averages,
+            "data": self.batches.state_dict(),
+            "random": random_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        averages = dict(state["averages"])
+        for kind in ("ema", "swa"):
+            if averages[kind] is not None:
+                averages[kind] = self.model.parameter_names(averages[kind])
+        self.step, self.skipped = state["step"], state["skipped"]
+        self.clock.set(state["seconds"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.averages.load_state_dict(averages)
+        self.batches.rewind(state["data"])
+        restore_random_state(state["random"])
+
+    def resume(self, state: dict[str, Any], path: Path) -> None:
+        """Goes on from a checkpoint of the same run; another model or other data is refused before anything changes."""
+        if state["dataset"] != self.dataset.fingerprint:
+            raise CheckpointError(
+                f"{path} was trained on other data than {self.config.data!r} now is; resume with the same text and "
+                "tokenizer, or start anew in another --out"
+            )
+        mine = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
+        theirs = {name: tuple(t.shape) for name, t in state["model"].items()}
+        if mine != theirs:
+            different = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+            raise CheckpointError(
+                f"{path} holds another model: {different[0]} is {theirs.get(different[0])} there and {mine.get(different[0])} "
+                "here; resume with the config it was started with, or start anew in another --out"
+            )
+        self.load_state_dict(state)
+
+    def close(self) -> None:
+        self.batches.close()
+
+    def _make_stream(self) -> BatchStream:
+        batch = self.config.batch
+        return BatchStream(
+            self.dataset.train,
+            sequence_length=batch.sequence_length,
+            batch_sequences=batch.sequences,
+            micro_sequences=batch.micro_sequences(self.runtime.world),
+            rank=self.runtime.rank,
+            world=self.runtime.world,
+            seed=self.config.seed,
+        )
+
+    @contextmanager
+    def _watch_signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM end the loop after the step in hand. A second one acts at once, as if nobody watched."""
+
+        def note(number: int, frame: object) -> None:
+            self.stop_signal = number
+            for watched, handler in previous.items():
+                signal.signal(watched, handler)
+
+        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for number in previous:
+                signal.signal(number, note)
+        except ValueError:  # not the main thread: signals are somebody else's
+            previous = {}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
