@@ -76,9 +76,13 @@ def pick_device(name: str | None) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"device {name!r} was asked for, but torch sees no GPU; `parbank doctor` says why, --device cpu runs here")
+        raise DeviceError(
+            f"device {name!r} was asked for, but torch sees no GPU; `parbank doctor` says why, --device cpu runs here"
+        )
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
-        raise DeviceError(f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs, counted from 0")
+        raise DeviceError(
+            f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs, counted from 0"
+        )
     return device
 
 

@@ -1,0 +1,216 @@
+"""Windows over a token set, in an order fixed by the seed, dealt so that the global batch is the same for any ranks.
+
+The N tokens are a circle that repeats for ever. Window j covers the virtual positions j*L .. (j+1)*L, both included
+(mod N): L inputs, each with the token after it as its target. Windows tile the targets, so every token is a target
+exactly once in N consecutive virtual positions, also when L does not divide N: the window that straddles the end of the
+circle takes the first tokens of the next round, and that round begins after them.
+
+Epoch e owns the windows that start in [e*N, (e+1)*N) and visits them in a permutation drawn from (seed, e). An *entry*
+is a place in that endless visiting order. A step takes the next `batch_sequences` entries; they are dealt in order by
+micro-batch, then rank, then row. Ranks and micro-batches only cut the same list differently.
+"""
+
+import hashlib
+from typing import Any, Protocol
+
+import numpy as np
+
+from parbank.config import require
+from parbank.errors import ConfigError, DataError
+
+# 64 probes of 16 tokens: enough that two data sets of one length cannot agree by chance, and few enough page faults
+# that opening a data set on a cold disk stays instant. It is a sample: Dataset.fingerprint hashes everything.
+_PROBES, _PROBE_TOKENS = 64, 16
+
+_IDENTITY = {
+    "seed": "the seed",
+    "sequence_length": "the sequence length",
+    "tokens": "the number of training tokens",
+    "fingerprint": "the fingerprint of the training tokens",
+}
+
+
+class Tokens(Protocol):
+    """What a stream needs of its tokens; `TokenSet` is one."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, count: int, out: np.ndarray | None = None) -> np.ndarray: ...
+
+
+class BatchStream:
+    """One rank's micro-batches, one `fill` after another.
+
+    The state is the number of entries the whole world has used, so it is the same on every rank and a checkpoint of two
+    ranks resumes on one. Not thread-safe: while a Prefetcher holds a stream, only the Prefetcher may touch it.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        sequence_length: int,
+        batch_sequences: int,
+        micro_sequences: int,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+    ) -> None:
+        require(sequence_length >= 1, f"the sequence length must be 1 or more, got {sequence_length}")
+        require(seed >= 0, f"the seed must be 0 or more, got {seed}")
+        require(0 <= rank < world, f"rank must lie in 0..{world - 1} for a world of {world}, got {rank}")
+        _check_split(batch_sequences, micro_sequences, world)
+        if len(tokens) < sequence_length + 1:
+            raise DataError(
+                f"{len(tokens)} tokens are too few for one sequence: a sequence length of {sequence_length} needs at "
+                f"least {sequence_length + 1}; give more text, or set a sequence length of at most {len(tokens) - 1}"
+            )
+        self.sequence_length = sequence_length
+        self.batch_sequences = batch_sequences
+        self.micro_sequences = micro_sequences
+        self.rank = rank
+        self.world = world
+        self.seed = seed
+        self.accumulation = batch_sequences // (micro_sequences * world)
+        """Micro-batches a rank runs per step."""
+        self._tokens = tokens
+        self._count = len(tokens)
+        self._fingerprint = _sample_hash(tokens)
+        self._entry = 0  # the first entry no rank has taken yet
+        self._entry_in_step = 0  # how many of the current step's entries are taken
+        self._epoch = -1  # whose order is held below; -1: none yet
+        self._order = np.empty(0, dtype=np.int64)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape `fill` writes: one token more than the sequence length, for the last target."""
+        return self.micro_sequences, self.sequence_length + 1
+
+    def fill(self, out: np.ndarray) -> None:
+        """Writes this rank's next micro-batch into `out` (uint16, `shape`); inputs are `[:, :-1]`, targets `[:, 1:]`.
+
+        The stream advances only when all of it was written: after an error it still stands at the same batch.
+        """
+        if out.shape != self.shape or out.dtype != np.uint16:
+            raise DataError(f"fill needs a uint16 buffer of shape {self.shape}, got {out.dtype} of shape {out.shape}")
+        first = self._entry + self.rank * self.micro_sequences
+        for row in range(self.micro_sequences):
+            self._read_window(self._window_of(first + row), out[row])
+        taken = self.micro_sequences * self.world
+        self._entry += taken
+        self._entry_in_step = (self._entry_in_step + taken) % self.batch_sequences
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, and what it is a stream of: plain numbers and text, equal on every rank."""
+        return {
+            "entry": self._entry,
+            "entry_in_step": self._entry_in_step,
+            "batch_sequences": self.batch_sequences,
+            **self._identity(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to a saved place. A state of another stream is refused, and the stream then stays where it is."""
+        _check_form(state)
+        for name, here in self._identity().items():
+            if state[name] != here:
+                raise DataError(
+                    f"the saved data position belongs to another run: {_IDENTITY[name]} was {state[name]}, here it is "
+                    f"{here}; resume with the data and settings it was saved with, or start a new run"
+                )
+        taken, group = state["entry_in_step"], self.micro_sequences * self.world
+        if taken and (taken % group or state["batch_sequences"] != self.batch_sequences):
+            raise DataError(
+                f"the data position was saved inside a step, {taken} of its {state['batch_sequences']} sequences in, "
+                f"and world={self.world} x micro={self.micro_sequences} in a batch of {self.batch_sequences} cannot go "
+                f"on from there; resume with the ranks, micro-batch and batch it was saved with, or from a checkpoint "
+                f"taken between steps"
+            )
+        self._entry, self._entry_in_step = state["entry"], taken
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "sequence_length": self.sequence_length,
+            "tokens": self._count,
+            "fingerprint": self._fingerprint,
+        }
+
+    def _window_of(self, entry: int) -> int:
+        """The window visited at an entry. An epoch's entries and its windows are the same range of numbers, since both
+        count windows from the beginning; so window number `entry` says which epoch an entry lies in."""
+        epoch = entry * self.sequence_length // self._count
+        first = _ceil_div(epoch * self._count, self.sequence_length)
+        if epoch != self._epoch:
+            last = _ceil_div((epoch + 1) * self._count, self.sequence_length)
+            self._order, self._epoch = _draw_order(last - first, self.seed, epoch), epoch
+        return first + int(self._order[entry - first])
+
+    def _read_window(self, window: int, row: np.ndarray) -> None:
+        start = window * self.sequence_length % self._count
+        head = min(len(row), self._count - start)
+        self._tokens.read(start, head, out=row[:head])
+        if head < len(row):  # one wrap is enough: a row is never longer than the circle
+            self._tokens.read(0, len(row) - head, out=row[head:])
+
+
+def _draw_order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of `count` windows from (seed, epoch).
+
+    numpy promises that a bit generator's raw output never changes, but not that `Generator.permutation` doesn't.
+    Sorting raw words keeps a run resumable under another numpy. The epoch goes in as the spawn key: as a second word of
+    entropy, (seed 1, epoch 5) and (seed 1 + 5 * 2**32, epoch 0) would be one and the same.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,)))
+    return np.argsort(bits.random_raw(count), kind="stable")
+
+
+def _sample_hash(tokens: Tokens) -> str:
+    count = min(_PROBE_TOKENS, len(tokens))
+    room = len(tokens) - count
+    digest = hashlib.sha256()
+    for probe in range(_PROBES):
+        piece = tokens.read(room * probe // (_PROBES - 1), count)
+        digest.update(np.ascontiguousarray(piece, dtype="<u2").tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _check_split(batch: int, micro: int, world: int) -> None:
+    require(batch >= 1, f"the batch must hold 1 sequence or more, got {batch}")
+    require(micro >= 1, f"the micro-batch must hold 1 sequence or more, got {micro}")
+    group = micro * world
+    if batch % group == 0:
+        return
+    above = _ceil_div(batch, group) * group
+    fitting = [above] if above == group else [above - group, above]
+    remedy = f"set the batch to {' or '.join(map(str, fitting))} sequences"
+    if batch % world == 0:  # then some micro-batch fits: the largest that is no larger than what was asked for
+        share = batch // world
+        smaller = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+        remedy += f", or the micro-batch to {smaller}"
+    else:
+        remedy += f", or run on a number of ranks that divides {batch}"
+    raise ConfigError(
+        f"a batch of {batch} sequences cannot be split evenly: world={world} x micro={micro} takes {group} at a "
+        f"time; {remedy}"
+    )
+
+
+def _check_form(state: Any) -> None:
+    """Refuses what was never a stream's state before anything is compared with it."""
+    numbers = ("entry", "entry_in_step", "batch_sequences", "seed", "sequence_length", "tokens")
+    names = (*numbers, "fingerprint")
+    missing = [name for name in names if name not in state] if isinstance(state, dict) else list(names)
+    if missing:
+        problem = f"it lacks {', '.join(missing)}"
+    elif any(type(state[name]) is not int or state[name] < 0 for name in numbers):
+        problem = f"its {', '.join(numbers)} must be whole numbers of 0 or more"
+    elif state["entry_in_step"] > state["entry"]:
+        problem = f"its entry_in_step ({state['entry_in_step']}) is larger than its entry ({state['entry']})"
+    else:
+        return
+    raise DataError(f"this is no data position ({problem}), got {state!r}; take it from a checkpoint's data state")
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,297 @@
+"""Batches made ahead of the training loop: a producer thread fills a ring of reused buffers.
+
+On CUDA each slot of the ring has a pinned host buffer and a device buffer, and three parties share it:
+
+    producer thread   waits on the host until the slot's last copy is done, then refills the pinned buffer
+    copy stream       waits for `released`, copies and widens, records `copied`
+    compute stream    waits for `copied`; `released` is recorded on it once the consumer has moved on
+
+The consumer never waits for the GPU. It waits for a batch that is not made yet, and `wait_seconds` counts that. On the
+CPU the same ring runs without the streams and events.
+"""
+
+import time
+import warnings
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Event, Thread, current_thread
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from parbank.config import require
+from parbank.data.batches import BatchStream
+from parbank.errors import DataError, ParbankError
+
+# Handing out a batch ends the life of the one before the last: a consumer may look back at one batch, not at two.
+_HELD = 2
+
+# A micro-batch is read in milliseconds, on a cold network disk in seconds. A producer that is not done by then hangs in
+# the file system, where nothing can stop it; waiting longer would hang the run as well.
+_PATIENCE_SECONDS = 10.0
+
+
+@dataclass(eq=False, repr=False)
+class _Slot:
+    """One place in the ring. Whoever took it from a queue is its only owner; the events order the GPU's side."""
+
+    host: torch.Tensor  # int16 (rows, columns), pinned on CUDA
+    tokens: np.ndarray  # the same memory as uint16
+    batch: torch.Tensor  # int64 (rows, columns) on the device: what the consumer sees
+    state: dict[str, Any] = field(default_factory=dict)  # the stream's, just after this batch
+    filling_since: float = 0.0
+    copied: torch.cuda.Event = field(init=False)  # set on CUDA only, like the next
+    released: torch.cuda.Event = field(init=False)
+
+
+class _Loader:
+    """Makes one batch: reads it from the stream and brings it to the device. Knows nothing of threads."""
+
+    def __init__(self, stream: BatchStream) -> None:
+        self.stream = stream
+
+    def make_slot(self) -> _Slot:
+        host = torch.empty(self.stream.shape, dtype=torch.int16)
+        return _Slot(host, host.numpy().view(np.uint16), torch.empty(self.stream.shape, dtype=torch.int64))
+
+    def fill(self, slot: _Slot) -> None:
+        self.await_copy(slot)
+        slot.filling_since = time.perf_counter()
+        self.stream.fill(slot.tokens)
+        slot.state = self.stream.state_dict()
+        self.send(slot)
+
+    def await_copy(self, slot: _Slot) -> None:
+        """Blocks until nothing reads the slot's host buffer any more."""
+
+    def send(self, slot: _Slot) -> None:
+        # numpy, not torch: a torch op here would start a second pool of OpenMP threads beside the model's.
+        np.copyto(slot.batch.numpy(), slot.tokens)
+
+    def receive(self, slot: _Slot) -> torch.Tensor:
+        """The slot's batch, safe to use on the caller's current stream."""
+        return slot.batch
+
+    def release(self, slot: _Slot) -> None:
+        """The consumer has queued all it will do with the slot's batch: overwriting it must wait for that work."""
+
+
+class _CudaLoader(_Loader):
+    """The same through pinned memory and a copy stream. An event that was never recorded counts as done."""
+
+    def __init__(self, stream: BatchStream, device: torch.device) -> None:
+        super().__init__(stream)
+        self._device = device
+        self._copier = torch.cuda.Stream(device)
+        self._raw = self._allocate(torch.int16)  # where copies land before they are widened
+
+    def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
+        """Device memory that belongs to the copy stream: taken from the compute stream's pool, it could be memory that
+        kernels still in flight there have not finished with, and the first copy would overtake them."""
+        with torch.cuda.stream(self._copier):
+            return torch.empty(self.stream.shape, dtype=dtype, device=self._device)
+
+    def make_slot(self) -> _Slot:
+        host = torch.empty(self.stream.shape, dtype=torch.int16, pin_memory=True)
+        slot = _Slot(host, host.numpy().view(np.uint16), self._allocate(torch.int64))
+        slot.copied = torch.cuda.Event(blocking=True)  # blocking: the producer sleeps on it instead of spinning
+        slot.released = torch.cuda.Event()
+        return slot
+
+    def await_copy(self, slot: _Slot) -> None:
+        slot.copied.synchronize()
+
+    def send(self, slot: _Slot) -> None:
+        """Two bytes a token cross the bus, a quarter of int64. They travel as int16, since torch has few uint16 ops:
+        widening sign-extends, and the mask takes the sign bits off again. One `_raw` serves all slots because all that
+        touches it is on this one stream."""
+        with torch.cuda.stream(self._copier):
+            self._copier.wait_event(slot.released)
+            self._raw.copy_(slot.host, non_blocking=True)
+            slot.batch.copy_(self._raw)
+            slot.batch.bitwise_and_(0xFFFF)
+            slot.copied.record(self._copier)
+
+    def receive(self, slot: _Slot) -> torch.Tensor:
+        compute = torch.cuda.current_stream(self._device)
+        compute.wait_event(slot.copied)
+        slot.batch.record_stream(compute)  # once freed, its memory is not recycled before this stream is done with it
+        return slot.batch
+
+    def release(self, slot: _Slot) -> None:
+        slot.released.record(torch.cuda.current_stream(self._device))
+
+
+class _Producer:
+    """The thread and its two queues. Slots go round: free -> (filled) -> ready -> (handed out) -> free.
+
+    There are only `depth` slots to go round, so neither queue can overflow and the thread only ever blocks on `free`,
+    where `stop` can wake it. SimpleQueue.put never blocks and is re-entrant: `stop` may run in a garbage collection.
+    """
+
+    def __init__(self, loader: _Loader, slots: list[_Slot]) -> None:
+        self.free: SimpleQueue[_Slot | None] = SimpleQueue()
+        self.ready: SimpleQueue[_Slot | BaseException] = SimpleQueue()
+        self._stopping = Event()
+        for slot in slots:
+            self.free.put(slot)
+        self._thread = Thread(target=self._run, args=(loader,), name="parbank-prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self, loader: _Loader) -> None:
+        while True:
+            slot = self.free.get()
+            if slot is None or self._stopping.is_set():
+                return
+            try:
+                loader.fill(slot)
+            except BaseException as error:  # whatever it is, the consumer must hear of it or it waits for ever
+                self.ready.put(error)
+                return
+            self.ready.put(slot)
+
+    def stop(self, timeout: float = _PATIENCE_SECONDS) -> bool:
+        """Ends the thread; False if it hangs in a read and would not end in time. May be called again."""
+        self._stopping.set()
+        self.free.put(None)
+        if self._thread is not current_thread():  # a garbage collection in the producer may end up here
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+class Prefetcher:
+    """Hands out a stream's micro-batches on the device, made up to `depth` batches ahead. Depth 0 makes each batch when
+    it is asked for, without a thread; the batches are the same.
+
+    The stream belongs to the prefetcher until `close()`, which leaves it just after the last batch handed out. A
+    prefetcher that is dropped without `close()` ends its thread when it is collected or the interpreter exits.
+    """
+
+    def __init__(self, stream: BatchStream, *, device: torch.device, depth: int) -> None:
+        require(depth >= 0, f"the prefetch depth must be 0 (no thread) or more, got {depth}")
+        if device.type == "cuda" and device.index is None:  # the current device is a matter of each thread
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.depth = depth
+        self.wait_seconds = 0.0
+        """Time `next` has blocked so far because a batch was not made yet. Time in which the producer itself waited for
+        the GPU to give a buffer back is not counted: then the loop is ahead of the device, and the device has work."""
+        self._stream = stream
+        self._loader = _CudaLoader(stream, device) if device.type == "cuda" else _Loader(stream)
+        self._slots = [self._loader.make_slot() for _ in range(depth + _HELD)]
+        self._held = deque(self._slots[:_HELD])  # handed out last, oldest first
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._producer: _Producer | None = None
+        self._start()
+
+    def next(self) -> torch.Tensor:
+        """The next micro-batch, int64 `stream.shape` on the device, for the caller's current stream.
+
+        Its memory is used again from the next call but one. Raises DataError (or RuntimeError, where the fault is not
+        the data's) if the batch could not be made, with the original error as its cause; and again on every later call,
+        until `rewind`.
+        """
+        self._check_open()
+        if self._failure is not None:
+            _raise_failure(self._failure)
+        asked = time.perf_counter()
+        made = self._make() if self._producer is None else self._producer.ready.get()
+        if isinstance(made, BaseException):
+            self._failure = made
+            _raise_failure(made)
+        self.wait_seconds += time.perf_counter() - max(asked, made.filling_since)
+        self._hold(made)
+        self._state = made.state
+        return self._loader.receive(made)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The stream's state after the batches handed out; what the producer has made beyond them does not show."""
+        return dict(self._state)
+
+    def rewind(self, state: dict[str, Any], timeout: float = _PATIENCE_SECONDS) -> None:
+        """Goes on from a saved state. The old producer is shut down before the stream is moved, so that it cannot run
+        ahead. A state that the stream refuses changes nothing: the next batch is still the next batch."""
+        self._check_open()
+        if not self._stop(timeout):
+            # Kept, because the old producer ends with that read and `next` would wait for it in vain.
+            self._failure = DataError(
+                "cannot go back to a saved data position: a read of the training data has been hanging for "
+                f"{timeout:g} s; check the disk or network share that holds the data, then resume"
+            )
+            raise self._failure
+        try:
+            self._stream.load_state_dict(state)
+        finally:
+            self._start()
+
+    def close(self, timeout: float = _PATIENCE_SECONDS) -> None:
+        """Ends the producer. Returns after `timeout` seconds at the latest, with a warning if a read still hangs."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._stop(timeout):
+            self._finalizer.detach()  # having waited once, the interpreter's exit need not wait again
+            warnings.warn(
+                f"a read of the training data has been hanging for {timeout:g} s; its thread is left behind, and ends "
+                "with the read or with the process",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> "Prefetcher":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._state = self._stream.state_dict()
+        self._failure = None
+        if self.depth == 0:
+            return
+        # What was handed out last stays valid across a rewind: those slots come round when later ones push them out.
+        self._producer = _Producer(self._loader, [slot for slot in self._slots if slot not in self._held])
+        self._finalizer = weakref.finalize(self, self._producer.stop)
+
+    def _stop(self, timeout: float) -> bool:
+        """Ends the producer and brings the stream back to the last batch handed out; False if the producer hangs."""
+        if self._producer is not None:
+            if not self._producer.stop(timeout):
+                return False
+            self._finalizer.detach()
+            self._producer = None
+        self._stream.load_state_dict(self._state)
+        return True
+
+    def _make(self) -> _Slot | BaseException:
+        """Without a thread: fills the slot that is due next, here and now."""
+        slot = self._held[0]
+        self._loader.release(slot)
+        try:
+            self._loader.fill(slot)
+        except Exception as error:
+            return error
+        return slot
+
+    def _hold(self, slot: _Slot) -> None:
+        self._held.append(slot)
+        oldest = self._held.popleft()
+        if self._producer is not None:
+            self._loader.release(oldest)
+            self._producer.free.put(oldest)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this prefetcher is closed; make a new one over the stream")
+
+
+def _raise_failure(cause: BaseException) -> NoReturn:
+    """A user can mend bad data or a failing disk; any other error is a bug and must keep its traceback."""
+    kind = DataError if isinstance(cause, (ParbankError, OSError)) else RuntimeError
+    raise kind(f"the next batch could not be made: {type(cause).__name__}: {cause}") from cause
