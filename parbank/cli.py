@@ -143,7 +143,7 @@ def evaluate(
 ) -> None:
     """Score a model in bits per byte on validation text."""
     from parbank import runtime
-    from parbank.data.dataset import open_validation
+    from parbank.data.validation import open_validation
     from parbank.eval.score import score_chunked
     from parbank.train.load import load_model
 
@@ -258,6 +258,47 @@ def inspect(artifact: Annotated[Path, typer.Argument(help="A .pbk file.")]) -> N
     wide.print(tensors)
 
 
+@data_app.command("prepare")
+def data_prepare(
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Files, folders or globs; or train=... and val=...")],
+    out: Annotated[Path, typer.Option(help="Folder for the shards, the tokenizer and the manifest.")],
+    vocab: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 1024,
+) -> None:
+    """Train a tokenizer on text and write token shards. Train on them with --data shards:DIR.
+
+    About 2% of the documents, chosen by a hash of their content, become validation, unless val=PATH says which.
+    """
+    from parbank.data.dataset import describe
+    from parbank.data.prepare import prepare_text
+
+    prepare_text(inputs, out, vocab_size=vocab)
+    _print_tree(describe(out))
+
+
+@data_app.command("info")
+def data_info(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of token shards.")]) -> None:
+    """Check every shard of a folder and say what is in it."""
+    from parbank.data.dataset import describe
+
+    _print_tree(describe(folder))
+
+
+@data_app.command("fetch")
+def data_fetch(
+    name: Annotated[str, typer.Argument(help="fineweb: the published shards with 1024 tokens.")],
+    shards: Annotated[int, typer.Option(help="Training shards to fetch, 100 million tokens each.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Where to; the cache if not given, where --data fineweb finds it.")] = None,
+    source: Annotated[str | None, typer.Option(help="A hub repository or a local folder laid out like it.")] = None,
+) -> None:
+    """Fetch a published data set. What is there and whole is not fetched again."""
+    from parbank.data.dataset import default_cache
+    from parbank.data.fineweb import REPOSITORY, fetch_fineweb
+
+    if name != "fineweb":
+        raise ConfigError(f"there is no published data set {name!r} here; there is: fineweb")
+    print(fetch_fineweb(out or default_cache() / "fineweb", shards=shards, source=source or REPOSITORY))
+
+
 @app.command()
 def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe's whole config.")] = None) -> None:
     """List the recipes, or print one with every setting and what it does."""
@@ -312,6 +353,14 @@ def _print_pairs(pairs: dict[str, Any]) -> None:
     width = max(map(len, pairs))
     for key, value in pairs.items():
         print(f"{key:{width}}  {value}")
+
+
+def _print_tree(values: dict[str, Any]) -> None:
+    """Nested values one a line: train.tokens  1234."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update({f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value})
+    _print_pairs({k: f"{v:,}" if isinstance(v, int) else v for k, v in flat.items()})
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:

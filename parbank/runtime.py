@@ -129,7 +129,7 @@ def versions() -> dict[str, str]:
     found = {
         "parbank": __version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "numpy": np.__version__,
         "platform": f"{sys.platform}-{platform.machine()}",
     }

@@ -67,9 +67,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}") from None
     except Exception as error:  # torch.load has no one error for damaged files
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{path} is no readable checkpoint ({reason[:200]}); use an older one, or train again"
+            f"{path} is damaged or no checkpoint ({type(error).__name__}); use an older one, or train again"
         ) from error
     if not isinstance(state, dict) or "format" not in state or "model" not in state:
         raise CheckpointError(f"{path} is a PyTorch file, but no parbank checkpoint")

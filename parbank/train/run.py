@@ -45,10 +45,10 @@ def run(
     """Trains, scores and packs. Everything a user keeps is in the folder `out`."""
     began = time.perf_counter()
     display = display or Display(enabled=runtime.is_main)
-    checkpoint = _open_folder(out, resume)
     check_size(config, display)
+    checkpoint = _open_folder(out, resume)
     dataset = _open_data(config, runtime, display)
-    config = _fit_vocabulary(config, dataset)
+    config = _fit_data(config, dataset)
     trainer = Trainer(config, runtime, dataset, out)
     try:
         if checkpoint is not None:
@@ -163,8 +163,9 @@ def _open_data(config: RunConfig, runtime: Runtime, display: Display) -> Dataset
     return dataset or open_dataset(config.data, vocab_size=config.model.vocab_size)
 
 
-def _fit_vocabulary(config: RunConfig, dataset: Dataset) -> RunConfig:
-    """Ready-made shards bring their own vocabulary: the model must have the same."""
+def _fit_data(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """Refuses data that the run cannot use. Ready-made shards bring their own vocabulary: the model must have the same."""
+    dataset.require_length(config.batch.sequence_length)
     tokenizer = dataset.tokenizer
     if tokenizer.vocab_size != config.model.vocab_size:
         raise ConfigError(
@@ -179,7 +180,7 @@ def _introduction(trainer: Trainer) -> str:
     parameters = sum(p.numel() for p in trainer.model.parameters())
     return (
         f"{config.recipe}: {parameters:,} parameters on {trainer.runtime.device} x {trainer.runtime.world}, "
-        f"{len(data.train):,} training tokens ({data.train_bytes:,} bytes), {len(data.val):,} validation tokens; "
+        f"{len(data.train):,} training tokens, {len(data.val):,} validation tokens; "
         f"{config.batch.batch_tokens:,} tokens a step in {trainer.stream.accumulation} passes a rank"
     )
 

@@ -44,6 +44,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, runtime: Runtime, dataset: Dataset, out: Path) -> None:
         self.config, self.runtime, self.dataset, self.out = config, runtime, dataset, out
+        self._data_fingerprint = dataset.fingerprint  # a pass over all tokens: now, and not while the clock runs
         seed_everything(config.seed)
         self.model = GPT(config.model).to(runtime.device)
         compiled = config.train.compile and runtime.is_cuda
@@ -58,6 +59,7 @@ class Trainer:
         self.step = 0
         self.skipped = 0
         self.stop_signal = 0
+        self._skipping = False
         self._last_save = time.monotonic()
 
     def train(self, report: Report = lambda reading: None) -> None:
@@ -99,7 +101,7 @@ class Trainer:
             [self.budget.spent(self.step, pending), float(over), float(self.stop_signal), float(due)]
         )
         self.stop_signal = int(signalled)
-        if save and not over_any:
+        if save and not over_any and not any(self.runtime.agree([float(not self._is_healthy())])):
             self.save()
         return None if over_any or signalled else spent
 
@@ -141,6 +143,7 @@ class Trainer:
     def _report(self, readings: list[Reading], report: Report) -> None:
         for reading in readings:
             self.skipped += reading.skipped
+            self._skipping = reading.skipped_in_a_row > 0
             if reading.skipped_in_a_row >= self.config.train.max_skipped:
                 raise TrainingError(
                     f"loss or gradient was not finite for {reading.skipped_in_a_row} steps in a row, up to step "
@@ -159,9 +162,13 @@ class Trainer:
             "config": to_dict(self.config),
             "tokenizer": self.dataset.tokenizer.to_bytes(),
             "versions": versions(),
-            "dataset": self.dataset.fingerprint,
+            "dataset": self._data_fingerprint,
         }
         return save_checkpoint(self.out / "checkpoint", {**about, **state}, keep=self.config.train.keep_checkpoints)
+
+    def _is_healthy(self) -> bool:
+        """Whether a checkpoint of this moment would be worth more than the last one: not while steps are being skipped."""
+        return not self._skipping and all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
 
     def state_dict(self) -> dict[str, Any]:
         averages = self.averages.state_dict()
@@ -194,7 +201,7 @@ class Trainer:
 
     def resume(self, state: dict[str, Any], path: Path) -> None:
         """Goes on from a checkpoint of the same run; another model or other data is refused before anything changes."""
-        if state["dataset"] != self.dataset.fingerprint:
+        if state["dataset"] != self._data_fingerprint:
             raise CheckpointError(
                 f"{path} was trained on other data than {self.config.data!r} now is; resume with the same text and "
                 "tokenizer, or start anew in another --out"

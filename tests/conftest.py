@@ -1,0 +1,38 @@
+"""Read by pytest before it collects any room."""
+
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+# Triton decides when a kernel is decorated whether it is interpreted, and any room may be the first to import the ops.
+# The interpreter is used only where a test asks for the Triton backend by name (tests/ops); `auto` stays with the
+# reference.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# Two threads of OpenMP on tensors of a few kilobytes cost far more than they bring.
+torch.set_num_threads(1)
+
+
+MODULES = ("argparse", "ast", "calendar", "codecs", "dataclasses", "difflib", "enum", "inspect", "locale", "optparse", "random", "uuid")
+
+
+@pytest.fixture(scope="session")
+def text_spec(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Real text in a few seconds' worth: a dozen modules of the standard library, two of them for validation."""
+    folder = tmp_path_factory.mktemp("text")
+    for split, names in (("train", MODULES[:-2]), ("val", MODULES[-2:])):
+        (folder / split).mkdir()
+        for name in names:
+            source = Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py"
+            (folder / split / source.name).write_bytes(source.read_bytes())
+    return f"text:train={folder / 'train'},val={folder / 'val'}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Prepared data goes to a folder of the test session, never to the user's cache."""
+    os.environ["PARBANK_CACHE"] = str(tmp_path_factory.mktemp("cache"))

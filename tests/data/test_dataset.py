@@ -1,0 +1,149 @@
+"""Every kind of spec opens; what is said about a dataset comes from its tokens; what does not fit is refused."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parbank.data.dataset import Dataset, default_cache, describe, open_dataset, open_shards
+from parbank.data.shards import read_shard, write_shard
+from parbank.data.tokenizer import Tokenizer
+from parbank.errors import DataError
+
+SENTENCE = "each of these documents says something about nothing in particular and then it stops"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    rng = np.random.default_rng(0)
+    words = SENTENCE.split()
+    for index in range(30):
+        (folder / f"{index}.txt").write_text(" ".join(rng.choice(words, 80)) + f"\n{index}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return open_dataset(f"text:{source}", vocab_size=320, cache=tmp_path_factory.mktemp("cache"), say=lambda line: None)
+
+
+@pytest.fixture
+def copy(data: Dataset, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(data.folder, tmp_path / "copy"))
+
+
+def test_text_is_prepared_into_the_cache_once(source: Path, data: Dataset) -> None:
+    said: list[str] = []
+    again = open_dataset(f"text:{source}", vocab_size=320, cache=data.folder.parent, say=said.append)
+    assert said == []
+    assert again.fingerprint == data.fingerprint
+    assert again.name == f"text:{source}"
+    other = open_dataset(f"text:{source}", vocab_size=330, cache=data.folder.parent, say=said.append)
+    assert other.folder != data.folder
+    assert other.fingerprint != data.fingerprint
+    assert other.val_text_sha256 == data.val_text_sha256  # the same text, however it is tokenised
+
+
+def test_counts_and_hashes_describe_the_text(source: Path, data: Dataset) -> None:
+    assert data.train_bytes + data.val_bytes == sum(path.stat().st_size for path in source.iterdir())
+    assert len(data.val_text()) == data.val_bytes
+    assert hashlib.sha256(data.val_text()).hexdigest() == data.val_text_sha256
+
+
+def test_blocks_do_not_change_what_is_counted(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = (data.val_text(), data.train_bytes)
+    monkeypatch.setattr("parbank.data.dataset._BLOCK", 7)
+    again = open_shards(data.folder)
+    assert (again.val_text(), again.train_bytes) == whole
+
+
+def test_prepared_folder_is_a_shards_folder(data: Dataset) -> None:
+    opened = open_dataset(f"shards:{data.folder}", vocab_size=320)
+    assert opened.fingerprint == data.fingerprint
+    assert opened.val_text() == data.val_text()
+
+
+def test_fingerprint_sees_every_token(data: Dataset, copy: Path) -> None:
+    tokens = np.array(read_shard(copy / "text_train_000000.bin", vocab_size=320))
+    tokens[len(tokens) // 2] ^= 1
+    write_shard(copy / "text_train_000000.bin", tokens)
+    assert open_shards(copy).fingerprint != data.fingerprint
+    with pytest.raises(DataError, match=r"text_train_000000\.bin is not what was written"):
+        describe(copy)
+
+
+def test_describe_counts_everything(data: Dataset, copy: Path) -> None:
+    found = describe(copy)
+    assert found["vocab_size"] == 320
+    assert found["fingerprint"] == data.fingerprint
+    assert found["train"]["documents"] + found["val"]["documents"] == 30
+    assert found["train"]["tokens"] == len(data.train)
+    assert found["val"]["bytes"] == data.val_bytes
+    (copy / "manifest.json").unlink()  # foreign folders have none
+    assert {**describe(copy), "spec": found["spec"]} == found
+    assert describe(copy)["spec"] is None
+
+
+def test_too_short_for_one_sequence_names_the_data(data: Dataset) -> None:
+    shortest = min(len(data.train), len(data.val))
+    data.require_length(shortest - 1)
+    with pytest.raises(
+        DataError, match=rf"text:.*too short: its validation part has {shortest} tokens.*{shortest - 1} or less"
+    ):
+        data.require_length(shortest)
+
+
+def test_vocabulary_must_be_that_of_the_tokenizer(data: Dataset) -> None:
+    with pytest.raises(
+        DataError, match="has 320 tokens, but the model was asked to have 1024; set the model's vocabulary"
+    ):
+        open_dataset(f"shards:{data.folder}", vocab_size=1024)
+
+
+def test_incomplete_folders_are_refused(copy: Path, tmp_path: Path) -> None:
+    model = copy / "tokenizer.model"
+    shutil.copy(model, copy / "second.model")
+    with pytest.raises(DataError, match=r"exactly one SentencePiece \.model.*second\.model, tokenizer\.model"):
+        open_shards(copy)
+    model.unlink()
+    (copy / "second.model").rename(tmp_path / "away.model")
+    with pytest.raises(DataError, match="found none"):
+        open_shards(copy)
+    shutil.copy(tmp_path / "away.model", model)
+    (copy / "text_val_000000.bin").unlink()
+    with pytest.raises(DataError, match=r"holds no \*_val_\*\.bin"):
+        open_shards(copy)
+    with pytest.raises(DataError, match="no folder"):
+        open_dataset(f"shards:{tmp_path / 'none'}", vocab_size=320)
+    with pytest.raises(DataError, match="write shards:DIR"):
+        open_dataset("shards:", vocab_size=320)
+    with pytest.raises(DataError, match="unknown data 'nonsense'"):
+        open_dataset("nonsense", vocab_size=320)
+
+
+def test_several_shards_are_one_stream(data: Dataset, copy: Path) -> None:
+    tokens = np.array(read_shard(copy / "text_train_000000.bin", vocab_size=320))
+    half = len(tokens) // 2
+    write_shard(copy / "text_train_000000.bin", tokens[:half])
+    write_shard(copy / "text_train_000001.bin", tokens[half:])
+    split = open_shards(copy)
+    assert split.train.read(0, len(tokens)).tolist() == tokens.tolist()
+    assert split.train_bytes == data.train_bytes
+
+
+def test_shards_of_another_tokenizer_are_refused_by_name(copy: Path) -> None:
+    small = Tokenizer.train([" ".join(f"{i} {i * i} item" for i in range(3000))], 300)
+    (copy / "tokenizer.model").write_bytes(small.to_bytes())
+    with pytest.raises(DataError, match=r"text_train_000000\.bin holds token \d+, but the tokenizer has 300"):
+        open_shards(copy)
+
+
+def test_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PARBANK_CACHE", str(tmp_path / "here"))
+    assert default_cache() == tmp_path / "here"
+    monkeypatch.delenv("PARBANK_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache() == tmp_path / ".cache" / "parbank"

@@ -1,0 +1,54 @@
+"""Every test of this folder runs the kernels: on the GPU, or where there is none through Triton's interpreter.
+
+Triton reads TRITON_INTERPRET when a kernel is decorated, so tests/conftest.py sets it before any room is imported.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from parbank.ops import backend
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# The interpreter's bfloat16 product is silently wrong, so bfloat16 is for the GPU only.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where kernels run in this session: the GPU, or the CPU through the interpreter."""
+    return DEVICE
+
+
+@pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Every dtype the kernels can be run in here."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _kernels_on() -> Iterator[None]:
+    """A fixed seed, and the kernels by name: a call that cannot run them is an error, not a silent reference."""
+    torch.manual_seed(0)
+    with backend.use_backend("triton"):
+        yield
+
+
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """Fills every `torch.empty` with NaN, so that an output a kernel leaves unwritten shows."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,169 @@
+"""The budget: a bound that no weights exceed, an estimate that is near, and a refusal that says what would fit."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parbank.errors import ConfigError
+from parbank.quant import (
+    QuantConfig,
+    check_fits,
+    expected_bytes,
+    overhead_bytes,
+    pack_tensors,
+    worst_case_bytes,
+)
+
+META = {"kind": "model", "config": {"layers": 2}}
+EXTRA = {"tokenizer": bytes(range(256)) * 4}
+SHAPES = {
+    "token_embedding.weight": (128, 64),
+    "blocks.0.attention.query.weight": (64, 64),
+    "blocks.0.mlp.up.weight": (768, 128),
+    "blocks.0.gain": (64,),
+    "scale": (),
+}
+
+
+def uniform_integers(shape: tuple[int, ...], q: int) -> torch.Tensor:
+    """The worst case itself: every integer of the range equally often, so that nothing can be compressed."""
+    values = torch.randint(-q, q + 1, shape).float()
+    if len(shape) == 2:
+        values[:, :1] = q
+        values *= 2.0 ** torch.randint(-8, 4, (shape[0], 1))
+    return values
+
+
+FILLS = {
+    "uniform": lambda shape, q: torch.rand(shape) * 2 - 1,
+    "gaussian": lambda shape, q: torch.randn(shape) * 0.02,
+    "adversarial": uniform_integers,
+    "scattered": lambda shape, q: torch.randn(shape) * 10 ** (torch.rand(shape) * 8 - 6),
+    "zeros": lambda shape, q: torch.zeros(shape),
+    "constant": lambda shape, q: torch.full(shape, 0.3),
+}
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+def test_no_weights_exceed_the_worst_case(fill: str, bits: int):
+    torch.manual_seed(0)
+    config = QuantConfig(min_matrix_bits=bits, matrix_bits=max(bits, 6))
+    bound = worst_case_bytes(SHAPES, config, overhead=overhead_bytes(META, EXTRA))
+    tensors = {name: FILLS[fill](shape, config.min_matrix_q) for name, shape in SHAPES.items()}
+    packed = pack_tensors(tensors, config, max_bytes=bound, meta=META, extra_sections=EXTRA)
+    assert packed.size <= bound
+
+
+def test_the_bound_is_close_to_the_worst_weights():
+    torch.manual_seed(0)
+    config = QuantConfig(matrix_bits=4, clip_steps=1)
+    shapes = {"up.weight": (512, 512), "token_embedding.weight": (256, 128)}
+    bound = worst_case_bytes(shapes, config, overhead=overhead_bytes(META, EXTRA))
+    tensors = {name: uniform_integers(shape, 127 if "emb" in name else 7) for name, shape in shapes.items()}
+    packed = pack_tensors(tensors, config, meta=META, extra_sections=EXTRA)
+    assert 0.97 * bound < packed.size <= bound
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.dictionaries(
+        st.sampled_from(["embedding.weight", "a.weight", "b.weight", "é\n" * 40]) | st.text(max_size=30),
+        st.lists(st.integers(0, 40), max_size=3).map(tuple),
+        max_size=6,
+    ),
+    fill=st.sampled_from(sorted(FILLS)),
+    bits=st.integers(2, 8),
+    embedding_bits=st.integers(2, 8),
+    seed=st.integers(0, 1000),
+)
+def test_a_model_that_passes_the_check_always_packs(shapes, fill, bits, embedding_bits, seed):
+    torch.manual_seed(seed)
+    config = QuantConfig(matrix_bits=8, min_matrix_bits=bits, embedding_bits=embedding_bits)
+    cap = worst_case_bytes(shapes, config, overhead=overhead_bytes(META, EXTRA)) + 100
+    check_fits(shapes, config, cap, overhead=overhead_bytes(META, EXTRA), code_bytes=100)
+    tensors = {n: FILLS[fill](s, config.min_matrix_q).nan_to_num().clamp(-6e4, 6e4) for n, s in shapes.items()}
+    packed = pack_tensors(tensors, config, max_bytes=cap, meta=META, extra_sections=EXTRA, code_bytes=100)
+    assert packed.size + 100 <= cap
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+def test_the_expected_size_is_near_for_gaussian_weights(bits: int):
+    torch.manual_seed(0)
+    shapes = {
+        "up.weight": (1024, 256),
+        "down.weight": (256, 1024),
+        "token_embedding.weight": (256, 256),
+        "gain": (256,),
+    }
+    config = QuantConfig(matrix_bits=bits, min_matrix_bits=4, clip_steps=1)
+    expected = expected_bytes(shapes, config, overhead=overhead_bytes(META, EXTRA))
+    tensors = {name: torch.randn(shape) * 0.02 for name, shape in shapes.items()}
+    packed = pack_tensors(tensors, config, meta=META, extra_sections=EXTRA)
+    assert packed.size == pytest.approx(expected, rel=0.03)
+
+
+def test_the_check_refuses_with_numbers_and_remedies():
+    config = QuantConfig()
+    worst = worst_case_bytes(SHAPES, config, overhead=5000)
+    check_fits(SHAPES, config, worst, overhead=5000)
+    with pytest.raises(ConfigError, match=rf"may need {worst + 1:,}.*--max-bytes.*min_matrix_bits") as caught:
+        check_fits(SHAPES, config, worst, overhead=5000, code_bytes=1)
+    assert "110,657 parameters" in str(caught.value)
+    with pytest.raises(ConfigError, match="About 0 parameters"):
+        check_fits(SHAPES, config, 4000, overhead=5000)
+
+
+def test_the_number_of_parameters_said_to_fit_does_fit():
+    config, overhead, cap = QuantConfig(), 5000, 2_000_000
+
+    def shapes(layers: int) -> dict[str, tuple[int, ...]]:
+        return {f"blocks.{i}.mlp.up.weight": (1024, 512) for i in range(layers)}
+
+    with pytest.raises(ConfigError) as caught:
+        check_fits(shapes(20), config, cap, overhead=overhead)
+    said = int(re.search(r"About ([\d,]+) parameters", str(caught.value))[1].replace(",", ""))
+    layers = said // (1024 * 512)
+    check_fits(shapes(layers), config, cap, overhead=overhead)
+    with pytest.raises(ConfigError):
+        check_fits(shapes(layers + 1), config, cap, overhead=overhead)
+
+
+def test_the_golf_model_fits_its_caps():
+    shapes: dict[str, tuple[int, ...]] = {"token_embedding.weight": (1024, 512), "bigram.embedding.weight": (1536, 128)}
+    for layer in range(11):
+        for name, rows in (("query", 512), ("key", 256), ("value", 256), ("out", 512)):
+            shapes[f"blocks.{layer}.attention.{name}.weight"] = (rows, 512)
+        shapes[f"blocks.{layer}.mlp.up.weight"] = (1536, 512)
+        shapes[f"blocks.{layer}.mlp.down.weight"] = (512, 1536)
+    check_fits(shapes, QuantConfig(), 16_000_000, overhead=30_000, code_bytes=100_000)
+    check_fits(shapes, QuantConfig(min_matrix_bits=2), 8_000_000, overhead=30_000)
+    with pytest.raises(ConfigError):
+        check_fits(shapes, QuantConfig(), 8_000_000, overhead=30_000)
+    assert 17e6 < expected_bytes(shapes, QuantConfig(), overhead=30_000) < 19e6
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"matrix_bits": 9},
+        {"matrix_bits": 1, "min_matrix_bits": 1},
+        {"embedding_bits": 0},
+        {"matrix_bits": 4, "min_matrix_bits": 5},
+        {"clip_steps": 0},
+        {"clip_floor": 0.0},
+        {"clip_floor": 1.5},
+    ],
+)
+def test_settings_are_checked(wrong):
+    with pytest.raises(ConfigError, match=r"quant\."):
+        QuantConfig(**wrong)
+
+
+def test_clip_points_run_from_one_to_the_floor():
+    fractions = QuantConfig(clip_steps=4, clip_floor=0.7).clip_fractions
+    assert fractions == pytest.approx((1.0, 0.9, 0.8, 0.7))
+    assert QuantConfig(clip_steps=1).clip_fractions == (1.0,)

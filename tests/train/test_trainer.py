@@ -1,0 +1,205 @@
+"""The loop's promises, on real text: what is undone is undone, what resumes goes on exactly, and ranks agree."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parbank.config import override
+from parbank.data.dataset import Dataset, open_dataset
+from parbank.errors import CheckpointError, TrainingError
+from parbank.recipes import get_recipe
+from parbank.runtime import Runtime
+from parbank.train.checkpoint import find_checkpoint, load_checkpoint
+from parbank.train.config import RunConfig
+from parbank.train.telemetry import Reading
+from parbank.train.trainer import Trainer
+from tests.distributed import run_distributed_test
+
+CPU = Runtime(device=torch.device("cpu"))
+
+
+def nano(*settings: str) -> RunConfig:
+    return override(get_recipe("nano"), "budget.steps=12", "train.warmup_steps=0", *settings)
+
+
+@pytest.fixture(scope="module")
+def dataset(text_spec: str) -> Dataset:
+    return open_dataset(text_spec, vocab_size=320, say=lambda line: None)
+
+
+def losses_of(trainer: Trainer, stop_after: int | None = None) -> list[float]:
+    losses: list[float] = []
+
+    def note(reading: Reading) -> None:
+        losses.append(reading.loss)
+        if len(losses) == stop_after:
+            trainer.stop_signal = 2
+
+    trainer.train(note)
+    return losses
+
+
+def run(config: RunConfig, dataset: Dataset, out: Path, warm: bool = False) -> tuple[list[float], Trainer]:
+    trainer = Trainer(config, CPU, dataset, out)
+    if warm:
+        trainer.warm_up()
+    losses = losses_of(trainer)
+    trainer.close()
+    return losses, trainer
+
+
+def assert_same_state(a: Trainer, b: Trainer) -> None:
+    """Everything a checkpoint holds but the clock, bit for bit."""
+
+    def compare(left: object, right: object, path: str) -> None:
+        if isinstance(left, dict):
+            assert isinstance(right, dict)
+            assert left.keys() == right.keys(), path
+            for key in left:
+                compare(left[key], right[key], f"{path}.{key}")
+        elif isinstance(left, (list, tuple)):
+            assert isinstance(right, (list, tuple))
+            assert len(left) == len(right), path
+            for n, (x, y) in enumerate(zip(left, right)):
+                compare(x, y, f"{path}[{n}]")
+        elif isinstance(left, torch.Tensor):
+            assert isinstance(right, torch.Tensor)
+            assert torch.equal(left, right), path
+        else:
+            assert left == right, path
+
+    left, right = a.state_dict(), b.state_dict()
+    for state in (left, right):
+        del state["seconds"]
+        for group in state["optimizer"]["param_groups"]:
+            group.pop("differentiable", None)  # PyTorch adds it, always false, to every optimizer it loads
+    compare(left, right, "state")
+
+
+def test_training_learns(dataset: Dataset, tmp_path: Path) -> None:
+    losses, _ = run(nano("budget.steps=60"), dataset, tmp_path)
+    assert len(losses) == 60
+    assert losses[0] > 5.5  # near uniform over 320 tokens
+    assert sum(losses[-5:]) / 5 < losses[0] - 1.5
+
+
+def test_warm_up_is_undone_completely(dataset: Dataset, tmp_path: Path) -> None:
+    plain, a = run(nano(), dataset, tmp_path)
+    warmed, b = run(nano("train.warmup_steps=3"), dataset, tmp_path, warm=True)
+    assert plain == warmed
+    assert_same_state(a, b)
+
+
+def test_prefetching_changes_nothing(dataset: Dataset, tmp_path: Path) -> None:
+    ahead, a = run(nano("batch.prefetch=3"), dataset, tmp_path)
+    at_once, b = run(nano("batch.prefetch=0"), dataset, tmp_path)
+    assert ahead == at_once
+    assert_same_state(a, b)
+
+
+def test_accumulation_changes_only_rounding(dataset: Dataset, tmp_path: Path) -> None:
+    few, _ = run(nano("batch.micro_batch_tokens=512"), dataset, tmp_path)
+    many, _ = run(nano("batch.micro_batch_tokens=64"), dataset, tmp_path)
+    assert many == pytest.approx(few, rel=1e-4)
+    assert many != few, "eight passes instead of one should round differently, or nothing was accumulated"
+
+
+@pytest.mark.parametrize("stop", [1, 7])
+def test_a_resumed_run_is_bit_identical(dataset: Dataset, tmp_path: Path, stop: int) -> None:
+    config = nano("average.swa_every=2", "average.swa_tail=1.0")
+    whole, uninterrupted = run(config, dataset, tmp_path)
+    first = Trainer(config, CPU, dataset, tmp_path)
+    before = losses_of(first, stop_after=stop)
+    path = first.save()
+    first.close()
+    assert path is not None
+    second = Trainer(config, CPU, dataset, tmp_path)
+    second.resume(load_checkpoint(path), path)
+    after = losses_of(second)
+    second.close()
+    assert before + after == whole
+    assert_same_state(second, uninterrupted)
+
+
+def test_other_data_or_another_model_is_refused_and_nothing_changes(dataset: Dataset, tmp_path: Path) -> None:
+    _, trainer = run(nano("budget.steps=2"), dataset, tmp_path)
+    state = trainer.state_dict() | {"dataset": dataset.fingerprint}
+    other = Trainer(nano("model.layers=3", "model.value_layers=[2]"), CPU, dataset, tmp_path)
+    start = {k: v.clone() for k, v in other.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="another model"):
+        other.resume(state, tmp_path)
+    with pytest.raises(CheckpointError, match="other data"):
+        other.resume({**state, "dataset": "something else"}, tmp_path)
+    assert all(torch.equal(v, start[k]) for k, v in other.model.state_dict().items())
+    assert other.step == 0
+    other.close()
+
+
+def test_non_finite_steps_are_skipped_then_end_the_run_with_a_good_checkpoint(dataset: Dataset, tmp_path: Path) -> None:
+    config = nano("budget.steps=50", "optim.scalar_lr=1e38", "optim.warmdown=0", "train.checkpoint_minutes=1e-9")
+    trainer = Trainer(config, CPU, dataset, tmp_path)
+    readings: list[Reading] = []
+    with pytest.raises(TrainingError, match="10 steps in a row"):
+        trainer.train(readings.append)
+    trainer.close()
+    assert [r.skipped for r in readings[-9:]] == [1] * 9
+    assert readings[0].skipped == 0
+    assert trainer.skipped == 10
+    kept = load_checkpoint(find_checkpoint(tmp_path))
+    assert all(torch.isfinite(t).all() for t in kept["model"].values())
+    assert kept["step"] == 0, "the first step's weights overflowed, so the last good ones are those before it"
+
+
+def test_the_clock_is_kept_and_the_learning_rate_ends_with_it(dataset: Dataset, tmp_path: Path) -> None:
+    config = override(nano(), "budget.steps=none", "budget.minutes=0.05", "optim.warmdown=0.5")
+    trainer = Trainer(config, CPU, dataset, tmp_path)
+    readings: list[Reading] = []
+    trainer.train(readings.append)
+    trainer.close()
+    seconds = trainer.clock.seconds()
+    step = seconds / trainer.step
+    assert 3 - 4 * step <= seconds <= 3 + 2 * step
+    assert readings[0].lr_share == 1
+    assert readings[-1].lr_share < 10 * step / 1.5
+
+
+def test_a_checkpoint_has_plain_names_only(dataset: Dataset, tmp_path: Path) -> None:
+    trainer = Trainer(nano(), CPU, dataset, tmp_path)
+    path = trainer.save()
+    trainer.close()
+    assert path is not None
+    state = load_checkpoint(path)
+    assert "blocks.1.mlp.down.weight" in state["model"]
+    for names in (state["model"], state["averages"]["ema"]):
+        assert not any("banks" in name for name in names)
+
+
+def rank_losses(config: RunConfig, spec: str, cache: str, out: str) -> list[float]:
+    torch.set_num_threads(1)
+    place = Runtime(device=torch.device("cpu"), rank=dist.get_rank(), world=dist.get_world_size())
+    data = open_dataset(spec, vocab_size=320, cache=Path(cache), say=lambda line: None)
+    trainer = Trainer(config, place, data, Path(out))
+    losses = losses_of(trainer)
+    trainer.save()
+    trainer.close()
+    return losses
+
+
+def test_two_ranks_give_the_losses_of_one(dataset: Dataset, text_spec: str, tmp_path: Path) -> None:
+    config = nano()
+    alone, trainer = run(config, dataset, tmp_path / "one")
+    cache = str(dataset.folder.parent)
+    first, second = run_distributed_test(rank_losses, 2, args=(config, text_spec, cache, str(tmp_path / "two")))
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-4)
+    # and a checkpoint of two ranks goes on alone
+    path = find_checkpoint(tmp_path / "two")
+    resumed = Trainer(replace(config, budget=replace(config.budget, steps=14)), CPU, dataset, tmp_path / "two")
+    resumed.resume(load_checkpoint(path), path)
+    assert len(losses_of(resumed)) == 2
+    resumed.close()
+    for name, tensor in trainer.model.state_dict().items():
+        torch.testing.assert_close(load_checkpoint(path)["model"][name], tensor, rtol=1e-3, atol=1e-4)
