@@ -1,0 +1,179 @@
+"""A data spec opened: training and validation tokens, and the tokenizer that made them."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parbank.data.corpora import parse_corpus
+from parbank.data.prepare import ensure_prepared, read_manifest
+from parbank.data.progress import Say, say_on_stderr
+from parbank.data.shards import TokenSet, read_shards
+from parbank.data.tokenizer import Tokenizer
+from parbank.errors import DataError
+
+_BLOCK = 1 << 22  # tokens looked at together when a whole stream is counted or decoded
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Tokens to train on and to score, read where they lie.
+
+    What takes a pass over the tokens (hashes, byte counts) is worked out when first asked for: always from the tokens
+    themselves, so it holds for files from anywhere.
+    """
+
+    train: TokenSet
+    val: TokenSet
+    tokenizer: Tokenizer
+    name: str
+    """The spec it was opened with."""
+    folder: Path
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over the tokenizer and every shard: two datasets with one fingerprint train and score the same."""
+        parts = [self.tokenizer.fingerprint, "train", *self.train.digests(), "val", *self.val.digests()]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    @cached_property
+    def val_bytes(self) -> int:
+        return self._count(self.val)
+
+    @cached_property
+    def train_bytes(self) -> int:
+        return self._count(self.train)
+
+    @cached_property
+    def val_text_sha256(self) -> str:
+        digest = hashlib.sha256()
+        for text in self._decoded(self.val):
+            digest.update(text)
+        return digest.hexdigest()
+
+    def val_text(self) -> bytes:
+        """The validation text, documents joined without a separator: what zlib, xz and zstd are measured on."""
+        return b"".join(self._decoded(self.val))
+
+    def require_length(self, sequence_length: int) -> None:
+        """Refuses data with less than one sequence (and the token after it, which is the last target) in either split."""
+        for what, tokens in (("training", self.train), ("validation", self.val)):
+            if len(tokens) <= sequence_length:
+                raise DataError(
+                    f"{self.name} is too short: its {what} part has {len(tokens)} tokens, one sequence of {sequence_length} "
+                    f"needs {sequence_length + 1}; give more text, or use a sequence length of {max(1, len(tokens) - 1)} or less"
+                )
+
+    def _count(self, stream: TokenSet) -> int:
+        return sum(int(self.tokenizer.count_bytes(tokens, before).sum()) for tokens, before in self._blocks(stream))
+
+    def _decoded(self, stream: TokenSet) -> Iterator[bytes]:
+        for tokens, before in self._blocks(stream):
+            yield self.tokenizer.decode_bytes(tokens, previous=int(before[0]))
+
+    def _blocks(self, stream: TokenSet) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(tokens, the token before each), block by block; the stream's first token counts as following a BOS."""
+        previous = self.tokenizer.bos_id
+        for start in range(0, len(stream), _BLOCK):
+            tokens = stream.read(start, min(_BLOCK, len(stream) - start))
+            yield tokens, np.concatenate([[previous], tokens[:-1]])
+            previous = int(tokens[-1])
+
+
+def open_dataset(spec: str, *, vocab_size: int, cache: Path | None = None, say: Say = say_on_stderr) -> Dataset:
+    """Opens `stdlib`, `text:...`, `shards:DIR` or `fineweb[:N]`. Text is prepared into the cache unless that was done before."""
+    cache = Path(cache) if cache is not None else default_cache()
+    kind, _, rest = spec.partition(":")
+    if kind == "shards":
+        if not rest:
+            raise DataError("shards: needs a folder; write shards:DIR")
+        return open_shards(Path(rest).expanduser(), vocab_size=vocab_size, name=spec)
+    if kind == "fineweb":
+        from parbank.data.fineweb import ensure_fineweb
+
+        return open_shards(ensure_fineweb(rest, cache=cache, say=say), vocab_size=vocab_size, name=spec)
+    corpus = parse_corpus(spec)
+    key = hashlib.sha256(f"{corpus.spec}\n{vocab_size}".encode()).hexdigest()[:12]
+    folder = cache / f"{corpus.name}-{vocab_size}-{key}"
+    ensure_prepared(corpus, folder, vocab_size=vocab_size, say=say)
+    return open_shards(folder, vocab_size=vocab_size, name=spec)
+
+
+def open_shards(folder: Path, *, vocab_size: int | None = None, name: str | None = None) -> Dataset:
+    """Opens a folder of `*_train_*.bin`, `*_val_*.bin` and one SentencePiece `.model`, checking every token."""
+    tokenizer = Tokenizer.load(_find_model(folder))
+    if vocab_size is not None and tokenizer.vocab_size != vocab_size:
+        raise DataError(
+            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the model was asked to have {vocab_size}; "
+            f"set the model's vocabulary to {tokenizer.vocab_size}"
+        )
+    train, val = (
+        read_shards(_find_shards(folder, split), vocab_size=tokenizer.vocab_size) for split in ("train", "val")
+    )
+    return Dataset(train=train, val=val, tokenizer=tokenizer, name=name or f"shards:{folder}", folder=folder)
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """`data info DIR`: what is in a folder of shards, every token counted; a shard that differs from its manifest is refused."""
+    folder = Path(folder)
+    data = open_shards(folder)
+    manifest = read_manifest(folder)
+    found: dict[str, Any] = {
+        "folder": str(folder),
+        "spec": manifest["spec"] if manifest else None,
+        "vocab_size": data.tokenizer.vocab_size,
+        "tokenizer": data.tokenizer.fingerprint,
+        "fingerprint": data.fingerprint,
+    }
+    for split, stream, size in (("train", data.train, data.train_bytes), ("val", data.val, data.val_bytes)):
+        documents = sum(int(np.count_nonzero(shard == data.tokenizer.bos_id)) for shard in stream.shards)
+        found[split] = {
+            "shards": len(stream.shards),
+            "documents": documents,
+            "tokens": len(stream),
+            "bytes": size,
+            "bytes_per_token": size / max(1, len(stream) - documents),
+        }
+        if manifest:
+            _check_digests(folder, manifest[split]["shards"], stream.digests())
+    return found
+
+
+def default_cache() -> Path:
+    """Where prepared text is kept: $PARBANK_CACHE, else ~/.cache/parbank."""
+    return Path(os.environ.get("PARBANK_CACHE") or Path.home() / ".cache" / "parbank")
+
+
+def _find_model(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder} is no folder; shards:DIR needs one with *_train_*.bin, *_val_*.bin and a .model file"
+        )
+    models = sorted(folder.glob("*.model"))
+    if len(models) != 1:
+        found = ", ".join(path.name for path in models) or "none"
+        raise DataError(
+            f"{folder} must hold exactly one SentencePiece .model, the one its shards were made with; found {found}: "
+            "copy it there, or remove the others"
+        )
+    return models[0]
+
+
+def _find_shards(folder: Path, split: str) -> list[Path]:
+    paths = sorted(folder.glob(f"*_{split}_*.bin"))
+    if not paths:
+        raise DataError(f"{folder} holds no *_{split}_*.bin; a dataset needs shards to train on and to validate with")
+    return paths
+
+
+def _check_digests(folder: Path, listed: list[dict[str, Any]], found: list[str]) -> None:
+    if len(listed) != len(found):
+        raise DataError(f"{folder} holds {len(found)} shards, its manifest lists {len(listed)}; prepare it again")
+    for shard, digest in zip(listed, found):
+        if shard["sha256"] != digest:
+            raise DataError(f"{folder / shard['name']} is not what was written (its sha256 differs); prepare it again")

@@ -1,0 +1,178 @@
+"""The published FineWeb shards (1024 tokens): fetched once, file by file, into one folder that `shards:` can read.
+
+They come from the Hugging Face hub, with huggingface_hub as an optional extra, or from a local folder laid out like the
+repository there: a mirror, a shared disk, or a test.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+from parbank.data.progress import Meter, Say, say_on_stderr
+from parbank.data.shards import read_shard
+from parbank.data.tokenizer import Tokenizer
+from parbank.errors import DataError
+
+# The public parameter-golf data set, and where in it the 1024-token export lies.
+REPOSITORY = "willdepueoai/parameter-golf"
+SHARDS_AT = "datasets/datasets/fineweb10B_sp1024"
+TOKENIZER_AT = "datasets/tokenizers/fineweb_1024_bpe.model"
+_HALF_WAY = ".fetching"
+_COPY_BYTES = 16 << 20
+
+
+class _Source(Protocol):
+    """Where files come from."""
+
+    name: str
+
+    def files(self) -> list[str]: ...
+
+    def fetch(self, file: str, place: Path, say: Say) -> Path:
+        """Brings one file somewhere under `place` and returns its path; what an interrupted try left there is used."""
+
+
+def fetch_fineweb(
+    out: Path, *, shards: int = 1, source: str | Path = REPOSITORY, say: Say = say_on_stderr
+) -> list[Path]:
+    """`data fetch fineweb`: the tokenizer, all validation shards and the first `shards` training shards, into `out`.
+
+    Files that are there and valid are skipped; what was cut off is taken up again. `source` is a folder, or the name of a
+    repository on the hub.
+    """
+    out = Path(out)
+    if shards < 1:
+        raise DataError(f"{shards} shards cannot be fetched; ask for 1 or more")
+    origin = _open_source(source)
+    wanted = _choose(origin, shards)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        fetched = [_fetch_file(origin, file, out, say) for file in wanted]
+        shutil.rmtree(out / _HALF_WAY, ignore_errors=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot write to {out}: {error.strerror or error}; choose another folder, or make room"
+        ) from error
+    return fetched
+
+
+def ensure_fineweb(count: str, *, cache: Path, say: Say = say_on_stderr, source: str | Path = REPOSITORY) -> Path:
+    """The folder of the `fineweb` spec, fetched when it is not there; `fineweb:N` wants at least N training shards."""
+    if count and not (count.isdigit() and int(count) >= 1):
+        raise DataError(f"fineweb:{count} is not understood; write fineweb, or fineweb:N for N training shards")
+    folder = cache / "fineweb"
+    have = len(list(folder.glob("*_train_*.bin")))
+    complete = any(folder.glob("*.model")) and any(folder.glob("*_val_*.bin")) and not (folder / _HALF_WAY).exists()
+    needed = int(count) if count else max(1, have)
+    if not complete or have < needed:
+        fetch_fineweb(folder, shards=needed, source=source, say=say)
+    return folder
+
+
+def _choose(origin: _Source, shards: int) -> list[str]:
+    """The tokenizer first: the shards are checked against it."""
+    files = sorted(origin.files())
+    train = [file for file in files if file.startswith(f"{SHARDS_AT}/fineweb_train_")]
+    val = [file for file in files if file.startswith(f"{SHARDS_AT}/fineweb_val_")]
+    if TOKENIZER_AT not in files or not val:
+        raise DataError(
+            f"{origin.name} does not hold {TOKENIZER_AT} and {SHARDS_AT}/fineweb_val_*.bin; give another source"
+        )
+    if len(train) < shards:
+        raise DataError(f"{origin.name} has {len(train)} training shards, {shards} were asked for")
+    return [TOKENIZER_AT, *val, *train[:shards]]
+
+
+def _fetch_file(origin: _Source, file: str, out: Path, say: Say) -> Path:
+    target = out / Path(file).name
+    if target.exists() and _fault(target, out) is None:
+        return target
+    arrived = origin.fetch(file, out / _HALF_WAY, say)
+    fault = _fault(arrived, out)
+    if fault is not None:
+        arrived.unlink()
+        raise DataError(
+            f"{file} from {origin.name} arrived damaged and was deleted; run the same command again. ({fault})"
+        )
+    os.replace(arrived, target)
+    return target
+
+
+def _fault(path: Path, out: Path) -> DataError | None:
+    """What is wrong with a file that has arrived, if anything."""
+    try:
+        if path.suffix == ".model":
+            Tokenizer.load(path)
+        else:
+            read_shard(path, vocab_size=Tokenizer.load(out / Path(TOKENIZER_AT).name).vocab_size)
+    except DataError as error:
+        return error
+    return None
+
+
+class _Folder:
+    """A local folder laid out like the repository."""
+
+    def __init__(self, root: Path) -> None:
+        self.name, self._root = str(root), root
+
+    def files(self) -> list[str]:
+        return [path.relative_to(self._root).as_posix() for path in self._root.rglob("*") if path.is_file()]
+
+    def fetch(self, file: str, place: Path, say: Say) -> Path:
+        target = place / Path(file).name
+        place.mkdir(exist_ok=True)
+        size = (self._root / file).stat().st_size
+        with (
+            open(self._root / file, "rb") as source,
+            open(target, "wb") as copy,
+            Meter(f"fetching {target.name}", say, total=size) as meter,
+        ):
+            while block := source.read(_COPY_BYTES):
+                copy.write(block)
+                meter.advance(len(block))
+        return target
+
+
+class _Hub:
+    """A data set on the Hugging Face hub. The client shows its own progress and takes up broken downloads."""
+
+    def __init__(self, repository: str) -> None:
+        self.name = repository
+        try:
+            import huggingface_hub
+        except ImportError:
+            raise DataError(
+                "fetching FineWeb needs the package huggingface_hub; install it with pip install 'parbank[fineweb]'"
+            ) from None
+        self._hub: Any = huggingface_hub
+
+    def files(self) -> list[str]:
+        try:
+            return list(self._hub.HfApi().list_repo_files(self.name, repo_type="dataset"))
+        except Exception as error:  # the client raises errors of three libraries, by version
+            raise self._explain("its list of files", error) from error
+
+    def fetch(self, file: str, place: Path, say: Say) -> Path:
+        say(f"fetching {Path(file).name} from {self.name}")
+        try:
+            return Path(self._hub.hf_hub_download(self.name, file, repo_type="dataset", local_dir=str(place)))
+        except Exception as error:  # as above
+            raise self._explain(file, error) from error
+
+    def _explain(self, what: str, error: Exception) -> DataError:
+        return DataError(
+            f"cannot fetch {what} from the data set {self.name} on the hub: {type(error).__name__}: {error}; check the network "
+            "and the name, then run the same command again: it goes on where it stopped"
+        )
+
+
+def _open_source(source: str | Path) -> _Source:
+    if Path(source).is_dir():
+        return _Folder(Path(source))
+    if isinstance(source, Path) or str(source).startswith((".", "/", "~")):
+        raise DataError(
+            f"{source} is no folder; give a folder laid out like the data set {REPOSITORY}, or its name on the hub"
+        )
+    return _Hub(source)

@@ -1,0 +1,57 @@
+"""Progress of long work over bytes: a bar on a terminal, now and then a line elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+Say = Callable[[str], None]
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def say_on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Meter:
+    """Counts bytes of one phase. `total` may be unknown (None)."""
+
+    def __init__(self, label: str, say: Say, *, total: int | None = None) -> None:
+        self._label, self._say, self._total = label, say, total
+        self._done = 0
+        self._bar: Any = None
+
+    def __enter__(self) -> "Meter":
+        self._began = self._spoke = time.monotonic()
+        if sys.stderr.isatty():
+            self._bar = _bar()
+            self._bar.start()
+            self._task = self._bar.add_task(self._label, total=self._total)
+        return self
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done)
+        elif time.monotonic() - self._spoke >= _SECONDS_BETWEEN_LINES:
+            self._spoke = time.monotonic()
+            of_all = f" of {self._total / 1e6:.1f}" if self._total else ""
+            self._say(f"{self._label}: {self._done / 1e6:.1f}{of_all} MB")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if kind is None:
+            self._say(f"{self._label}: {self._done / 1e6:.1f} MB in {time.monotonic() - self._began:.1f} s")
+
+
+def _bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)

@@ -1,0 +1,192 @@
+"""Token shards in the public layout, and several of them seen as one stream.
+
+A shard is a header of 256 little-endian int32 (magic, version, number of tokens, zeros) and then the tokens as little-endian
+uint16. That is the layout the published FineWeb shards have, so that files made here run elsewhere and the other way round.
+"""
+
+import hashlib
+import os
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from parbank.errors import DataError
+
+MAGIC = 20240520  # of the public layout, as is the version and the size of the header
+VERSION = 1
+HEADER_INTS = 256
+HEADER_BYTES = 4 * HEADER_INTS
+SHARD_TOKENS = 100_000_000  # the size of the published shards: 200 MB a file
+TOKEN = np.dtype("<u2")
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    """Writes one shard under a temporary name beside `path`, then renames: a reader sees all of it or nothing."""
+    path = Path(path)
+    if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) > np.iinfo(TOKEN).max):
+        raise DataError(f"{path}: tokens must be 0 to 65535, got {int(tokens.min())} to {int(tokens.max())}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(_header(len(tokens)))
+            np.ascontiguousarray(tokens, dtype=TOKEN).tofile(file)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_shard(path: Path, *, vocab_size: int) -> np.ndarray:
+    """The tokens of one shard, memory-mapped and read-only, once header, length and every token have been checked."""
+    path = Path(path)
+    count = shard_length(path)
+    tokens = np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(count,))
+    highest = int(tokens.max())
+    if highest >= vocab_size:
+        raise DataError(
+            f"{path} holds token {highest}, but the tokenizer has {vocab_size} tokens (0 to {vocab_size - 1}); "
+            "the shard belongs to another tokenizer: put the right .model beside it, or make the shards again"
+        )
+    return tokens
+
+
+def shard_length(path: Path) -> int:
+    """The number of tokens in a shard whose header and size agree; anything else is refused by name."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            header = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4")
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the shard {path}: {error}") from error
+    again = "fetch or prepare it again"
+    if len(header) < HEADER_INTS:
+        raise DataError(f"{path} is no token shard: {size} bytes, less than its header of {HEADER_BYTES}; {again}")
+    magic, version, count = (int(value) for value in header[:3])
+    if magic != MAGIC:
+        raise DataError(f"{path} is no token shard: its magic is {magic}, expected {MAGIC}; {again}")
+    if version != VERSION:
+        raise DataError(f"{path} is a token shard of version {version}, only version {VERSION} can be read; {again}")
+    if count <= 0:
+        raise DataError(f"{path} says it holds {count} tokens; a shard needs at least one: delete or replace it")
+    expected = HEADER_BYTES + count * TOKEN.itemsize
+    if size != expected:
+        fault = "cut short" if size < expected else "too long"
+        raise DataError(
+            f"{path} is {fault}: {size} bytes, but its header promises {count} tokens = {expected}; {again}"
+        )
+    return count
+
+
+def read_shards(paths: Sequence[Path], *, vocab_size: int) -> "TokenSet":
+    """All shards as one stream. The token checks run side by side: the published set has 16 GB to look at."""
+    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
+        return TokenSet(list(pool.map(lambda path: read_shard(path, vocab_size=vocab_size), paths)))
+
+
+class TokenSet:
+    """Several shards seen as one stream of tokens."""
+
+    def __init__(self, shards: Sequence[np.ndarray]) -> None:
+        self.shards = tuple(shards)
+        self._starts = np.cumsum([0] + [len(shard) for shard in self.shards])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, start: int, count: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Tokens [start, start + count), across shard edges; copied into `out` (any integer type) where it is given."""
+        if start < 0 or count < 0 or start + count > len(self):
+            raise IndexError(f"tokens {start} to {start + count} of a stream of {len(self)}")
+        if out is None:
+            out = np.empty(count, dtype=np.uint16)
+        elif out.shape != (count,):
+            raise ValueError(f"out has shape {out.shape}, {count} tokens need ({count},)")
+        done = 0
+        index = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while done < count:
+            offset = start + done - int(self._starts[index])
+            piece = self.shards[index][offset : offset + count - done]
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+            index += 1
+        return out
+
+    def digests(self) -> list[str]:
+        """sha256 of each shard's tokens, without the header: what the stream is, however it is cut off disk."""
+        with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
+            return list(pool.map(_digest, self.shards))
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One written shard, as the manifest lists it."""
+
+    name: str
+    tokens: int
+    sha256: str
+    """Of the tokens, without the header."""
+
+
+class ShardWriter:
+    """Appends tokens to `NAME_SPLIT_000000.bin` and on, starting a new file when one is full.
+
+    The files are complete only after close(); the caller builds them in a folder that nobody reads yet.
+    """
+
+    def __init__(self, folder: Path, prefix: str, *, shard_tokens: int = SHARD_TOKENS) -> None:
+        self._folder, self._prefix, self._limit = folder, prefix, shard_tokens
+        self._written: list[ShardInfo] = []
+        self._open()
+
+    def append(self, tokens: np.ndarray) -> None:
+        tokens = np.ascontiguousarray(tokens, dtype=TOKEN)
+        while len(tokens):
+            if self._count == self._limit:
+                self._finish()
+                self._open()
+            piece = tokens[: self._limit - self._count]
+            self._file.write(piece.view(np.uint8).data)
+            self._hash.update(piece.view(np.uint8).data)
+            self._count += len(piece)
+            tokens = tokens[len(piece) :]
+
+    def close(self) -> list[ShardInfo]:
+        """Completes the last file and says what was written."""
+        if self._count or not self._written:
+            self._finish()
+        return self._written
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _open(self) -> None:
+        self._name = f"{self._prefix}_{len(self._written):06d}.bin"
+        self._file = open(self._folder / self._name, "wb")  # noqa: SIM115 (closed by _finish and __exit__)
+        self._file.write(_header(0))
+        self._hash = hashlib.sha256()
+        self._count = 0
+
+    def _finish(self) -> None:
+        self._file.seek(0)
+        self._file.write(_header(self._count))
+        self._file.close()
+        self._written.append(ShardInfo(self._name, self._count, self._hash.hexdigest()))
+
+
+def _header(count: int) -> bytes:
+    header = np.zeros(HEADER_INTS, dtype="<i4")
+    header[:3] = MAGIC, VERSION, count
+    return header.tobytes()
+
+
+def _digest(tokens: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(tokens, dtype=TOKEN).view(np.uint8).data).hexdigest()

@@ -1,0 +1,116 @@
+"""Documents put aside on disk while a corpus is prepared: written once, then read in any order.
+
+The split, the shuffle and the tokenizer's sample all need to know every document before the first token is written. Keeping
+unpacked text in one temporary file instead of in memory lets a corpus be larger than memory and be unpacked only once.
+"""
+
+import hashlib
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+VAL_SHARE = 0.02
+_SLICE = 1 << 16
+
+
+class Entry(NamedTuple):
+    """One document: the hash of its content, which is also its place in the order, and where it lies."""
+
+    digest: bytes
+    start: int
+    size: int
+
+
+class Spool:
+    """A temporary file of documents. add() until seal(), then read()."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "w+b")  # noqa: SIM115 (closed by __exit__)
+        self._size = 0
+        self._map: mmap.mmap | None = None
+
+    def add(self, document: bytes) -> Entry:
+        self._file.write(document)
+        # 16 bytes: 2^64 documents before two of them are expected to collide
+        entry = Entry(hashlib.sha256(document).digest()[:16], self._size, len(document))
+        self._size += len(document)
+        return entry
+
+    def seal(self) -> None:
+        self._file.flush()
+        self._map = mmap.mmap(self._file.fileno(), self._size, access=mmap.ACCESS_READ) if self._size else None
+
+    def read(self, entry: Entry) -> bytes:
+        return self._map[entry.start : entry.start + entry.size] if self._map else b""
+
+    def __enter__(self) -> "Spool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._map:
+            self._map.close()
+        self._file.close()
+
+
+def is_held_out(digest: bytes) -> bool:
+    """Whether a document validates: a property of its content alone, so it stays where it is when others come and go."""
+    return int.from_bytes(digest[:8], "big") < VAL_SHARE * 2**64
+
+
+def split(entries: list[Entry], spool: Spool) -> tuple[list[Entry], list[Entry]]:
+    """Training and validation documents: about 2% validate, at least one; of a single document, its end."""
+    if len(entries) == 1:
+        return _split_document(entries[0], spool.read(entries[0]))
+    val = [entry for entry in entries if is_held_out(entry.digest)]
+    if not val or len(val) == len(entries):
+        val = [min(entries)]
+    chosen = set(val)
+    return [entry for entry in entries if entry not in chosen], val
+
+
+def _split_document(entry: Entry, document: bytes) -> tuple[list[Entry], list[Entry]]:
+    cut = _cut_point(document)
+    head = Entry(entry.digest, entry.start, cut)
+    tail = Entry(entry.digest, entry.start + cut, entry.size - cut)
+    return [head] if head.size else [], [tail] if tail.size else []
+
+
+def _cut_point(document: bytes) -> int:
+    """Where the last 2% begin: after the nearest line end before it, else the next one, else between two characters."""
+    target = int(len(document) * (1 - VAL_SHARE))
+    before = document.rfind(b"\n", len(document) // 2, target) + 1
+    if before:
+        return before
+    after = document.find(b"\n", target, len(document) - 1) + 1
+    if after:
+        return after
+    while target > 0 and (document[target] & 0xC0) == 0x80:  # inside a character
+        target -= 1
+    return target
+
+
+def sample(entries: list[Entry], spool: Spool, budget: int) -> Iterator[str]:
+    """At most about `budget` bytes of text, spread over the documents, the same for the same documents.
+
+    Small corpora are taken whole. Otherwise documents are taken in the order of their hashes, which is random; long ones
+    give evenly spaced slices, so that a book counts for more than its title page and less than everything.
+    """
+    if sum(entry.size for entry in entries) <= budget:
+        share = budget
+    else:
+        share = max(4 * _SLICE, budget // len(entries))
+    left = budget
+    for entry in sorted(entries):
+        if left <= 0:
+            return
+        wanted = min(entry.size, share, max(left, _SLICE))
+        left -= wanted
+        document = spool.read(entry)
+        pieces = max(1, wanted // _SLICE) if wanted < entry.size else 1
+        for index in range(pieces):
+            begin = index * entry.size // pieces
+            yield document[begin : begin + wanted // pieces].decode("utf-8", errors="ignore")  # cut ends of characters
