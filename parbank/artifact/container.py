@@ -1,0 +1,264 @@
+"""The container `model.pbk`: a checksummed JSON header, then the sections it lists, and nothing else.
+
+The same meta and sections always give the same bytes. A reader believes nothing it has not checked: every size is held
+against the size of the file before memory is asked for, every byte is under a checksum, and a file is either returned
+whole or refused by name. docs/artifact.md is the specification.
+"""
+
+import hashlib
+import io
+import json
+import os
+import re
+import secrets
+import stat
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from parbank.errors import ArtifactError
+
+# A byte outside ASCII and both line ends: a transfer in text mode breaks the magic and is seen at once.
+MAGIC = b"\x89PBK\r\n\x1a\n"
+FORMAT_VERSION = 1
+# A whole golf model needs about 3 KB; the limit is what a damaged or hostile length can make us allocate.
+MAX_HEADER_BYTES = 1 << 20
+DIGEST_BYTES = 16
+_PREFIX = struct.Struct(f"<8sII{DIGEST_BYTES}s")  # magic, version, header length, digest of the three and the header
+_NAME = re.compile(r"[A-Za-z0-9._/-]{1,200}\Z")
+_ENTRY_FIELDS = {"name", "offset", "size", "checksum"}
+_AGAIN = "copy or download it again, or write it anew with `parbank pack`"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A container that was read and verified whole."""
+
+    meta: dict[str, Any]
+    """What the writer said about the content, as plain JSON values."""
+    sections: dict[str, bytes]
+    """The content by name, in the order of the file."""
+    source: str = "<memory>"
+    """The file it came from: errors found further up name it."""
+    size: int = 0
+    """Bytes of the whole file."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each section; what is missing from `size` is the header."""
+        return {name: len(data) for name, data in self.sections.items()}
+
+    @property
+    def header_size(self) -> int:
+        return self.size - sum(self.sizes.values())
+
+
+def encode_artifact(meta: Mapping[str, Any], sections: Mapping[str, bytes]) -> bytes:
+    """The bytes of a container: a function of its arguments only (no clock, no host, keys sorted)."""
+    table, offset = [], 0
+    for name, data in sections.items():
+        if not _NAME.match(name):
+            raise ArtifactError(
+                f"section name {name!r} is not allowed; use 1 to 200 of the characters A-Z a-z 0-9 . _ / -"
+            )
+        table.append({"name": name, "offset": offset, "size": len(data), "checksum": _digest(data).hex()})
+        offset += len(data)
+    header = _to_json({"meta": dict(meta), "sections": table})
+    if len(header) > MAX_HEADER_BYTES:
+        raise ArtifactError(
+            f"the artifact's header would be {len(header):,} bytes, at most {MAX_HEADER_BYTES:,} are allowed; "
+            f"move large values out of the meta into a section"
+        )
+    return b"".join([_prefix(header), header, *sections.values()])
+
+
+def decode_artifact(data: bytes, *, source: str = "<memory>") -> Artifact:
+    """Reads a container from memory; `source` is the name errors use."""
+    return _read(io.BytesIO(data), len(data), source)
+
+
+def write_artifact(path: str | Path, meta: Mapping[str, Any], sections: Mapping[str, bytes]) -> int:
+    """Writes a container atomically and returns its size in bytes."""
+    return write_file(path, encode_artifact(meta, sections))
+
+
+def write_file(path: str | Path, data: bytes) -> int:
+    """Puts `data` at `path` in one step: whoever looks sees the old file or the whole new one, also after a crash."""
+    target = Path(path)
+    # A random name in the same folder: os.replace is atomic only within a file system, and two writers never share it.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:  # Ctrl-C too: a half-written file must not stay behind
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync_folder(target.parent)
+    except OSError as error:
+        raise ArtifactError(
+            f"cannot write {target}: {error.strerror or error}; "
+            f"choose a folder you may write to, with {len(data):,} bytes free"
+        ) from error
+    return len(data)
+
+
+def read_artifact(path: str | Path) -> Artifact:
+    """Reads and verifies a whole container; anything wrong is an ArtifactError that names the file."""
+    source = str(path)
+    try:
+        # Asked before opening: opening a named pipe would wait for a writer for ever.
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise ArtifactError(
+                f"{source} is a folder, not an artifact; name the file inside it, e.g. {Path(path) / 'model.pbk'}"
+            )
+        if not stat.S_ISREG(mode):
+            raise ArtifactError(f"{source} is not a regular file; give the path of a .pbk file")
+        with open(path, "rb") as file:
+            return _read(file, os.fstat(file.fileno()).st_size, source)
+    except FileNotFoundError:
+        raise ArtifactError(
+            f"{source} does not exist; check the path, a run leaves its artifact at RUN_FOLDER/model.pbk"
+        ) from None
+    except OSError as error:
+        raise ArtifactError(
+            f"{source} cannot be read: {error.strerror or error}; check the path and its permissions"
+        ) from error
+    except ValueError as error:  # a NUL in the path is refused by the operating system's interface with a ValueError
+        raise ArtifactError(f"{source!r} is no usable path: {error}") from error
+
+
+def is_artifact(path: str | Path) -> bool:
+    """Whether a file starts like an artifact. Only a look: `read_artifact` says whether it is a sound one."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except (OSError, ValueError):
+        return False
+
+
+def _read(file: BinaryIO, size: int, source: str) -> Artifact:
+    header = _read_header(file, size, source)
+    meta, table = header["meta"], header["sections"]
+    if not isinstance(meta, dict) or not isinstance(table, list):
+        _refuse(source, "its header is malformed")
+    start = file.tell()
+    end = _check_table(table, source)
+    if start + end != size:
+        what = "it is cut short" if start + end > size else "bytes follow its last section"
+        _refuse(source, f"{what}: {start + end:,} bytes are listed in its header, {size:,} are there")
+    sections = {}
+    for entry in table:
+        data = file.read(entry["size"])
+        if len(data) != entry["size"]:
+            _refuse(source, f"section {entry['name']} ends early")
+        if _digest(data).hex() != entry["checksum"]:
+            _refuse(source, f"section {entry['name']} does not match its checksum")
+        sections[entry["name"]] = data
+    return Artifact(meta=meta, sections=sections, source=source, size=size)
+
+
+def _read_header(file: BinaryIO, size: int, source: str) -> dict[str, Any]:
+    prefix = file.read(_PREFIX.size)
+    if not prefix:
+        raise ArtifactError(f"{source} is empty; {_AGAIN}")
+    if not prefix.startswith(MAGIC[: len(prefix)]):
+        raise ArtifactError(f"{source} is not a parbank artifact (it starts with {prefix[:8]!r}); give a .pbk file")
+    if len(prefix) < _PREFIX.size:
+        _refuse(
+            source, f"it is cut short: {size} bytes are there, the first {_PREFIX.size} are needed to read any further"
+        )
+    _, version, length, digest = _PREFIX.unpack(prefix)
+    if version != FORMAT_VERSION:
+        raise ArtifactError(
+            f"{source} says format version {version}, this parbank reads version {FORMAT_VERSION}; "
+            f"it was made by a newer parbank (upgrade this one) or is damaged ({_AGAIN})"
+        )
+    if length > MAX_HEADER_BYTES or _PREFIX.size + length > size:
+        _refuse(
+            source,
+            f"its header claims {length:,} bytes; the file has {size:,}, and at most {MAX_HEADER_BYTES:,} are allowed",
+        )
+    text = file.read(length)
+    if len(text) != length or _digest(prefix[:-DIGEST_BYTES] + text) != digest:
+        _refuse(source, "its header does not match its checksum")
+    try:
+        header = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        _refuse(source, "its header is not valid JSON")
+    if not isinstance(header, dict) or set(header) != {"meta", "sections"}:
+        _refuse(source, "its header is malformed")
+    return header
+
+
+def _check_table(table: list[Any], source: str) -> int:
+    """Checks that the sections follow each other without gap or overlap; returns where the last one ends."""
+    seen: set[str] = set()
+    offset = 0
+    for entry in table:
+        if not isinstance(entry, dict) or set(entry) != _ENTRY_FIELDS:
+            _refuse(source, "its section table is malformed")
+        name, size = entry["name"], entry["size"]
+        if not isinstance(name, str) or not _NAME.match(name) or name in seen:
+            _refuse(source, f"its section table has a bad or repeated name: {name!r}")
+        if type(size) is not int or size < 0 or type(entry["offset"]) is not int or entry["offset"] != offset:
+            _refuse(source, f"section {name} lies at {entry['offset']!r} with size {size!r}, expected at {offset}")
+        seen.add(name)
+        offset += size
+    return offset
+
+
+def _prefix(header: bytes) -> bytes:
+    start = _PREFIX.pack(MAGIC, FORMAT_VERSION, len(header), b"")[:-DIGEST_BYTES]
+    return start + _digest(start + header)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def _to_json(value: Any) -> bytes:
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArtifactError(
+            f"the artifact's meta must be plain JSON (tables, lists, text, finite numbers): {error}"
+        ) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("repeated key")
+    return table
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _refuse(source: str, what: str) -> NoReturn:
+    raise ArtifactError(f"{source} is damaged: {what}; {_AGAIN}")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the rename itself survive a power cut, where the system lets a folder be synced."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
