@@ -260,7 +260,9 @@ def inspect(artifact: Annotated[Path, typer.Argument(help="A .pbk file.")]) -> N
 
 @data_app.command("prepare")
 def data_prepare(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Files, folders or globs; or train=... and val=...")],
+    inputs: Annotated[
+        list[str], typer.Argument(metavar="INPUT...", help="Files, folders or globs; or train=... and val=...")
+    ],
     out: Annotated[Path, typer.Option(help="Folder for the shards, the tokenizer and the manifest.")],
     vocab: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 1024,
 ) -> None:
@@ -287,7 +289,9 @@ def data_info(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A fold
 def data_fetch(
     name: Annotated[str, typer.Argument(help="fineweb: the published shards with 1024 tokens.")],
     shards: Annotated[int, typer.Option(help="Training shards to fetch, 100 million tokens each.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Where to; the cache if not given, where --data fineweb finds it.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to; the cache if not given, where --data fineweb finds it.")
+    ] = None,
     source: Annotated[str | None, typer.Option(help="A hub repository or a local folder laid out like it.")] = None,
 ) -> None:
     """Fetch a published data set. What is there and whole is not fetched again."""

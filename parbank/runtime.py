@@ -97,6 +97,7 @@ def start(device: str | None = None) -> Iterator[Runtime]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         if chosen.type == "cuda":
+            chosen = torch.device("cuda", chosen.index if chosen.index is not None else torch.cuda.current_device())
             torch.cuda.set_device(chosen)
         yield Runtime(device=chosen)
         return

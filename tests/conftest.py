@@ -17,7 +17,20 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 
-MODULES = ("argparse", "ast", "calendar", "codecs", "dataclasses", "difflib", "enum", "inspect", "locale", "optparse", "random", "uuid")
+MODULES = (
+    "argparse",
+    "ast",
+    "calendar",
+    "codecs",
+    "dataclasses",
+    "difflib",
+    "enum",
+    "inspect",
+    "locale",
+    "optparse",
+    "random",
+    "uuid",
+)
 
 
 @pytest.fixture(scope="session")

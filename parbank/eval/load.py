@@ -61,5 +61,6 @@ def _rebuild(artifact: Artifact, device: torch.device) -> LoadedModel:
         name = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))[0]
         raise ArtifactError(f"{name} should be {expected.get(name)} and is {found.get(name)}")
     model = model.to_empty(device=device)
+    model.fill_tables()
     model.load_state_dict(tensors)
     return LoadedModel(model=model, tokenizer=tokenizer, context=int(meta["context"]), data=meta.get("data"))

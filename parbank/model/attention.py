@@ -29,11 +29,11 @@ class Context:
     mask: Tensor | None  # (B, 1, T, T), true where attention may look; None means plain causal
 
 
-def rope_tables(length: int, dims: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * frequency, (length, dims / 2)."""
-    frequencies = base ** (-torch.arange(0, dims, 2, dtype=torch.float32, device=device) / max(dims, 1))
-    angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
-    return angles.cos(), angles.sin()
+def rope_tables(length: int, dims: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * frequency, (length, dims / 2), worked out in float64: position 30,000 has five digits."""
+    frequencies = base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / max(dims, 1))
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
+    return angles.cos().float(), angles.sin().float()
 
 
 class Attention(nn.Module):

@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parbank import ops
+from parbank.errors import ConfigError
 from parbank.model.attention import Attention, Context, rope_tables
 from parbank.model.banks import Banks
 from parbank.model.config import ModelConfig
 from parbank.model.embeddings import BigramEmbedding, SmearGate, ValueEmbedding
+
+MAX_POSITIONS = 32_768  # rows of the rotation tables: 1 MB at 16 dims, and sixteen times the longest recipe
 
 
 class Block(nn.Module):
@@ -62,6 +65,9 @@ class GPT(nn.Module):
     and forward pass, rather than by autocast at every use.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         c = self.config = config
@@ -78,8 +84,12 @@ class GPT(nn.Module):
         self.banks = Banks(_matrix_shapes(c))
         self.register_state_dict_post_hook(_write_plain_names)
         self.register_load_state_dict_pre_hook(_read_plain_names)
+        # Tables, not arithmetic in the forward pass: Inductor would redo the cosines for every element of every query.
+        self.register_buffer("cos", torch.empty(MAX_POSITIONS, c.rope_dims // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(MAX_POSITIONS, c.rope_dims // 2), persistent=False)
         if not self.token_embedding.weight.is_meta:
             self.reset_parameters()
+            self.fill_tables()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -97,6 +107,13 @@ class GPT(nn.Module):
             self.value_embedding.embedding.weight.normal_(std=0.01)
         if self.head is not None:
             self.head.weight.zero_()
+
+    @torch.no_grad()
+    def fill_tables(self) -> None:
+        """Computes what is not a parameter. Needed again only for a model that was built without memory (on "meta")."""
+        cos, sin = rope_tables(MAX_POSITIONS, self.config.rope_dims, self.config.rope_base)
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
 
     def plain_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by parameter name -> by plain per-layer name: what checkpoints and artifacts hold."""
@@ -127,7 +144,9 @@ class GPT(nn.Module):
         if self.smear is not None:
             x = self.smear(x, starts)
         extras = self.value_embedding(ids, dtype) if self.value_embedding is not None else {}
-        cos, sin = rope_tables(ids.shape[1], c.rope_dims, c.rope_base, ids.device)
+        if ids.shape[1] > MAX_POSITIONS:
+            raise ConfigError(f"a window of {ids.shape[1]} tokens is longer than the model's {MAX_POSITIONS} positions")
+        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         context = Context(cos, sin, _document_mask(starts) if c.isolate_documents else None)
         matrices = self.banks.matrices(dtype)
         x0, first = x, None

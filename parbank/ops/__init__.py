@@ -1,18 +1,15 @@
 """The ops: one plain-PyTorch definition each, and kernels where they pay."""
 
-from parbank.ops.reference import (
-    ba_plus_caa,
-    leaky_relu_squared,
-    linear_softcap_cross_entropy,
-    mix_rms_norm,
-    mlp,
-    qk_norm_rope,
-    rms_norm,
-    softcap_cross_entropy,
-    xxt,
-)
+from parbank.ops.activation import leaky_relu_squared
+from parbank.ops.linear_loss import linear_softcap_cross_entropy
+from parbank.ops.loss import softcap_cross_entropy
+from parbank.ops.mlp import mlp
+from parbank.ops.norm import mix_rms_norm, rms_norm
+from parbank.ops.rope import qk_norm_rope
+from parbank.ops.symmetric import ax_plus_bx, ba_plus_caa, symmetric_product, xxt
 
 __all__ = [
+    "ax_plus_bx",
     "ba_plus_caa",
     "leaky_relu_squared",
     "linear_softcap_cross_entropy",
@@ -21,5 +18,6 @@ __all__ = [
     "qk_norm_rope",
     "rms_norm",
     "softcap_cross_entropy",
+    "symmetric_product",
     "xxt",
 ]

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NORM_EPS = 1e-6  # far under the mean square of any live activation, far over what float32 loses; keeps a zero row at zero
+NORM_EPS = (
+    1e-6  # far under the mean square of any live activation, far over what float32 loses; keeps a zero row at zero
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, scale: float = 1.0, eps: float = NORM_EPS) -> Tensor:
@@ -20,7 +22,9 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, scale: float = 1.0, eps: f
     return y.to(x.dtype)
 
 
-def mix_rms_norm(x: Tensor, x0: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, eps: float = NORM_EPS) -> tuple[Tensor, Tensor]:
+def mix_rms_norm(
+    x: Tensor, x0: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, eps: float = NORM_EPS
+) -> tuple[Tensor, Tensor]:
     """The residual mix m = a*x + b*x0 (a, b per channel) and rms_norm(m, scale=scale): both are needed by a block."""
     mixed = (a * _wide(x) + b * _wide(x0)).to(x.dtype)
     return mixed, rms_norm(mixed, scale=scale, eps=eps)
@@ -91,6 +95,17 @@ def xxt(x: Tensor) -> Tensor:
 def ba_plus_caa(a: Tensor, b: float, c: float) -> Tensor:
     """b A + c A A over (..., m, m) for symmetric A: symmetric."""
     return b * a + c * (a @ a)
+
+
+def symmetric_product(a: Tensor, b: Tensor, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
+    """alpha A B + beta C over (..., m, m) for symmetric A and B that commute, and symmetric C: symmetric."""
+    product = alpha * (a @ b)
+    return product if c is None else product + beta * c
+
+
+def ax_plus_bx(x: Tensor, b: Tensor, a: float) -> Tensor:
+    """a X + B X over X (..., m, n) and B (..., m, m)."""
+    return a * x + b @ x
 
 
 def _wide(x: Tensor) -> Tensor:

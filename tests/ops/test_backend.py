@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parbank import ops
-from parbank.errors import ConfigError, DeviceError, ParbankError
+from parbank.errors import ConfigError, ParbankError
 from parbank.ops import backend, configs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,9 +43,13 @@ def test_a_lesser_machine_runs_the_reference_and_says_so_once(prelude: str) -> N
     assert result.stderr.count("ops run in plain PyTorch") == 1
 
 
-@pytest.mark.parametrize(("prelude", "reason"), [("", "no CUDA device"), (HIDE_TRITON, "pip install")], ids=["no GPU", "no Triton"])
+@pytest.mark.parametrize(
+    ("prelude", "reason"), [("", "no CUDA device"), (HIDE_TRITON, "pip install")], ids=["no GPU", "no Triton"]
+)
 def test_asked_for_but_missing_is_an_error_with_a_remedy(prelude: str, reason: str) -> None:
-    code = prelude + CALL.replace("print", "try:\n    print") + "except Exception as e:\n    print(type(e).__name__, e)\n"
+    code = (
+        prelude + CALL.replace("print", "try:\n    print") + "except Exception as e:\n    print(type(e).__name__, e)\n"
+    )
     result = run(code, PARBANK_OPS="triton")
     assert result.stdout.startswith("DeviceError PARBANK_OPS"), result.stderr
     assert reason in result.stdout
@@ -59,9 +63,11 @@ def test_a_misspelt_environment_names_the_choices() -> None:
 
 def test_use_backend_restores_what_was(device: torch.device) -> None:
     assert backend.active_backend() == "triton"
-    with pytest.raises(RuntimeError, match="on purpose"), backend.use_backend("reference"):
+    with backend.use_backend("reference"):
         assert backend.active_backend() == "reference"
         assert not backend.use_triton(torch.zeros(2, device=device))
+    assert backend.active_backend() == "triton"
+    with pytest.raises(RuntimeError, match="on purpose"), backend.use_backend("reference"):
         raise RuntimeError("on purpose")
     assert backend.active_backend() == "triton"
     with pytest.raises(ConfigError, match="cuda"):
@@ -111,11 +117,8 @@ class TestConfigs:
         finally:
             configs._tables.pop("test_op")
 
-    def test_every_table_ends_with_a_row_for_the_rest(self) -> None:
+    def test_limits_rise(self) -> None:
         for op, tables in configs.tables().items():
             for arch, rows in tables.items():
                 limits = [limit for limit, _ in rows]
-                assert limits == sorted(limits), (op, arch)
-                assert limits[-1] == configs.ANY, (op, arch)
-
-
+                assert limits == sorted(set(limits)), (op, arch)

@@ -85,7 +85,9 @@ def test_strided_input(device):
     x, up, down = weights((6, 8, 16), torch.float32, device)
     wide = torch.randn(6, 20, device=device)
     for cut in (lambda t: t[:, :8], lambda t: t[:, 4:20:2], lambda t: t.t()[:8, :].t()):
-        assert_matches(lambda w, u, d: mlp(cut(w), u, d, 0.5), lambda w, u, d: reference.mlp(cut(w), u, d, 0.5), [wide, up, down])  # noqa: B023
+        assert_matches(
+            lambda w, u, d: mlp(cut(w), u, d, 0.5), lambda w, u, d: reference.mlp(cut(w), u, d, 0.5), [wide, up, down]
+        )  # noqa: B023
 
 
 def test_only_what_is_asked_for_is_computed(device):
@@ -189,7 +191,9 @@ def test_as_exact_as_torch(shape, dtype, device):
 def test_as_exact_as_torch_with_a_transposed_weight(device):
     x, up, down = weights((2048, 512, 1536), torch.bfloat16, device)
     assert_as_exact_as_torch(
-        lambda x, u, d: mlp(x, u, d.t(), 0.5), lambda x, u, d: reference.mlp(x, u, d.t(), 0.5), [x, up, down.t().contiguous()]
+        lambda x, u, d: mlp(x, u, d.t(), 0.5),
+        lambda x, u, d: reference.mlp(x, u, d.t(), 0.5),
+        [x, up, down.t().contiguous()],
     )
 
 

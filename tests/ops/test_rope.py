@@ -59,7 +59,9 @@ def test_views_of_one_product_and_transposed_gradients(device, poison):
 
         return call
 
-    assert_matches(through(qk_norm_rope), through(reference.qk_norm_rope), [torch.randn(2, 5, 8, 8, device=device), gain])
+    assert_matches(
+        through(qk_norm_rope), through(reference.qk_norm_rope), [torch.randn(2, 5, 8, 8, device=device), gain]
+    )
 
 
 def test_strided_channels_are_copied(device):
