@@ -1,0 +1,224 @@
+"""What every benchmark shares: how time is taken, what it is held against, and how results are written down.
+
+Times are medians of single runs between CUDA events, warm, on random data, with L2 overwritten before each run: what an
+op costs inside a training step, where its input was last touched long ago. Every result holds two rates measured in the
+same run, a large copy and a large bfloat16 product, from which each row's bound is computed. The same card gives other
+numbers when it is hot or shared, and then its bounds move too.
+"""
+
+import datetime
+import functools
+import json
+import statistics
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+FLUSH_BYTES = 256 * 2**20  # five times the L2 of an H200
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of a result."""
+
+    case: str
+    provider: str
+    value: float | None
+    """None: the provider failed, and `note` says how."""
+    unit: str = "ms"
+    bound: float | None = None
+    """What the hardware allows, in the same unit."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing measured for several providers."""
+
+    op: str
+    """What `--only` selects by."""
+    name: str
+    providers: dict[str, Callable[[], Callable[[], Any]]]
+    """Name -> a function that makes the inputs and returns the call to time. Built just before it is timed, then freed."""
+    flops: float = 0.0
+    bytes: float = 0.0
+    """The work that cannot be avoided, from which the bound follows."""
+    graph: bool = False
+    """Time the replay of a CUDA graph: without the host."""
+
+
+@dataclass
+class Settings:
+    quick: bool = False
+    only: tuple[str, ...] = ()
+    warmup: int = field(init=False)
+    repeats: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.warmup, self.repeats = (3, 10) if self.quick else (10, 50)
+
+
+def run_cases(cases: Iterable[Case], settings: Settings) -> list[Row]:
+    """Times every provider of every case. A provider that fails keeps its row, with the reason."""
+    rows = []
+    for case in cases:
+        if settings.only and not any(case.op.startswith(name) for name in settings.only):
+            continue
+        bound = bound_ms(case.flops, case.bytes)
+        for provider, build in case.providers.items():
+            value, note = None, ""
+            try:
+                value = measure(build(), settings=settings, graph=case.graph)
+            except Exception as error:
+                note = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+            rows.append(Row(case.name, provider, value, "ms", bound, note))
+            print(f"{case.name:48} {provider:24} {note or f'{value:9.4f} ms'}  bound {bound:.4f}", flush=True)
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+    return rows
+
+
+def measure(call: Callable[[], Any], *, settings: Settings | None = None, graph: bool = False) -> float:
+    """The median time of one call in milliseconds."""
+    settings = settings or Settings()
+    for _ in range(settings.warmup):
+        call()
+    torch.cuda.synchronize()
+    timed = capture(call).replay if graph else call
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    times = []
+    for _ in range(settings.repeats):
+        flush.zero_()
+        # The events are queued behind the flush, so the host is ahead of the device when the call is.
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        timed()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in times)
+
+
+def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """The call as a CUDA graph, after a warm-up on the capturing stream as PyTorch asks."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph
+
+
+def forward_backward(function: Callable[..., Any], inputs: list[torch.Tensor]) -> Callable[[], Any]:
+    """A call that runs forward and backward, with random output gradients made once."""
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    targets = [x for x in leaves if x.requires_grad]
+    outputs = function(*leaves)
+    grads = [torch.randn_like(y) for y in _tensors(outputs)]
+
+    def call() -> Any:
+        return torch.autograd.grad(_tensors(function(*leaves)), targets, grads)
+
+    return call
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+
+
+@functools.cache
+def copy_rate() -> float:
+    """Bytes per second, read plus written, of a large device copy."""
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (measure(lambda: target.copy_(source)) / 1e3)
+
+
+@functools.cache
+def product_rate() -> float:
+    """FLOP per second of a large bfloat16 product."""
+    n = 8192
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty(n, n, device="cuda", dtype=torch.bfloat16)
+    return 2 * n**3 / (measure(lambda: torch.mm(a, b, out=out)) / 1e3)
+
+
+def bound_ms(flops: float, bytes_: float) -> float:
+    """The time under which this work cannot be done at the rates measured in this run."""
+    return 1e3 * max(flops / product_rate() if flops else 0.0, bytes_ / copy_rate() if bytes_ else 0.0)
+
+
+def environment() -> dict[str, Any]:
+    """What a result was measured with."""
+    from parbank.runtime import versions
+
+    found: dict[str, Any] = {"date": datetime.date.today().isoformat(), **versions()}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "driver": _driver(),
+            "copy_TB_per_s": round(copy_rate() / 1e12, 3),
+            "bf16_product_TFLOP_per_s": round(product_rate() / 1e12, 1),
+        }
+    return found
+
+
+def _driver() -> str:
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def hardware() -> str:
+    """A word for file names: `h200`, `a100-sxm4-80gb`, `cpu`."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return torch.cuda.get_device_name(0).lower().removeprefix("nvidia ").replace(" ", "-")
+
+
+def write(name: str, rows: list[Row], *, out: Path = RESULTS, extra: dict[str, Any] | None = None) -> Path:
+    """Writes <name>_<hardware>_<date>.json and the table beside it; returns the JSON's path."""
+    env = environment()
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}_{hardware()}_{env['date']}.json"
+    path.write_text(json.dumps({"env": env, "rows": [asdict(row) for row in rows], **(extra or {})}, indent=1) + "\n")
+    path.with_suffix(".md").write_text(_markdown(name, env, rows))
+    return path
+
+
+def _markdown(name: str, env: dict[str, Any], rows: list[Row]) -> str:
+    """One line a case, one column a provider, the bound last."""
+    columns: dict[str, None] = dict.fromkeys(row.provider for row in rows)
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(row.case, {})[row.provider] = row
+    lines = [f"# {name}: {env.get('gpu', 'cpu')}, {env['date']}", ""]
+    lines += [", ".join(f"{key} {value}" for key, value in env.items() if key not in ("date", "gpu")), ""]
+    lines += ["| case | " + " | ".join(columns) + " | bound | unit |", "| --- |" + " --- |" * (len(columns) + 2)]
+    for case, found in cases.items():
+        first = next(iter(found.values()))
+        cells = [_cell(found.get(column)) for column in columns]
+        lines.append(f"| {case} | {' | '.join(cells)} | {_number(first.bound)} | {first.unit} |")
+    notes = [f"- {row.case}, {row.provider}: {row.note}" for row in rows if row.note]
+    return "\n".join([*lines, *(["", *notes] if notes else []), ""])
+
+
+def _cell(row: Row | None) -> str:
+    return "" if row is None else "failed" if row.value is None else _number(row.value)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -1,0 +1,40 @@
+"""Times every op against PyTorch, eager and compiled, and against what the hardware allows.
+
+    python benchmarks/ops.py [--only xxt,mlp] [--quick] [--out DIR]
+
+The cases live in the ops_*.py files beside this one; each has a function `cases(quick)`.
+"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import harness  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="comma-separated ops, by the beginning of their names")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats and sizes")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
+    parser.add_argument("--name", default="ops", help="the result's name")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/ops.py needs a CUDA device")
+    torch.manual_seed(0)
+    settings = harness.Settings(quick=arguments.quick, only=tuple(filter(None, arguments.only.split(","))))
+    rows: list[harness.Row] = []
+    for file in sorted(HERE.glob("ops_*.py")):
+        module = importlib.import_module(file.stem)
+        rows += harness.run_cases(module.cases(settings.quick), settings)
+        print("written:", harness.write(arguments.name, rows, out=arguments.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Which implementation an op runs: its Triton kernel, or the plain-PyTorch reference.
+
+The choice is made once, when parbank is imported, and kept in one module global. `torch.compile` reads it as a constant
+(guarded, so `set_backend` is honoured) and traces a public op without a graph break: into one `torch.library` op where
+the kernels run, into plain PyTorch, which Inductor may fuse with its neighbours, where they don't.
+
+`PARBANK_OPS=auto|triton|reference` in the environment, `set_backend` and `use_backend` choose by hand. `auto` takes the
+kernels on an NVIDIA GPU of compute capability 8.0 or later and the reference everywhere else, tensor by tensor: a CPU
+or a float64 tensor takes the reference. `triton` asked for by name is an error where it cannot run.
+
+Kernel files take `triton` and `tl` from here. Without Triton both are stand-ins that let `@triton.jit` functions be
+defined, so that one op stays one file, and nothing can launch them.
+"""
+
+import dataclasses
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ConfigError, DeviceError, ParbankError
+
+BACKENDS = ("auto", "triton", "reference")
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MIN_CAPABILITY = (
+    8,
+    0,
+)  # the kernels are built and tested for 8.0, 9.0 and 10.0; before 8.0 there is no bfloat16 product
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Triton decides at decoration whether a kernel is interpreted, so this holds for the whole process."""
+
+_log = logging.getLogger("parbank")
+
+
+class _Absent:
+    """Stands in for `triton` and `triton.language`: decorators and annotations pass through, nothing runs."""
+
+    def __getattr__(self, name: str) -> "_Absent":
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
+
+
+if TYPE_CHECKING:
+    triton: Any
+    tl: Any
+elif HAS_TRITON:
+    import triton
+    import triton.language as tl
+else:
+    triton = tl = _Absent()
+
+
+@dataclass
+class _State:
+    active: str = "reference"
+    strict: bool = False
+    """The kernels were asked for by name, so a tensor they don't take is an error."""
+    complaint: str = ""
+    """What is wrong with PARBANK_OPS: kept at import and raised by the first op, where it can be caught."""
+
+
+_state = _State()
+
+
+def set_backend(name: str) -> None:
+    """Chooses the implementation for every op from here on. Code already compiled is compiled again."""
+    if name not in BACKENDS:
+        raise ConfigError(f"unknown ops backend {name!r}; use one of {', '.join(BACKENDS)}")
+    obstacle = why_no_kernels()
+    if name == "triton" and obstacle:
+        raise DeviceError(f"the ops backend 'triton' was asked for, but {obstacle}; or use 'auto' or 'reference'")
+    # The interpreter is for the ops' own tests, which ask for it by name: `auto` would slow every other room's down.
+    plain = name == "reference" or bool(obstacle) or (INTERPRETED and name == "auto")
+    _state.active, _state.strict, _state.complaint = "reference" if plain else "triton", name == "triton", ""
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """`set_backend` for the length of a with-block."""
+    before = dataclasses.replace(_state)
+    set_backend(name)
+    try:
+        yield
+    finally:
+        _state.active, _state.strict, _state.complaint = before.active, before.strict, before.complaint
+
+
+def active_backend() -> str:
+    """`triton` or `reference`."""
+    return _state.active
+
+
+def why_no_kernels() -> str:
+    """Why the kernels cannot run in this process, in words; empty where they can."""
+    if not HAS_TRITON:
+        return "Triton is not installed (pip install 'parbank[triton]')"
+    if INTERPRETED:
+        return ""
+    if torch.version.hip is not None:
+        return "the kernels are for NVIDIA GPUs and this PyTorch is built for AMD"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]} and the kernels need 8.0"
+    return ""
+
+
+def use_triton(*tensors: Tensor | None) -> bool:
+    """Whether a call on these tensors takes the kernel. Nones (options not given) are passed over.
+
+    Written for Dynamo: constants and tensor properties only, so it leaves no trace in a compiled graph.
+    """
+    if _state.complaint:
+        raise DeviceError(_state.complaint)
+    if _state.active == "reference":
+        return False
+    for tensor in tensors:
+        if tensor is not None and not _fits(tensor):
+            if _state.strict:
+                raise ParbankError(
+                    f"the ops backend 'triton' was asked for, but got {tensor.dtype} on {tensor.device}; the kernels take "
+                    "float32, float16 and bfloat16 on CUDA: move or cast the tensor, or set the backend to 'auto'"
+                )
+            return False
+    return True
+
+
+def _fits(tensor: Tensor) -> bool:
+    return (tensor.is_cuda or INTERPRETED) and (tensor.dtype in KERNEL_DTYPES or not tensor.dtype.is_floating_point)
+
+
+def _resolve() -> None:
+    try:
+        set_backend(os.environ.get("PARBANK_OPS") or "auto")
+    except ParbankError as error:
+        _state.complaint = f"PARBANK_OPS: {error}"
+        return
+    if _state.active == "reference":
+        loss = not HAS_TRITON and torch.cuda.is_available()
+        level = logging.WARNING if loss else logging.INFO
+        _log.log(level, "ops run in plain PyTorch: %s", why_no_kernels() or "by choice")
+
+
+_resolve()

@@ -1,0 +1,78 @@
+"""What several ops share: whether a call takes its kernel, tensors as rows, persistent programs, and refusals."""
+
+import contextlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ParbankError
+from parbank.ops.backend import use_triton
+
+MULTIPROCESSORS_INTERPRETED = 3  # few enough that a small test loops in each program, odd so that work splits unevenly
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x (..., width) as (rows, width) with neighbours in memory along a row: a view where the strides allow, else a copy."""
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
+
+
+def as_vector(x: Tensor | None) -> Tensor | None:
+    """A vector of channels with its values side by side: a column of a parameter comes with a stride."""
+    return None if x is None else x.contiguous()
+
+
+def persistent_programs(device: torch.device, per_multiprocessor: int, tiles: int) -> int:
+    """How many programs share `tiles` tiles: a fixed number per multiprocessor, so that sums have a fixed order."""
+    return max(1, min(tiles, per_multiprocessor * _multiprocessors(device)))
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device; a tensor may live on another one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def takes_kernel(*tensors: Tensor | None) -> bool:
+    """Whether a call takes the kernel: as the backend says, except under torch.func, whose transforms need the plain graph.
+
+    A torch.library op with an autograd formula refuses grad, jvp and jacrev; vmap would launch once per example.
+    """
+    if not use_triton(*tensors):
+        return False
+    return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def refuse_double_backward(op: str) -> Callable[..., NoReturn]:
+    """A backward for the backward ops: second derivatives are asked for by mistake more often than on purpose."""
+
+    def refuse(ctx: Any, *grads: Any) -> NoReturn:
+        raise ParbankError(
+            f"{op} has no second derivative in its Triton kernel (a backward through its backward was asked for); "
+            "run it under parbank.ops.backend.use_backend('reference'), which has"
+        )
+
+    return refuse
+
+
+def same_device(op: str, *tensors: Tensor | None) -> None:
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise ParbankError(f"{op}: tensors on {' and '.join(sorted(map(str, devices)))}; move them to one device")
+
+
+@lru_cache
+def _count(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return MULTIPROCESSORS_INTERPRETED
+    return _count(torch.cuda.current_device() if device.index is None else device.index)
