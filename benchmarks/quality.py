@@ -1,0 +1,111 @@
+"""Trains one recipe with several seeds, each in a process of its own, and writes down what came out.
+
+    python benchmarks/quality.py --recipe sprint --data text:train=A,val=B --seeds 0,1,2 [--out DIR] [--set a.b=v]...
+
+Writes <recipe>_<hardware>_<date>.json with every run's summary and loss curve, the table beside it, and a picture. The
+bounds are the figures to beat: `REFERENCE` holds the published recipe's own numbers on the shared corpus and one H200.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import harness  # noqa: E402
+
+# The published 11-layer recipe in 120 s on the shared corpus, one H200: chunked bpb, before and after int6 + lzma.
+REFERENCE = {
+    "val_bpb_before_packing": 1.2154,
+    "val_bpb": 1.2186,
+    "tokens_per_second": 1.31e6,
+    "artifact_bytes": 15_226_196,
+}
+UNITS = {
+    "val_bpb_before_packing": "bits/byte",
+    "val_bpb": "bits/byte",
+    "tokens_per_second": "tokens/s",
+    "artifact_bytes": "bytes",
+    "code_bytes": "bytes",
+    "matrix_q": "levels each side",
+    "steps": "steps",
+    "train_seconds": "s",
+    "setup_seconds": "s",
+    "data_wait_share": "of the time",
+    "memory_bytes": "bytes",
+}
+
+
+def train(recipe: str, data: str, seed: int, out: Path, settings: list[str]) -> dict[str, Any]:
+    """One run; its summary with the loss curve in it."""
+    command = [sys.executable, "-m", "parbank", "train", "--recipe", recipe, "--data", data, "--seed", str(seed)]
+    command += ["--out", str(out), *(part for setting in settings for part in ("--set", setting))]
+    subprocess.run(command, check=True, cwd=HERE.parent)
+    summary = json.loads((out / "summary.json").read_text())
+    summary["data_wait_share"] = summary["data_wait_seconds"] / summary["train_seconds"]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    summary["curve"] = [[row["seconds"], row["step"], row["loss"]] for row in rows]
+    return summary
+
+
+def rows_of(runs: list[dict[str, Any]], recipe: str) -> list[harness.Row]:
+    rows = []
+    for name, unit in UNITS.items():
+        bound = REFERENCE.get(name) if recipe == "sprint" else None
+        for run in runs:
+            rows.append(harness.Row(name, f"seed {run['seed']}", run[name], unit, bound))
+        rows.append(harness.Row(name, "median", statistics.median(run[name] for run in runs), unit, bound))
+    return rows
+
+
+def draw(runs: list[dict[str, Any]], recipe: str, path: Path) -> None:
+    """The loss against the clock, and the score beside the compressors'."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), width_ratios=(3, 2))
+    for run in runs:
+        seconds, _, losses = zip(*run["curve"])
+        left.plot(seconds, losses, linewidth=1.2, label=f"seed {run['seed']}")
+    left.set(xlabel="training seconds", ylabel="training loss, nats per token", title=f"{recipe}: {runs[0]['device']}")
+    left.grid(alpha=0.3)
+    left.legend(frameon=False)
+    scores = {**runs[0]["compressors_bpb"], f"parbank {recipe}": statistics.median(r["val_bpb"] for r in runs)}
+    bars = right.barh(list(scores), list(scores.values()), color=["#b8b8b8"] * (len(scores) - 1) + ["#2a6f97"])
+    right.bar_label(bars, fmt="%.3f", padding=3)
+    right.set(xlabel="bits per byte of the validation text, lower is better", xlim=(0, 1.15 * max(scores.values())))
+    right.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="sprint")
+    parser.add_argument("--data", default="stdlib")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="a.b=v")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
+    arguments = parser.parse_args()
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in map(int, arguments.seeds.split(",")):
+            out = Path(folder) / str(seed)
+            runs.append(train(arguments.recipe, arguments.data, seed, out, arguments.settings))
+            # after every seed, so that a run that is cut off still leaves what it has
+            extra = {"runs": runs, "settings": arguments.settings}
+            path = harness.write(arguments.recipe, rows_of(runs, arguments.recipe), out=arguments.out, extra=extra)
+            draw(runs, arguments.recipe, path.with_suffix(".png"))
+    print(path.with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main()
