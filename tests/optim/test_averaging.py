@@ -36,16 +36,25 @@ def test_swa_is_the_mean_of_every_nth_step_of_the_tail() -> None:
 def test_without_a_tail_swa_falls_back() -> None:
     values = walk_of(5)
     config = AverageConfig(ema_decay=0.5, swa_every=1, use="swa")
-    torch.testing.assert_close(run(config, values).averaged()["w"], run(AverageConfig(ema_decay=0.5), values).averaged()["w"])
+    torch.testing.assert_close(
+        run(config, values).averaged()["w"], run(AverageConfig(ema_decay=0.5), values).averaged()["w"]
+    )
 
 
 def test_applied_swaps_and_restores_also_on_an_error() -> None:
     averages = run(AverageConfig(ema_decay=0.5), walk_of(5))
     live = averages._parameters["w"]
     own, average = live.detach().clone(), averages.averaged()["w"].clone()
-    with pytest.raises(ZeroDivisionError), averages.applied():
-        assert torch.equal(live, average)
-        raise ZeroDivisionError
+    seen: list[torch.Tensor] = []
+
+    def fail() -> None:
+        with averages.applied():
+            seen.append(live.detach().clone())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert torch.equal(seen[0], average)
     assert torch.equal(live, own)
     assert not torch.equal(own, average)
 

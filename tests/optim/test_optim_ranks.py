@@ -63,7 +63,9 @@ def _backward(model: nn.Module, step: int, rank: int, world: int) -> None:
     (model(x.chunk(world)[rank]) - y.chunk(world)[rank]).square().mean().backward()
 
 
-def _train(model: nn.Module, optimizer: ParallelMuon, rank: int, world: int, first: int = 0, last: int = STEPS) -> list[float]:
+def _train(
+    model: nn.Module, optimizer: ParallelMuon, rank: int, world: int, first: int = 0, last: int = STEPS
+) -> list[float]:
     norms = []
     for step in range(first, last):
         optimizer.zero_grad()
@@ -169,7 +171,12 @@ def _not_finite(rank: int, world: int, group: Any, folder: Path) -> dict[str, An
     after = [v for values in optimizer.state_dict()["state"].values() for v in values.values()]
     same = torch.equal(weights, _vector(model)) and all(torch.equal(a, b) for a, b in zip(before, after))
     _train(model, optimizer, rank, world, 2, 3)
-    return {"same": same, "counts": counts, "after": int(optimizer.skipped_in_a_row), "skipped": bool(optimizer.last_skipped)}
+    return {
+        "same": same,
+        "counts": counts,
+        "after": int(optimizer.skipped_in_a_row),
+        "skipped": bool(optimizer.last_skipped),
+    }
 
 
 def _restore(rank: int, world: int, group: Any, folder: Path) -> dict[int, bool]:
@@ -250,9 +257,21 @@ def _scaler(rank: int, world: int, group: Any, folder: Path) -> str:
     return "fine"
 
 
+def _late_group(rank: int, world: int, group: Any, folder: Path) -> str:
+    """Made when there was one rank, used when there are more."""
+    model = Banked()
+    optimizer = ParallelMuon(model.groups())
+    optimizer.ranks.world = 1  # what it would have found before init_process_group
+    _backward(model, 0, rank, world)
+    with pytest.raises(ConfigError, match="init_process_group first"):
+        optimizer.step()
+    return "refused"
+
+
 SCENARIOS: list[Callable[..., Any]] = [
-    _plain, _equal_gradients, _banked, _missing, _nothing, _not_finite, _restore, _save_distributed, _load_distributed, _regroup, _scaler,
-]  # fmt: skip  # noqa: E501
+    _plain, _equal_gradients, _banked, _missing, _nothing, _not_finite, _restore,
+    _save_distributed, _load_distributed, _regroup, _scaler, _late_group,
+]  # fmt: skip
 
 
 def _run_all(folder: Path) -> dict[str, list[Any]]:
@@ -303,7 +322,9 @@ def test_norm_is_global(ranks: Ranks, world: int) -> None:
 
 @several
 def test_equal_gradients_are_not_reduced_again(ranks: Ranks, world: int) -> None:
-    torch.testing.assert_close(_weights(ranks, "_equal_gradients", world), _weights(ranks, "_plain", 1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        _weights(ranks, "_equal_gradients", world), _weights(ranks, "_plain", 1), rtol=1e-4, atol=1e-5
+    )
 
 
 @several
@@ -361,6 +382,10 @@ def test_restores_through_distributed_checkpoint(ranks: Ranks, written: int, rea
 def test_scaler_is_refused_where_scales_could_differ(ranks: Ranks, world: int) -> None:
     assert "bfloat16" in ranks[0]["_scaler"][world - 1]
     assert ranks[0]["_scaler"][0] == "fine"
+
+
+def test_a_group_started_too_late_is_refused(ranks: Ranks) -> None:
+    assert ranks[0]["_late_group"][3] == "refused"
 
 
 # --- a rank that dies -------------------------------------------------------------------------------------------------

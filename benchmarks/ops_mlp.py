@@ -1,0 +1,113 @@
+"""The MLP with its activation inside the products: cases for ops.py and candidates for tune.py.
+
+The bound counts the FLOP of the products (two forward, four backward); the elementwise passes that compiled PyTorch makes on
+top, 604 MB forward and 906 MB backward at part A's size, are what the fused kernels save.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from harness import Case
+from ops_pointwise import SLOPE, TOKENS, both_ways, random
+from torch import Tensor
+
+from parbank import ops
+from parbank.ops import configs, reference
+
+fused = importlib.import_module("parbank.ops.mlp")  # the package's attribute of that name is the function
+WIDTH, HIDDEN = 512, 1536
+
+
+def inputs() -> list[Tensor]:
+    up, down = random(HIDDEN, WIDTH) / WIDTH**0.5, random(WIDTH, HIDDEN) / HIDDEN**0.5
+    return [random(TOKENS, WIDTH), up, down]
+
+
+def banked() -> list[Tensor]:
+    """The down matrix stored transposed, as in a bank that has one orientation for both."""
+    x, up, down = inputs()
+    return [x, up, down.t().contiguous()]
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    product = 2.0 * TOKENS * WIDTH * HIDDEN
+    label = f"({TOKENS}, {WIDTH} -> {HIDDEN} -> {WIDTH})"
+    yield from both_ways(
+        "mlp",
+        label,
+        (lambda x, u, d: ops.mlp(x, u, d, SLOPE), lambda x, u, d: reference.mlp(x, u, d, SLOPE)),
+        inputs,
+        (0.0, 0.0),
+        (2 * product, 6 * product),
+    )
+    yield from both_ways(
+        "mlp",
+        f"{label} stored transposed",
+        (lambda x, u, d: ops.mlp(x, u, d.t(), SLOPE), lambda x, u, d: reference.mlp(x, u, d.t(), SLOPE)),
+        banked,
+        (0.0, 0.0),
+        (2 * product, 6 * product),
+    )
+    yield one_product("up", product)
+    yield one_product("down, backward", product)
+
+
+def one_product(which: str, flops: float) -> Case:
+    """A single product with its epilogue, beside the same product of cuBLAS without one."""
+
+    def ours() -> Callable[[], Any]:
+        return up_call() if which == "up" else down_call(False)()
+
+    def cublas() -> Callable[[], Any]:
+        x, up, _ = inputs()
+        out = torch.empty(TOKENS, HIDDEN, device="cuda", dtype=x.dtype)
+        return lambda: torch.mm(x, up.t(), out=out)
+
+    return Case("mlp", f"mlp, the product {which}", {"cublas alone": cublas, "ours": ours}, flops=flops, graph=True)
+
+
+def up_call() -> Callable[[], Any]:
+    x, up, _ = inputs()
+    a = torch.empty(TOKENS, HIDDEN, device="cuda", dtype=x.dtype)
+    signs = torch.empty(TOKENS, HIDDEN // 8, device="cuda", dtype=torch.uint8)
+    return lambda: fused._product(x, up, None, a, signs, SLOPE)
+
+
+def down_call(transposed: bool) -> Callable[[], Callable[[], Any]]:
+    def build() -> Callable[[], Any]:
+        dy, _, down = inputs()
+        if transposed:
+            down = down.t().contiguous().t()
+        a, du = random(TOKENS, HIDDEN).square(), torch.empty(TOKENS, HIDDEN, device="cuda", dtype=dy.dtype)
+        signs = torch.randint(256, (TOKENS, HIDDEN // 8), device="cuda", dtype=torch.uint8)
+        return lambda: fused._product(dy, down.t(), a, du, signs, SLOPE)
+
+    return build
+
+
+def candidates() -> list[configs.Launch]:
+    make = fused.launch_config
+    found = []
+    for tma, per_sm in ((True, 1), (True, 0), (False, 0)):
+        for split in (1, 2):
+            found += [make(128, 256, 64, 8, stages, tma=tma, split=split, per_sm=per_sm) for stages in (2, 3, 4)]
+            found += [make(256, 128, 64, 8, 3, tma=tma, split=split, per_sm=per_sm)]
+    for per_sm in (0, 1, 2):
+        for warps in (4, 8):
+            found += [make(128, 128, 64, warps, stages, tma=True, per_sm=per_sm) for stages in (2, 3, 4)]
+        found += [make(64, 256, 64, 4, stages, tma=True, split=2, per_sm=per_sm) for stages in (2, 3)]
+        found += [make(128, 128, 128, 8, 2, tma=True, per_sm=per_sm)]
+    return found
+
+
+def tunables() -> list[Any]:
+    from tune import Tunable
+
+    flops = 2.0 * TOKENS * WIDTH * HIDDEN
+    back = {"plain": down_call(False), "stored transposed": down_call(True)}
+    return [
+        Tunable("mlp_up", candidates(), {"part A": up_call}, calls=4, flops={"part A": flops}),
+        Tunable("mlp_down_backward", candidates(), back, calls=4, flops=dict.fromkeys(back, flops)),
+    ]

@@ -1,0 +1,210 @@
+"""The ops that memory bounds: norms, the activation, and the queries' and keys' norm with rotation.
+
+Everything is timed in a CUDA graph, forward and backward too, so that no provider pays for its host code. Bounds count each
+tensor that must be read or written once, at the rate of a copy.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from harness import Case, forward_backward
+from torch import Tensor
+
+from parbank import ops
+from parbank.ops import configs, reference
+from parbank.ops.activation import _leaky_relu_squared, _leaky_relu_squared_backward
+from parbank.ops.norm import _mix_rms_norm, _mix_rms_norm_backward, _rms_norm, _rms_norm_backward
+from parbank.ops.rope import _qk_norm_rope, _qk_norm_rope_backward
+
+DTYPE = torch.bfloat16
+TOKENS = 98304  # 48 sequences of 2048: a micro-batch of part A's recipe on one GPU
+SLOPE = 0.5
+
+Function = Callable[..., Any]
+Build = Callable[[], Callable[[], Any]]
+
+
+def both_ways(
+    op: str,
+    label: str,
+    functions: tuple[Function, Function],
+    inputs: Callable[[], list[Tensor]],
+    bytes_: tuple[float, float],
+    flops: tuple[float, float] = (0.0, 0.0),
+    more: dict[str, Function] | None = None,
+) -> Iterator[Case]:
+    """Forward, and forward with backward, for (ours, the reference), with the bytes and FLOP of both."""
+    ours, theirs = functions
+    providers: dict[str, Callable[[], Function]] = {
+        "eager": lambda: theirs,
+        "compile": lambda: torch.compile(theirs, fullgraph=True),
+        "ours": lambda: ours,
+        "ours, compiled": lambda: torch.compile(ours, fullgraph=True),
+    }
+    providers |= {name: lambda function=function: function for name, function in (more or {}).items()}
+
+    def bind(make: Callable[[], Function]) -> Callable[[], Any]:
+        function, made = make(), inputs()
+        return lambda: function(*made)
+
+    def forward(make: Callable[[], Function]) -> Build:
+        return lambda: bind(make)
+
+    def both(make: Callable[[], Function]) -> Build:
+        return lambda: forward_backward(make(), inputs())
+
+    for index, (word, wrap) in enumerate((("forward", forward), ("forward+backward", both))):
+        built = {name: wrap(make) for name, make in providers.items()}
+        yield Case(op, f"{op} {label} {word}", built, flops=flops[index], bytes=bytes_[index], graph=True)
+
+
+def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def angles(time: int, half: int) -> tuple[Tensor, Tensor]:
+    turns = torch.arange(time, device="cuda")[:, None] / 10000 ** (torch.arange(half, device="cuda") / half)
+    return turns.cos(), turns.sin()
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    for width in (512, 1536):
+        size = TOKENS * width * 2
+        label = f"({TOKENS}, {width})"
+        yield from both_ways(
+            "rms_norm",
+            label,
+            (ops.rms_norm, reference.rms_norm),
+            lambda width=width: [random(TOKENS, width)],
+            (2 * size, 5 * size),
+        )
+        yield from both_ways(
+            "leaky_relu_squared",
+            label,
+            (lambda x: ops.leaky_relu_squared(x, SLOPE), lambda x: reference.leaky_relu_squared(x, SLOPE)),
+            lambda width=width: [random(TOKENS, width)],
+            (2 * size, 5 * size),
+        )
+    size = TOKENS * 512 * 2
+    yield from both_ways(
+        "rms_norm",
+        f"({TOKENS}, 512) with weight",
+        (ops.rms_norm, reference.rms_norm),
+        lambda: [random(TOKENS, 512), random(512, dtype=torch.float32)],
+        (2 * size, 5 * size),
+    )
+    yield from both_ways(
+        "mix_rms_norm",
+        f"({TOKENS}, 512)",
+        (ops.mix_rms_norm, reference.mix_rms_norm),
+        lambda: [random(TOKENS, 512), random(TOKENS, 512), *(random(512, dtype=torch.float32) for _ in range(2))],
+        (4 * size, 10 * size),
+    )
+    cos, sin = angles(2048, 8)
+    yield from both_ways(
+        "qk_norm_rope",
+        "(48, 2048, 8 + 4, 64), 16 rotated",
+        (
+            lambda q, k, gain: ops.qk_norm_rope(q, k, gain, cos, sin),
+            lambda q, k, gain: reference.qk_norm_rope(q, k, gain, cos, sin),
+        ),
+        lambda: [random(48, 2048, 8, 64), random(48, 2048, 4, 64), random(8, dtype=torch.float32)],
+        (3 * size, 7.5 * size),
+    )
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def launches(**choices: Sequence[int]) -> list[configs.Launch]:
+    """Every combination of the choices; `warps` is the number of warps, the others are constants of the kernel."""
+    found: list[dict[str, int]] = [{}]
+    for name, values in choices.items():
+        found = [{**one, name: value} for one in found for value in values]
+    return [configs.Launch({k: v for k, v in one.items() if k != "warps"}, one["warps"], 1) for one in found]
+
+
+def tunables() -> list[Any]:
+    from tune import Tunable
+
+    def norm(width: int) -> Build:
+        def build() -> Callable[[], Any]:
+            x = random(TOKENS, width)
+            return lambda: _rms_norm(x, None, 1.0, 1e-6)
+
+        return build
+
+    def norm_back(width: int, weighted: bool) -> Build:
+        def build() -> Callable[[], Any]:
+            dy, x, inverse = random(TOKENS, width), random(TOKENS, width), random(TOKENS, dtype=torch.float32)
+            weight = random(width, dtype=torch.float32) if weighted else None
+            return lambda: _rms_norm_backward(dy, x, weight, inverse, 1.0)
+
+        return build
+
+    def mix() -> Callable[[], Any]:
+        x, x0, a, b = random(TOKENS, 512), random(TOKENS, 512), *random(2, 512, dtype=torch.float32)
+        return lambda: _mix_rms_norm(x, x0, a, b, 1.0, 1e-6)
+
+    def mix_back() -> Callable[[], Any]:
+        x, x0, dm, dy = (random(TOKENS, 512) for _ in range(4))
+        a, b = random(2, 512, dtype=torch.float32)
+        inverse = random(TOKENS, dtype=torch.float32)
+        return lambda: _mix_rms_norm_backward(dm, dy, x, x0, a, b, inverse, 1.0)
+
+    def act() -> Callable[[], Any]:
+        x = random(TOKENS, 1536)
+        return lambda: _leaky_relu_squared(x, SLOPE)
+
+    def act_back() -> Callable[[], Any]:
+        dy, x = random(TOKENS, 1536), random(TOKENS, 1536)
+        return lambda: _leaky_relu_squared_backward(dy, x, SLOPE)
+
+    def rope() -> Callable[[], Any]:
+        q, k, gain = random(48, 2048, 8, 64), random(48, 2048, 4, 64), random(8, dtype=torch.float32)
+        cos, sin = angles(2048, 8)
+        return lambda: _qk_norm_rope(q, k, gain, cos, sin, 1e-6)
+
+    def rope_back() -> Callable[[], Any]:
+        q, dq, k, dk = (
+            random(48, 2048, 8, 64),
+            random(48, 2048, 8, 64),
+            random(48, 2048, 4, 64),
+            random(48, 2048, 4, 64),
+        )
+        cos, sin = angles(2048, 8)
+        gain = random(8, dtype=torch.float32)
+        return lambda: _qk_norm_rope_backward(dq, dk, q, k, gain, cos, sin, 1e-6)
+
+    def tunable(op: str, candidates: list[configs.Launch], case: str, build: Build, bytes_: float) -> Any:
+        return Tunable(op, candidates, {case: build}, bytes={case: bytes_})
+
+    size = TOKENS * 512 * 2.0
+    found = []
+    for width, block, rows in ((512, 512, (1, 2, 4, 8, 16)), (1536, 2048, (1, 2, 4))):
+        forward = launches(BLOCK_ROWS=rows, BLOCK=(block,), warps=(1, 2, 4, 8))
+        plain = launches(BLOCK_ROWS=rows, BLOCK=(block,), PER_SM=(1,), STAGES=(1,), warps=(1, 2, 4, 8))
+        summed = launches(BLOCK_ROWS=rows[:3], BLOCK=(block,), PER_SM=(2, 4, 8), STAGES=(1, 3), warps=(4, 8))
+        scale = width / 512 * size
+        found.append(tunable("rms_norm", forward, str(width), norm(width), 2 * scale))
+        found.append(tunable("rms_norm_backward", plain, f"{width} plain", norm_back(width, False), 3 * scale))
+        found.append(tunable("rms_norm_backward", summed, f"{width} weighted", norm_back(width, True), 3 * scale))
+    forward = launches(BLOCK_ROWS=(1, 2, 4, 8), BLOCK=(512,), warps=(1, 2, 4, 8))
+    summed = launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(512,), PER_SM=(2, 4, 8), STAGES=(1, 3), warps=(4, 8))
+    blocks = launches(BLOCK=(1024, 2048, 4096, 8192), warps=(2, 4, 8))
+    return [
+        *found,
+        tunable("mix_rms_norm", forward, "512", mix, 4 * size),
+        tunable("mix_rms_norm_backward", summed, "512", mix_back, 6 * size),
+        tunable("leaky_relu_squared", blocks, "1536", act, 6 * size),
+        tunable("leaky_relu_squared_backward", blocks, "1536", act_back, 9 * size),
+        tunable("qk_norm_rope", launches(TILE=(1024, 2048, 4096, 8192), warps=(2, 4, 8)), "part A", rope, 3 * size),
+        tunable(
+            "qk_norm_rope_backward",
+            launches(TILE=(1024, 2048, 4096), PER_SM=(2, 5, 10), warps=(4, 8)),
+            "part A",
+            rope_back,
+            4.5 * size,
+        ),
+    ]

@@ -1,0 +1,13 @@
+"""The models whose optimizer steps are measured and modelled: their matrices and everything else."""
+
+# (count, rows, cols) of the matrices, and shapes of everything else.
+MODELS: dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, ...]]]] = {
+    "part A banks": (
+        [(22, 512, 512), (22, 256, 512), (11, 1536, 512), (11, 512, 1536)],
+        [(1024, 512), (1536, 128), (512, 128), (1024, 128), (256, 128), *[(512,)] * 58, *[(8,)] * 12],
+    ),
+    "GPT-2 small": (
+        [(12, 2304, 768), (12, 768, 768), (12, 3072, 768), (12, 768, 3072)],
+        [(50257, 768), (1024, 768), *[(768,)] * 98, *[(3072,)] * 12, *[(2304,)] * 12],
+    ),
+}

@@ -1,0 +1,8 @@
+"""Optimizers: Muon on batches of matrices with AdamW for the rest, its schedules, and averages of weights."""
+
+from parbank.optim.banking import Bank, bank
+from parbank.optim.newton_schulz import orthogonalize
+from parbank.optim.parallel_muon import ParallelMuon
+from parbank.optim.split import split_parameters
+
+__all__ = ["Bank", "ParallelMuon", "bank", "orthogonalize", "split_parameters"]

@@ -1,0 +1,62 @@
+"""Banks for a model that was not written with them: weights of one shape become views of one tensor.
+
+The model's forward, the names of its parameters and its state dict stay as they are. What it gives: over several ranks the
+gradients of a shape are one piece of memory, reduced in place without a copy. Bank a model after it is on its device and
+before anything holds on to the memory of its weights; moving it elsewhere afterwards takes it apart again, harmlessly.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Weights of one shape, in one tensor."""
+
+    weights: Tensor
+    """(N, *shape); parameter i is weights[i]."""
+    grads: Tensor
+    """The same for gradients, as long as they are zeroed in place (`ParallelMuon.zero_grad` does, for banked weights)."""
+    names: tuple[str, ...]
+
+
+@torch.no_grad()
+def bank(model: nn.Module) -> list[Bank]:
+    """Moves all weights of two or more dimensions that share their shape into banks, in place, and returns the banks."""
+    shapes: dict[tuple[torch.Size, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    for name, param in model.named_parameters():
+        if param.ndim >= 2 and param.requires_grad and param.is_contiguous() and not hasattr(param, "to_local"):
+            shapes.setdefault((param.shape, param.dtype, param.device), []).append((name, param))
+    banks = []
+    for (shape, dtype, device), items in shapes.items():
+        if len(items) < 2:
+            continue
+        weights = torch.empty(len(items), *shape, dtype=dtype, device=device)
+        grads = torch.zeros_like(weights)
+        for (_, param), weight, grad in zip(items, weights, grads):
+            weight.copy_(param)
+            param.data = weight
+            if param.grad is not None:
+                grad.copy_(param.grad)
+            param.grad = grad
+            param.bank_grad = grad  # type: ignore[attr-defined]
+        banks.append(Bank(weights, grads, tuple(name for name, _ in items)))
+    return banks
+
+
+def zero_bank_grads(params: list[Tensor]) -> list[Tensor]:
+    """Zeroes the gradients of banked parameters where they belong; returns the parameters that are not banked."""
+    banked = [p for p in params if _is_in_bank(p)]
+    if banked:
+        torch._foreach_zero_([p.bank_grad for p in banked])  # type: ignore[attr-defined]
+        for param in banked:
+            param.grad = param.bank_grad  # type: ignore[attr-defined]
+    return [p for p in params if not _is_in_bank(p)]
+
+
+def _is_in_bank(param: Tensor) -> bool:
+    """Still there: not moved to another device or dtype since."""
+    grad = getattr(param, "bank_grad", None)
+    return grad is not None and grad.device == param.device and grad.dtype == param.dtype

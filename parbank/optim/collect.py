@@ -1,0 +1,218 @@
+"""The first third of a step: where each gradient is, what is on its way, and the one norm over all of it.
+
+Three cases, one result. Alone: gradients are used where they are. Ranks with equal gradients (DDP): the same, and each rank
+looks at the blocks it owns. Ranks with gradients of their own: every batch is summed at its owners and the small
+parameters everywhere, in one flat sum that also carries one flag a parameter, "this rank has a gradient for it": a parameter
+that no rank has a gradient for is left alone, and none needs to know on the host.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ConfigError
+from parbank.optim.communication import Ranks, wait
+from parbank.optim.layout import Batch, Member, Piece, name_of
+from parbank.optim.sharded import count_replicas, is_sharded, local_of
+
+CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@dataclass
+class Small:
+    """The AdamW parameters of one group that take part in this step."""
+
+    group: int
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    flags: list[Tensor | None] = field(default_factory=list)
+    """None where this rank has a gradient; otherwise, on the device, how many ranks have one."""
+
+
+@dataclass
+class Collected:
+    """The gradients of a step."""
+
+    pieces: list[list[Tensor]] = field(default_factory=list)
+    """Per batch, per piece this rank owns: its blocks."""
+    small: list[Small] = field(default_factory=list)
+    split: list[Tensor] = field(default_factory=list)
+    """What counts towards the norm by parts, and is summed over ranks."""
+    copies: int = 1
+    """How many ranks count each of those (more than one with HSDP)."""
+    shared: list[Tensor] = field(default_factory=list)
+    """What counts towards the norm and is the same on every rank."""
+    active: Tensor | None = None
+    """Per Muon parameter: how many ranks have a gradient; None where that is all of them."""
+    divisor: int = 1
+    """Gradients are sums over so many ranks."""
+
+
+def collect(
+    groups: Sequence[dict[str, Any]],
+    batches: Sequence[Batch],
+    pieces: Sequence[Sequence[Piece]],
+    ranks: Ranks,
+    reduce: bool,
+    constant: Callable[[Sequence[float]], Tensor],
+    staging: dict[int, Tensor] | None,
+) -> Collected:
+    """Finds the gradients, starts and finishes what has to be summed, and says what the norm is made of.
+
+    `constant` puts numbers on the device, and knows those it has put there before. `staging` keeps the memory that
+    scattered gradients are copied to, for a step that must find it in the same place.
+    """
+    if ranks.world > 1 and reduce:
+        return _reduce(groups, batches, pieces, ranks, constant, staging)
+    found = Collected(small=_find_small(groups))
+    for batch, mine in zip(batches, pieces):
+        blocks = {id(m.param): m.blocks(grad_of(m)) for m in batch.members}
+        found.pieces.append([blocks[id(p.member.param)][p.block : p.block + p.count] for p in mine])
+        found.shared += [m.param.grad for m in batch.members if m.param.grad is not None]
+    grads = [grad for small in found.small for grad in small.grads]
+    grads += [p.grad for group in groups if group["algorithm"] == "muon" for p in group["params"] if is_sharded(p)]
+    found.shared += [grad for grad in grads if grad is not None and not is_sharded(grad)]
+    sharded = [grad for grad in grads if grad is not None and is_sharded(grad)]
+    found.split = [local for local in map(local_of, sharded) if local.numel()]
+    found.copies = count_replicas(sharded[0]) if sharded else 1
+    if ranks.world > 1:
+        found.active = constant(_flags(groups, "muon")).clone()
+        ranks.sum(found.active)
+    return found
+
+
+def _reduce(
+    groups: Sequence[dict[str, Any]],
+    batches: Sequence[Batch],
+    pieces: Sequence[Sequence[Piece]],
+    ranks: Ranks,
+    constant: Callable[[Sequence[float]], Tensor],
+    staging: dict[int, Tensor] | None,
+) -> Collected:
+    found = Collected(divisor=ranks.world)
+    works: list[Any] = []
+    flats: list[Tensor] = []
+    for batch in batches:  # the largest first
+        flats.append(flatten_batch(batch, staging))
+        works += ranks.reduce(flats[-1], batch)
+    adam = [
+        (number, param)
+        for number, group in enumerate(groups)
+        if group["algorithm"] == "adamw"
+        for param in group["params"]
+    ]
+    muon = sum(len(group["params"]) for group in groups if group["algorithm"] == "muon")
+    device = groups[0]["params"][0].device
+    parts = [torch.zeros(p.numel(), device=device) if p.grad is None else p.grad.reshape(-1).float() for _, p in adam]
+    parts.append(constant([*_flags(groups, "muon"), *_flags(groups, "adamw")]))
+    flat = torch.cat(parts)
+    wait(ranks.sum(flat, async_op=True))
+    sizes = [p.numel() for _, p in adam]
+    *grads, found.active, present = flat.split([*sizes, muon, len(adam)])
+    by_group: dict[int, Small] = {}
+    for position, ((number, param), grad) in enumerate(zip(adam, grads)):
+        small = by_group.setdefault(number, Small(number))
+        small.params.append(param)
+        small.grads.append(grad.view(param.shape))
+        small.flags.append(present[position] if param.grad is None else None)
+    found.small = list(by_group.values())
+    found.shared = [flat[: sum(sizes)]] if adam else []
+    wait(works)
+    for mine, summed in zip(pieces, flats):
+        found.pieces.append(
+            [summed[p.slot : p.slot + p.count].view(p.count, p.member.rows, p.member.cols) for p in mine]
+        )
+        found.split += found.pieces[-1]
+    return found
+
+
+def flatten_batch(batch: Batch, staging: dict[int, Tensor] | None = None) -> Tensor:
+    """A batch's gradients as (slots, elements): the bank's own gradient, neighbours in memory as they lie, or one copy."""
+    blocks = [member.blocks(grad_of(member)) for member in batch.members]
+    first = blocks[0]
+    size = batch.rows * batch.cols
+    step = first.element_size() * size
+    storage = first.untyped_storage().data_ptr()
+    if all(
+        block.data_ptr() == first.data_ptr() + step * member.first and block.untyped_storage().data_ptr() == storage
+        for block, member in zip(blocks, batch.members)
+    ):
+        return first.as_strided((batch.count, size), (size, 1))
+    flat = None if staging is None else staging.get(id(batch))
+    if flat is None:
+        flat = torch.empty(batch.count, size, dtype=first.dtype, device=first.device)
+    if staging is not None:
+        staging[id(batch)] = flat
+    slots = [flat[m.first : m.first + m.count] for m in batch.members]
+    torch._foreach_copy_(slots, [block.view(block.shape[0], size) for block in blocks])
+    return flat
+
+
+def grad_of(member: Member) -> Tensor:
+    grad = member.param.grad
+    return torch.zeros_like(member.param) if grad is None else grad
+
+
+def _find_small(groups: Sequence[dict[str, Any]]) -> list[Small]:
+    found = []
+    for number, group in enumerate(groups):
+        if group["algorithm"] != "adamw":
+            continue
+        params = [param for param in group["params"] if param.grad is not None]
+        if params:
+            found.append(Small(number, params, [param.grad for param in params], [None] * len(params)))
+    return found
+
+
+def _flags(groups: Sequence[dict[str, Any]], algorithm: str) -> list[float]:
+    """1.0 for each parameter with a gradient here, 0.0 for the others."""
+    return [float(p.grad is not None) for group in groups if group["algorithm"] == algorithm for p in group["params"]]
+
+
+def measure(
+    found: Collected, ranks: Ranks, max_norm: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The global gradient norm, and (1 or 0 for a step taken or skipped, factor on every gradient), both on the device."""
+    device = max_norm.device
+    total = _sum_of_squares(found.split, device)
+    if ranks.world > 1:
+        ranks.sum(total)
+    total = total / found.copies + _sum_of_squares(found.shared, device)
+    factor = torch.full((), 1.0 / found.divisor, device=device)
+    if grad_scale is not None:
+        factor = factor / grad_scale.squeeze()
+    norm = total.sqrt() * factor
+    taken = torch.isfinite(norm)
+    if found_inf is not None:
+        taken = taken & (found_inf.squeeze() == 0)
+    clip = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
+    return norm, torch.stack([taken.float(), clip * factor])
+
+
+def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
+    return torch.stack(norms).square().sum()
+
+
+def check_gradients(groups: Sequence[dict[str, Any]]) -> torch.device:
+    """The device of all parameters; refuses what cannot be stepped."""
+    device: torch.device | None = None
+    for group in groups:
+        for position, param in enumerate(group["params"]):
+            device = device or param.device
+            if param.device != device:
+                raise ConfigError(
+                    f"{name_of(group, position)} is on {param.device} and others are on {device}; one optimizer works on one "
+                    "device: make one for each"
+                )
+            if param.grad is not None and param.grad.is_sparse:
+                raise ConfigError(
+                    f"{name_of(group, position)} has a sparse gradient; use nn.Embedding(..., sparse=False)"
+                )
+    assert device is not None  # an optimizer without parameters is refused by PyTorch
+    return device

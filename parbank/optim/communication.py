@@ -1,0 +1,84 @@
+"""What ranks say to each other in a step. One rank is the same path with everything here skipped.
+
+The pattern is fixed by the layout alone, never by which gradients happen to be there: no rank can wait for another that
+took a different turn.
+
+Per batch of B blocks over W ranks, two collectives for the even part, on memory that is already in place: a reduce-scatter
+of gradients and an all-gather of updates. The B mod W blocks left over are reduced to, and broadcast from, the one rank
+that owns each: exactly their bytes, where padding to a multiple of W would send up to W - 1 empty blocks and copy every
+gradient first. Gradients travel as they are; updates travel in Newton-Schulz's 16 bits (32 on a CPU) and every rank applies
+all of them, which moves half the bytes that gathering float32 weights would.
+
+Sums are not divided by W here: the mean is folded into the factor that every gradient is multiplied by anyway.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parbank.errors import ConfigError
+from parbank.optim.layout import Batch
+
+# PyTorch 2.13 renamed these; the old names still work there, with a warning.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Ranks:
+    """This process's place in the group, and the collectives of a step."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        here = dist.is_available() and dist.is_initialized()
+        self.world = dist.get_world_size(group) if here else 1
+        self.rank = dist.get_rank(group) if here else 0
+
+    def check(self) -> None:
+        """Refuses an optimizer that was made for other ranks than there are now: it would train each rank by itself."""
+        if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() != self.world:
+            raise ConfigError(
+                f"the optimizer was made for {self.world} rank(s) and there are {dist.get_world_size()} now; call "
+                "init_process_group first, or pass process_group to work with some of the ranks only"
+            )
+
+    def reduce(self, flat: Tensor, batch: Batch) -> list[Any]:
+        """Starts summing a batch's gradients, (slots, elements) and in place, at the owner of each slot."""
+        works = []
+        even = batch.even
+        if even:
+            mine = flat[self.rank * even : (self.rank + 1) * even]
+            works.append(_reduce_scatter(mine, flat[: even * self.world], group=self.group, async_op=True))  # in place
+        for slot, owner in batch.leftover:
+            works.append(dist.reduce(flat[slot], group_dst=owner, group=self.group, async_op=True))
+        return works
+
+    def gather(self, local: Tensor, batch: Batch) -> tuple[Tensor, list[Any]]:
+        """Starts sharing the updates of the blocks this rank owns; returns where all of them will be."""
+        if self.world == 1:
+            return local, []
+        everything = torch.empty(batch.count, *local.shape[1:], dtype=local.dtype, device=local.device)
+        works = []
+        even = batch.even
+        if even:
+            works.append(_all_gather(everything[: even * self.world], local[:even], group=self.group, async_op=True))
+        for slot, owner in batch.leftover:
+            if owner == self.rank:
+                everything[slot].copy_(local[even])
+            works.append(dist.broadcast(everything[slot], group_src=owner, group=self.group, async_op=True))
+        return everything, works
+
+    def sum(self, tensor: Tensor, async_op: bool = False) -> list[Any]:
+        """Starts (or does) the sum of a tensor over all ranks, in place."""
+        if self.world == 1:
+            return []
+        work = dist.all_reduce(tensor, group=self.group, async_op=async_op)
+        return [work] if async_op else []
+
+
+def wait(works: Sequence[Any]) -> None:
+    """Lets the current stream (on a CPU: the caller) wait for collectives."""
+    for work in works:
+        work.wait()

@@ -1,0 +1,59 @@
+"""Hyperparameters where the kernels read them: a small table on the device, one row for each parameter group.
+
+Groups stay ordinary Python dicts that schedulers write floats into. A step that finds them changed sends the whole table in
+one copy from pinned memory, which waits for nothing; kernels, CUDA graphs and compiled code read it and never see a Python
+number that could change.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LR, MOMENTUM, DECAY, ROW_BETA = range(4)
+WIDTH = 4
+
+
+class HyperTable:
+    """(groups + 1, WIDTH) float32 on the device; the last row holds the clip."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.values: Tensor = torch.empty(0, WIDTH, device=device)
+        self._sent: list[list[float]] | None = None
+
+    def refresh(self, groups: Sequence[dict[str, Any]], max_norm: float | None) -> None:
+        """Sends what changed since the last step. A learning rate that is a tensor is copied on the device."""
+        rows = [
+            [_number(group["lr"]), float(group["momentum"]), _number(group["weight_decay"]), float(group["row_beta"])]
+            for group in groups
+        ]
+        rows.append([float("inf") if max_norm is None else float(max_norm), 0.0, 0.0, 0.0])
+        if rows != self._sent:
+            fresh = send(rows, torch.float32, self.device)
+            # In place where possible: a captured graph reads this very memory.
+            self.values = self.values.copy_(fresh) if self.values.shape == fresh.shape else fresh
+            self._sent = rows
+        for number, group in enumerate(groups):
+            for column, key in ((LR, "lr"), (DECAY, "weight_decay")):
+                if isinstance(group[key], Tensor):
+                    self.values[number, column].copy_(group[key].squeeze(), non_blocking=True)
+
+    @property
+    def max_norm(self) -> Tensor:
+        return self.values[-1, 0]
+
+
+def send(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host numbers on the device, without waiting for it."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    if torch.cuda.is_current_stream_capturing():  # a replay would copy whatever the host memory holds by then
+        raise RuntimeError("host numbers are sent to the device inside the capture")
+    # Pinned memory is recycled by PyTorch only after the copy has run.
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def _number(value: float | Tensor) -> float:
+    return 0.0 if isinstance(value, Tensor) else float(value)

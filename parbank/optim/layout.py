@@ -1,0 +1,241 @@
+"""Which matrices are orthogonalised together, and which rank does which.
+
+A parameter is seen as a stack of blocks, (count, rows, cols): a 2-D weight is one block, a bank as many as it has matrices, a
+convolution one flattened block, a weight with `num_heads` one block a head. Blocks of one shape, or of one shape up to
+transposition, with the same options form a batch, whatever parameters and groups they come from. Each block has a slot in
+its batch; a parameter's slots follow one another.
+
+Ownership over W ranks, for B blocks: rank k owns the B // W slots from k * (B // W) on, and one of the B mod W left over at
+the end. So shares differ by at most one, the even part is one reduce-scatter and one all-gather on memory that is already
+in place, and only the few left-over blocks travel one by one. Left-over blocks are dealt on from rank to rank across
+batches, so that no rank gets all of them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ConfigError
+from parbank.optim.coefficients import Triple, resolve_coefficients
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every block of a batch must have in common."""
+
+    triples: tuple[Triple, ...]
+    method: str
+    nesterov: bool
+    cautious: bool
+    normuon: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One parameter's part of a batch."""
+
+    param: Tensor
+    group: int
+    """Which parameter group: the row of the hyperparameters."""
+    index: int
+    """Which of all Muon parameters: the row of the flags that say whether any rank has a gradient for it."""
+    first: int
+    """Its first slot in the batch."""
+    count: int
+    rows: int
+    cols: int
+    flipped: bool
+    """Stored with rows > cols, so transposed when it enters the batch."""
+    order: tuple[int, ...]
+    """The parameter's dimensions from the outermost to the innermost in memory."""
+    transposed: tuple[bool, ...]
+    """Per block: whether the logical matrix is the transpose of what is stored."""
+    lr_scale: str | None
+
+    def blocks(self, tensor: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as (count, rows, cols); a view, if it lies in memory as the parameter does."""
+        return tensor.permute(self.order).contiguous().view(self.count, self.rows, self.cols)
+
+    def unblocks(self, blocks: Tensor) -> Tensor:
+        """The inverse: a view of (count, rows, cols) with the parameter's shape and memory order."""
+        shape = [self.param.shape[dim] for dim in self.order]
+        inverse = [self.order.index(dim) for dim in range(len(self.order))]
+        return blocks.view(shape).permute(inverse)
+
+    @property
+    def scales(self) -> list[float]:
+        """The learning-rate factor of each block: that of the logical matrix, however it is stored."""
+        return [logical_scale(self.lr_scale, self.rows, self.cols, flag) for flag in self.transposed]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Neighbouring blocks of one member that this rank owns."""
+
+    member: Member
+    block: int
+    """The first one, counted within the member."""
+    count: int
+    local: int
+    """Its slot among the blocks of the batch that this rank owns."""
+    offset: int
+    """Its place in the state that this rank holds for the member."""
+
+    @property
+    def slot(self) -> int:
+        return self.member.first + self.block
+
+
+@dataclass(eq=False)
+class Batch:
+    """Blocks (count, rows, cols) with rows <= cols that go through Newton-Schulz together."""
+
+    rows: int
+    cols: int
+    options: Options
+    world: int
+    first_owner: int
+    """Who takes the first of the left-over blocks; the next ones go to the ranks that follow."""
+    members: list[Member] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return sum(member.count for member in self.members)
+
+    @property
+    def even(self) -> int:
+        """Blocks that every rank owns."""
+        return self.count // self.world
+
+    @property
+    def leftover(self) -> list[tuple[int, int]]:
+        """(slot, owner) of each block beyond the even part."""
+        start = self.even * self.world
+        return [(slot, (self.first_owner + slot - start) % self.world) for slot in range(start, self.count)]
+
+    def owned(self, rank: int) -> list[tuple[int, int]]:
+        """The ranges of slots that a rank owns, as (first, count); local slots follow this order."""
+        ranges = [(rank * self.even, self.even)] + [(slot, 1) for slot, owner in self.leftover if owner == rank]
+        return [(first, count) for first, count in ranges if count]
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What a rank owns, cut at the borders between members."""
+        found: list[Piece] = []
+        held = dict.fromkeys(range(len(self.members)), 0)
+        local = 0
+        for first, count in self.owned(rank):
+            for number, member in enumerate(self.members):
+                start, stop = max(first, member.first), min(first + count, member.first + member.count)
+                if start < stop:
+                    piece = Piece(member, start - member.first, stop - start, local + start - first, held[number])
+                    held[number] += piece.count
+                    found.append(piece)
+            local += count
+        return found
+
+    @cached_property
+    def scales(self) -> list[float]:
+        """The learning-rate factor of each slot."""
+        return [scale for member in self.members for scale in member.scales]
+
+
+def logical_scale(kind: str | None, rows: int, cols: int, transposed: bool) -> float:
+    """The shape-dependent factor of the learning rate, for a block of rows x cols that may be stored transposed."""
+    if transposed:
+        rows, cols = cols, rows
+    if kind == "spectral":
+        return math.sqrt(max(1.0, rows / cols))
+    if kind == "rms":
+        return 0.2 * math.sqrt(max(rows, cols))  # an update as large per element as AdamW's typically is
+    return 1.0
+
+
+def plan_batches(groups: Sequence[dict[str, Any]], params: Sequence[Tensor] | None, world: int) -> list[Batch]:
+    """Sorts the Muon parameters (those in `params`, or all) into batches, the largest first."""
+    chosen = None if params is None else {id(param) for param in params}
+    found: dict[tuple[int, int, Options], Batch] = {}
+    index = -1
+    for number, group in enumerate(groups):
+        if group["algorithm"] != "muon":
+            continue
+        for position, param in enumerate(group["params"]):
+            index += 1
+            if (chosen is not None and id(param) not in chosen) or hasattr(param, "to_local"):
+                continue  # DTensors are stepped elsewhere (`sharded`), but keep their index
+            count, rows, cols, order = block_shape(param, group, name_of(group, position))
+            options = Options(
+                triples=resolve_coefficients(group["coefficients"], group["ns_steps"]),
+                method=group["method"],
+                nesterov=group["nesterov"],
+                cautious=group["cautious"],
+                normuon=group["normuon"],
+                dtype=param.dtype,
+            )
+            batch = found.setdefault(
+                (min(rows, cols), max(rows, cols), options),
+                Batch(rows=min(rows, cols), cols=max(rows, cols), options=options, world=world, first_owner=0),
+            )
+            flags = tuple(group["transposed"] or (False,) * count)
+            batch.members.append(
+                Member(
+                    param, number, index, batch.count, count, rows, cols, rows > cols, order, flags, group["lr_scale"]
+                )
+            )
+    batches = sorted(found.values(), key=lambda batch: -batch.count * batch.rows * batch.cols)
+    next_owner = 0
+    for batch in batches:
+        batch.first_owner = next_owner
+        next_owner = (next_owner + len(batch.leftover)) % world
+    return batches
+
+
+def block_shape(param: Tensor, group: dict[str, Any], name: str) -> tuple[int, int, int, tuple[int, ...]]:
+    """(count, rows, cols) of a parameter's blocks and the memory order of its dimensions; refuses what Muon cannot take."""
+    if param.ndim < 2 or param.numel() == 0:
+        raise ConfigError(
+            f"{name} has shape {tuple(param.shape)}; Muon takes matrices (rows, cols), stacks (N, rows, cols) and "
+            "convolutions. Put it in a group with algorithm='adamw', or let split_parameters(model) sort them"
+        )
+    # Channels-last convolutions: the columns of the flattened matrix are permuted, which orthogonalising does not notice.
+    strides = param.stride()
+    order = tuple(sorted(range(param.ndim), key=lambda dim: (dim != 0, -strides[dim], dim)))
+    if not param.permute(order).is_contiguous():
+        order = tuple(range(param.ndim))
+        if not param.is_contiguous():
+            raise ConfigError(
+                f"{name} has strides {param.stride()} with gaps or overlaps; give Muon param.contiguous()"
+            )
+    flatten = param.ndim > 3 or bool(group["flatten"])
+    stacked = param.ndim == 3 and not flatten
+    count, rows = (param.shape[0], param.shape[1]) if stacked else (1, param.shape[0])
+    cols = param.numel() // (count * rows)
+    if stacked and order != (0, 1, 2):
+        raise ConfigError(
+            f"{name} is a stack with strides {param.stride()}; its matrices must be contiguous: param.contiguous()"
+        )
+    heads = group["num_heads"]
+    flags = group["transposed"]
+    if flags is not None and len(flags) != count:
+        raise ConfigError(
+            f"{name} is a stack of {count} matrices, but transposed has {len(flags)} flags; give one for each"
+        )
+    if heads and heads > 1:
+        if rows % heads:
+            raise ConfigError(f"{name} has {rows} rows, which num_heads={heads} does not divide")
+        if flags is not None and any(flags):
+            raise ConfigError(
+                f"{name}: num_heads splits the rows, and a transposed matrix has its heads in the columns; use one or the other"
+            )
+        count, rows = count * heads, rows // heads
+    return count, rows, cols, order
+
+
+def name_of(group: dict[str, Any], position: int) -> str:
+    names = group.get("param_names")
+    return names[position] if names else f"parameter {position} of its group"

@@ -1,0 +1,28 @@
+"""bfloat16 weights without lost updates: the 16 bits of mantissa that bfloat16 lacks are kept beside it.
+
+A bfloat16 is the upper half of a float32. Rounding the float32 master to the nearest bfloat16 leaves a remainder of at most
+half a unit in the last place, and that remainder, as a signed 16-bit integer in units of the master's last bit, is all that
+is needed to have the master back exactly: bits(master) = bits(weight) << 16 + remainder. The weight is the rounded master
+(not the truncated one, which would pull every weight towards zero), and costs 4 bytes with its remainder, not 6.
+
+If a weight is changed from outside, its remainder is stale, but it still is less than half a unit: nothing breaks.
+"""
+
+import torch
+from torch import Tensor
+
+_HALF = 0x8000  # half a unit in the last place of the upper 16 bits
+
+
+def join_master(weight: Tensor, low_bits: Tensor) -> Tensor:
+    """The float32 master of a bfloat16 weight and its remainder (int16)."""
+    bits = (weight.view(torch.int16).to(torch.int32) << 16) + low_bits.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def split_master(master: Tensor, weight: Tensor, low_bits: Tensor) -> None:
+    """Stores a float32 master into a bfloat16 weight (nearest, halves upwards in magnitude) and its remainder."""
+    bits = master.view(torch.int32)
+    high = (bits + _HALF) >> 16
+    weight.view(torch.int16).copy_(high)
+    low_bits.copy_(bits - (high << 16))

@@ -1,0 +1,351 @@
+"""ParallelMuon: Muon for matrices and AdamW for the rest, as one optimizer for one rank and for many.
+
+A step, whatever the number of ranks:
+
+1. collect: gradients of each batch start their way to the rank that owns them; one norm over everything, on the device.
+2. orthogonalize: batch by batch, the owner moves its momentum on, runs Newton-Schulz, and sends the updates out while
+   the next batch is worked on. AdamW runs while the last updates fly. (It cannot run before: the clip is global, and a
+   step with a non-finite gradient anywhere changes nothing, so every update waits for every gradient.)
+3. apply: every rank subtracts the same updates from the same weights.
+
+Which blocks form a batch and who owns them: `layout`. What is sent: `communication`. The arithmetic: `newton_schulz`,
+`update`, `adamw`. What a checkpoint holds: `state`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ConfigError
+from parbank.ops.backend import use_triton
+from parbank.optim import adamw, kernels, state, update
+from parbank.optim.banking import zero_bank_grads
+from parbank.optim.collect import Collected, Small, check_gradients, collect, measure
+from parbank.optim.communication import Ranks, wait
+from parbank.optim.groups import check_group, complete_group
+from parbank.optim.hyper import HyperTable, send
+from parbank.optim.layout import Batch, Piece, plan_batches
+from parbank.optim.newton_schulz import Coefficients, iterate
+from parbank.optim.sharded import is_sharded, step_sharded
+from parbank.optim.update import Control
+
+LAYOUT_OPTIONS = (
+    "ns_steps", "coefficients", "method", "nesterov", "cautious", "normuon", "num_heads", "transposed", "flatten", "lr_scale",
+)  # fmt: skip
+
+
+class ParallelMuon(torch.optim.Optimizer):
+    """Muon on batches of matrices, AdamW on everything else, over any number of ranks.
+
+    params: parameters or groups, as for any optimizer; `split_parameters(model)` makes the groups. A group has
+    algorithm="muon" (the default) or "adamw", and may set any of the options below for itself. Floats in groups may change
+    before any step.
+
+    Muon: lr, momentum, nesterov, weight_decay, cautious (decay only where the update shrinks the weight), ns_steps,
+    coefficients ("quintic", "polar_express", a triple or a list of triples), method, lr_scale ("spectral", "rms" or None),
+    num_heads (orthogonalise each head's rows by themselves), normuon and row_beta (normalise each neuron's update),
+    transposed (per matrix of a stack: the logical matrix is the transpose of the stored one), flatten (take a 3-D weight as
+    one convolution, not as a stack).
+    AdamW: adam_lr, betas, eps, weight_decay.
+
+    max_norm clips the gradient by its norm over all parameters and all ranks. process_group: the ranks to work with; by
+    default all of them. reduce_gradients=False says that gradients are already equal on all ranks (DDP): the work is
+    split and nothing is reduced. cuda_graph=True replays the step as one CUDA graph. extra_captured is called at the end of
+    each step, inside the graph: an average of the weights, for instance.
+
+    After a step, as 0-d tensors on the device: last_grad_norm (before the clip), last_skipped (the gradient was not finite
+    and nothing was changed), skipped_in_a_row. Gradients are used up: their values after a step mean nothing.
+    With several ranks, step, state_dict, load_state_dict and add_param_group are collective: call them on every rank.
+    """
+
+    # GradScaler then hands scale and overflow over as tensors, and asks the device nothing.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        cautious: bool = False,
+        ns_steps: int = 5,
+        coefficients: Coefficients = "quintic",
+        lr_scale: str | None = "spectral",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        *,
+        adam_lr: float | Tensor = 3e-4,
+        normuon: bool = False,
+        row_beta: float = 0.95,
+        num_heads: int | None = None,
+        method: str = "auto",
+        max_norm: float | None = None,
+        process_group: Any = None,
+        reduce_gradients: bool = True,
+        cuda_graph: bool = False,
+        extra_captured: Callable[[], None] | None = None,
+    ) -> None:
+        defaults = {
+            "algorithm": "muon",
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "cautious": cautious,
+            "ns_steps": ns_steps,
+            "coefficients": coefficients,
+            "lr_scale": lr_scale,
+            "betas": betas,
+            "eps": eps,
+            "normuon": normuon,
+            "row_beta": row_beta,
+            "num_heads": num_heads,
+            "method": method,
+            "transposed": None,
+            "flatten": False,
+        }
+        self._adam_lr = adam_lr
+        self.max_norm = max_norm
+        self.reduce_gradients = reduce_gradients
+        self.extra_captured = extra_captured
+        self._start(process_group)
+        super().__init__(params, defaults)
+        self._graph = None
+        if cuda_graph:
+            from parbank.optim.graph import GraphedStep
+
+            self._graph = GraphedStep(self)
+
+    def _start(self, process_group: Any) -> None:
+        """Everything that a copy of this optimizer has to make anew."""
+        self._ranks = Ranks(process_group)
+        self._layout: tuple[Any, list[Batch]] | None = None
+        self._device = torch.device("cpu")
+        self._hyper = HyperTable(self._device)
+        self._constants: dict[tuple[float, ...], Tensor] = {}
+        self._tables = kernels.Tables()
+        self._staging: dict[int, Tensor] = {}
+        self._layouts = 0
+        self.last_grad_norm = torch.zeros(())
+        self.last_skipped = torch.zeros((), dtype=torch.bool)
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.int64)
+
+    # --- groups and state ----------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        complete_group(param_group, self.defaults, self._adam_lr)
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1])
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """As for any optimizer, with every tensor whole: it loads on any number of ranks. Collective."""
+        return state.save(self, super().state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state written on any number of ranks; each rank keeps its part of it. Collective."""
+        super().load_state_dict(state_dict)
+        state.load(self, state_dict)
+
+    def reset(self) -> None:
+        """Forgets momentum, moments, step counts and skipped steps, as if newly made."""
+        self.state.clear()
+        for counter in (self.last_grad_norm, self.last_skipped, self.skipped_in_a_row):
+            counter.zero_()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As for any optimizer; by default gradients that a CUDA graph reads or that lie in a bank stay where they are."""
+        if set_to_none is not None or self._graph is not None:
+            super().zero_grad(set_to_none=bool(set_to_none))
+            return
+        for param in zero_bank_grads([param for group in self.param_groups for param in group["params"]]):
+            param.grad = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {key: getattr(self, key) for key in ("_adam_lr", "max_norm", "reduce_gradients")}
+        return {**super().__getstate__(), **kept}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        super().__setstate__(values)
+        if "_ranks" not in self.__dict__:  # a copy or an unpickled one; process groups and graphs don't travel
+            self.extra_captured, self._graph = None, None
+            self._start(None)
+        for group in self.param_groups:
+            complete_group(group, self.defaults, self._adam_lr)
+
+    # --- layout --------------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._ranks
+
+    def batches(self) -> list[Batch]:
+        """The current layout. Alone, of the parameters that have a gradient; else of all, so that every rank has the same."""
+        params = None
+        if self._ranks.world == 1:
+            params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        key = (self.layout_key(), None if params is None else tuple(map(id, params)))
+        if self._layout is None or self._layout[0] != key:
+            old = self._layout
+            moved = state.gather(self, old[1]) if old and self.state and self._ranks.world > 1 else {}
+            self.forget_layout()
+            self._layout = (key, plan_batches(self.param_groups, params, self._ranks.world))
+            state.scatter(self, moved)
+        return self._layout[1]
+
+    def layout_key(self) -> tuple[Any, ...]:
+        """Everything a layout depends on but for the gradients, to notice a change."""
+        return tuple(
+            (*(group[name] for name in LAYOUT_OPTIONS), tuple((id(p), p.dtype, p.stride()) for p in group["params"]))
+            if group["algorithm"] == "muon"
+            else len(group["params"])
+            for group in self.param_groups
+        )
+
+    def fixed_addresses(self) -> tuple[int, ...]:
+        """Memory that a captured step reads and that is neither a parameter's nor its state's; the layout's by its number."""
+        kept = (self._hyper.values, self.last_grad_norm, self.last_skipped, self.skipped_in_a_row)
+        return (self._layouts, *(tensor.data_ptr() for tensor in kept))
+
+    def forget_layout(self) -> None:
+        """Plans anew at the next step; the state is taken to be whole."""
+        self._layout = None
+        self._constants.clear()
+        self._tables.clear()
+        self._staging.clear()
+        self._layouts += 1
+
+    def _constant(self, values: Sequence[float]) -> Tensor:
+        """Numbers on the device that are the same every step, sent once: a captured step must not send any."""
+        key = tuple(values)
+        if key not in self._constants:
+            self._constants[key] = send(values, torch.float32, self._device)
+        return self._constants[key]
+
+    def _sharded(self) -> bool:
+        """Whether FSDP2 has sharded the parameters: then it has reduced the gradients, too."""
+        kinds = {is_sharded(param) for group in self.param_groups for param in group["params"]}
+        if len(kinds) == 2 and self.reduce_gradients and self._ranks.world > 1:
+            raise ConfigError(
+                "some parameters are sharded by FSDP2, which reduces their gradients, and some are plain tensors, which nobody "
+                "reduces; call fully_shard on the whole model, or reduce the others yourself and pass reduce_gradients=False"
+            )
+        return True in kinds
+
+    def _settle(self) -> None:
+        """Follows the parameters to their device."""
+        self._ranks.check()
+        device = check_gradients(self.param_groups)
+        if device != self._device:
+            self._device = device
+            self._hyper = HyperTable(device)
+            self._constants.clear()
+            self.last_grad_norm = self.last_grad_norm.to(device)
+            self.last_skipped = self.last_skipped.to(device)
+            self.skipped_in_a_row = self.skipped_in_a_row.to(device)
+
+    # --- the step ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step; returns what the closure returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._settle()
+        self._hyper.refresh(self.param_groups, self.max_norm)
+        if self._graph is not None:
+            self._graph.step()
+        else:
+            self.run()
+        return loss
+
+    def run(self) -> None:
+        """The step itself, on gradients and hyperparameters as they are: what a CUDA graph captures."""
+        batches = self.batches()
+        pieces = [batch.pieces(self._ranks.rank) for batch in batches]
+        reduce = self.reduce_gradients and not self._sharded()
+        staging = None if self._graph is None else self._staging
+        found = collect(self.param_groups, batches, pieces, self._ranks, reduce, self._constant, staging)
+        control = self._measure(found)
+        flying = []
+        for batch, mine, grads in zip(batches, pieces, found.pieces):
+            updates = self._orthogonalize(batch, mine, grads, control)
+            flying.append(self._ranks.gather(updates, batch))
+        for small in found.small:
+            self._step_adamw(small, control)
+        step_sharded(self.param_groups, self.state, control)
+        for batch, (updates, works) in zip(batches, flying):
+            wait(works)
+            self._apply(batch, updates, control)
+        if self.extra_captured is not None:
+            self.extra_captured()
+
+    def _measure(self, found: Collected) -> Control:
+        """The global norm, the clip, and whether the step is taken: all on the device."""
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if grad_scale is not None and found.divisor > 1:
+            raise ConfigError(
+                "a GradScaler keeps a scale of its own on every rank, and gradients of different scales cannot be averaged; "
+                "train in bfloat16 without a scaler, or use DDP with reduce_gradients=False"
+            )
+        norm, values = measure(found, self._ranks, self._hyper.max_norm, grad_scale, found_inf)
+        skipped = values[0] == 0
+        self.last_grad_norm.copy_(norm)
+        self.last_skipped.copy_(skipped)
+        self.skipped_in_a_row.add_(1).mul_(skipped)
+        active = found.active
+        if active is None:
+            active = self._constant([1.0] * sum(len(group["params"]) for group in self.param_groups))
+        return Control(values, self._hyper.values, active)
+
+    def _orthogonalize(self, batch: Batch, pieces: list[Piece], grads: list[Tensor], control: Control) -> Tensor:
+        """Momentum and Newton-Schulz on the blocks of a batch that this rank owns."""
+        state.init_state(self.state, batch, pieces)
+        buffers = [state.blocks_of(self.state[p.member.param], "momentum_buffer", p, batch.world) for p in pieces]
+        if use_triton(control.values):
+            X = kernels.prepare(batch, pieces, grads, buffers, control, self._tables)
+        else:
+            X = update.prepare(batch, pieces, grads, buffers, control)
+        if pieces:
+            X = iterate(X, batch.options.triples, batch.options.method)
+        if batch.options.normuon:
+            moments = [state.blocks_of(self.state[p.member.param], "row_moment", p, batch.world) for p in pieces]
+            update.normalize_rows(X, pieces, moments, control)
+        return X
+
+    def _step_adamw(self, small: Small, control: Control) -> None:
+        """AdamW on one group. A parameter without a gradient here may have one on another rank: then it is stepped alone."""
+        group, hyper = self.param_groups[small.group], self._hyper.values[small.group]
+        for param in small.params:
+            adamw.init_state(self.state[param], param)
+        taken, factor = control.values
+        together = [n for n, flag in enumerate(small.flags) if flag is None]
+        alone = [n for n, flag in enumerate(small.flags) if flag is not None]
+        for numbers in [together, *([n] for n in alone)]:
+            flag = small.flags[numbers[0]] if numbers else None
+            skip = 1 - (taken if flag is None else taken * (flag > 0))
+            params = [small.params[n] for n in numbers]
+            grads = [small.grads[n] for n in numbers]
+            states = [self.state[param] for param in params]
+            adamw.step_adamw(params, grads, states, group, hyper, 1 / factor, skip, self._graph is not None)
+
+    def _apply(self, batch: Batch, updates: Tensor, control: Control) -> None:
+        """Subtracts the updates of a batch from the weights."""
+        params = [member.blocks(member.param) for member in batch.members]
+        low = [
+            member.blocks(self.state[member.param]["low_bits"]) if member.param.dtype == torch.bfloat16 else None
+            for member in batch.members
+        ]
+        scales = self._constant(batch.scales)
+        if use_triton(control.values):
+            kernels.apply(batch, updates, params, low, scales, control, self._tables)
+        else:
+            update.apply(batch, updates, params, low, scales, control)

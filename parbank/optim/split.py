@@ -1,0 +1,205 @@
+"""Which parameters of a model are matrices for Muon, and which are better off with AdamW: by role, not by name alone.
+
+Muon is for hidden weights: matrices that map activations to activations. Embeddings and output heads have two dimensions too,
+but their rows are looked up or scored one by one; norms, biases, gates and scalars are no matrices at all. Where neither the
+module nor the name tells the role, guessing would train the model badly without a word, so it is an error with the remedy.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from parbank.errors import ConfigError
+
+_log = logging.getLogger("parbank")
+
+HEAD_NAMES = frozenset({
+    "lm_head", "head", "output_head", "embed_out", "unembed", "unembedding", "classifier", "score", "logits", "output",
+})  # fmt: skip
+GATE_NAMES = frozenset(["gate", "gates", "router", "gating"])
+MATRIX_NAMES = frozenset(["weight", "kernel", "bank", "banks"])
+SMALL_SIDE = 64  # a gate or router has a few outputs; a hidden matrix this thin would not be one worth orthogonalising
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass
+class _Found:
+    """One parameter, every module that holds it, and the names it goes by."""
+
+    param: Tensor
+    names: list[str] = field(default_factory=list)
+    owners: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def words(self) -> list[str]:
+        """The parts of the name, without the last one where that is only `weight`."""
+        parts = self.name.lower().split(".")
+        return parts[:-1] if parts[-1] == "weight" and len(parts) > 1 else parts
+
+
+def split_parameters(
+    model: nn.Module,
+    lr: float | None = None,
+    adam_lr: float | None = None,
+    overrides: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Groups for ParallelMuon, from any module.
+
+    overrides: {name or pattern: "muon" or "adamw"} for what the roles get wrong or cannot tell; patterns are those of a
+    shell ("blocks.*.gate.weight"). Norms, biases, gates and scalars get no weight decay; embeddings and heads take the
+    optimizer's. Each group says its "role"; what went where is logged at level INFO. Frozen parameters are left out.
+    """
+    overrides = dict(overrides or {})
+    found = [item for item in _find(model) if item.param.requires_grad]
+    roles = {item.name: _override(item, overrides) for item in found}
+    settled = {name for name, role in roles.items() if role is not None}
+    unused = [
+        pattern for pattern in overrides if not any(fnmatchcase(n, pattern) for item in found for n in item.names)
+    ]
+    if unused:
+        raise ConfigError(
+            f"overrides names {unused[0]!r}, which no trainable parameter has; `model.named_parameters()` lists them"
+        )
+    heads = _find_heads(found)
+    unclear = []
+    for item in found:
+        if roles[item.name] is None:
+            role = "head" if any(item is head for head in heads) else _role(item)
+            roles[item.name] = role
+            if role.startswith("?"):
+                unclear.append(f"{item.name} {tuple(item.param.shape)}: {role[1:]}")
+    if unclear:
+        example = unclear[0].split(" ")[0]
+        raise ConfigError(
+            "cannot tell whether these are hidden matrices (muon) or not (adamw):\n  "
+            + "\n  ".join(unclear)
+            + f'\nsay so, for instance split_parameters(model, overrides={{"{example}": "adamw"}}); '
+            'patterns like "*.gate.weight" work too'
+        )
+    _check_last_linear(found, roles, settled)  # type: ignore[arg-type]
+    return _group(found, roles, lr, adam_lr)  # type: ignore[arg-type]
+
+
+def _find(model: nn.Module) -> list[_Found]:
+    """All parameters, each once, with every place it is used in."""
+    found: dict[int, _Found] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, param in module.named_parameters(recurse=False):
+            item = found.setdefault(id(param), _Found(param))
+            item.names.append(f"{prefix}.{name}" if prefix else name)
+            item.owners.append(module)
+    return list(found.values())
+
+
+def _override(item: _Found, overrides: Mapping[str, str]) -> str | None:
+    for pattern, algorithm in overrides.items():
+        if algorithm not in ("muon", "adamw"):
+            raise ConfigError(f"overrides[{pattern!r}] must be 'muon' or 'adamw', got {algorithm!r}")
+        if any(fnmatchcase(name, pattern) for name in item.names):
+            if algorithm == "adamw":
+                return "small" if _is_vector(item.param) else "other"
+            role = _role_of_module(item, item.owners[0])
+            return role if role in ("flattened", "transposed", "triple") else "matrix"
+    return None
+
+
+def _is_vector(param: Tensor) -> bool:
+    """One number a channel, however many dimensions it is written with."""
+    return param.ndim < 2 or param.numel() == max(param.shape)
+
+
+def _find_heads(found: list[_Found]) -> list[_Found]:
+    """Output layers: by name, where only one layer has it, or by an output for every token of the embedding."""
+    linears = [
+        item for item in found if any(isinstance(owner, nn.Linear) for owner in item.owners) and item.param.ndim == 2
+    ]
+    words = [item.words[-1] for item in linears]
+    named = [item for item, word in zip(linears, words) if word in HEAD_NAMES and words.count(word) == 1]
+    if named:
+        return named
+    vocabularies = {owner.num_embeddings for item in found for owner in item.owners if isinstance(owner, nn.Embedding)}
+    return [i for i in linears if i.param.shape[0] in vocabularies and i.param.shape[0] != i.param.shape[1]][-1:]
+
+
+def _role(item: _Found) -> str:
+    """matrix, flattened, transposed, triple, embedding, head or small; or, after a question mark, why it is unclear."""
+    param, owner, last = item.param, item.owners[0], item.words[-1]
+    if any(isinstance(o, (nn.Embedding, nn.EmbeddingBag)) for o in item.owners):
+        return "embedding"  # also a head that is tied to it
+    if _is_vector(param) or "norm" in type(owner).__name__.lower() or item.names[0].endswith("bias"):
+        return "small"
+    if any("embed" in word or word in ("wte", "wpe") for word in item.words):
+        return "embedding"
+    if set(last.split("_")) & GATE_NAMES and not last.endswith("proj"):
+        return "small" if min(param.shape) < SMALL_SIDE else "?named a gate, but as large as a hidden matrix"
+    return _role_of_module(item, owner)
+
+
+def _role_of_module(item: _Found, owner: nn.Module) -> str:
+    param = item.param
+    if isinstance(owner, CONVOLUTIONS):
+        return (
+            "small" if param[0].numel() == owner.kernel_size[0] ** (param.ndim - 2) else "flattened"
+        )  # depthwise: filters
+    if isinstance(owner, nn.Linear):
+        return "matrix"
+    if isinstance(owner, nn.MultiheadAttention):
+        return "triple" if item.name.endswith("in_proj_weight") else "matrix"
+    if type(owner).__name__ == "Conv1D" and param.ndim == 2:  # GPT-2's linear layer in transformers: (in, out)
+        return "transposed"
+    if isinstance(owner, (nn.RNNBase, nn.modules.conv._ConvTransposeNd, nn.Bilinear)):
+        return f"?{type(owner).__name__} packs several maps into one weight"
+    if param.ndim == 3 and min(param.shape[1:]) > 1:
+        return "matrix"
+    final = item.name.lower().split(".")[-1]
+    if param.ndim == 2 and (final in MATRIX_NAMES or final.endswith(("_weight", "_proj", "_bank"))):
+        return "matrix"
+    return f"?a bare parameter of {type(owner).__name__}"
+
+
+def _group(found: list[_Found], roles: dict[str, str], lr: float | None, adam_lr: float | None) -> list[dict[str, Any]]:
+    kinds: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+        "matrices": (("matrix",), {"algorithm": "muon"}),
+        "convolutions": (("flattened",), {"algorithm": "muon", "flatten": True}),
+        "transposed matrices": (("transposed",), {"algorithm": "muon", "transposed": (True,)}),
+        "joint query, key and value": (("triple",), {"algorithm": "muon", "num_heads": 3}),
+        "embeddings and heads": (("embedding", "head", "other"), {"algorithm": "adamw"}),
+        "norms, biases, gates and scalars": (("small",), {"algorithm": "adamw", "weight_decay": 0.0}),
+    }
+    groups = []
+    for role, (members, options) in kinds.items():
+        items = [item for item in found if roles[item.name] in members]
+        if not items:
+            continue
+        rate = lr if options["algorithm"] == "muon" else adam_lr
+        group = {"params": [(item.name, item.param) for item in items], "role": role, **options}
+        groups.append(group if rate is None else {**group, "lr": rate})
+        total = sum(item.param.numel() for item in items)
+        names = ", ".join(item.name for item in items[:4]) + (", ..." if len(items) > 4 else "")
+        _log.info("%s: %d %s, %s numbers (%s)", options["algorithm"], len(items), role, f"{total:,}", names)
+    return groups
+
+
+def _check_last_linear(found: list[_Found], roles: dict[str, str], settled: set[str]) -> None:
+    """A model without a known head may still end in one: the last Linear, if no other has its shape, could be either."""
+    if any(role in ("head", "other") for role in roles.values()) or any(len(item.names) > 1 for item in found):
+        return
+    linears = [item for item in found if isinstance(item.owners[0], nn.Linear) and item.param.ndim == 2]
+    if not linears or roles[linears[-1].name] != "matrix" or linears[-1].name in settled:
+        return
+    last = linears[-1]
+    shapes = [item.param.shape for item in linears]
+    if len(linears) > 1 and shapes.count(last.param.shape) == 1:
+        raise ConfigError(
+            f"{last.name} {tuple(last.param.shape)} is the last Linear and no other has its shape: it may be the output layer "
+            f'(adamw) or a hidden matrix (muon). Say so: split_parameters(model, overrides={{"{last.name}": "adamw"}})'
+        )

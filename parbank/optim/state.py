@@ -1,0 +1,148 @@
+"""What the optimizer remembers: shards in `optimizer.state`, whole tensors in `state_dict()`.
+
+Alone, a parameter's momentum has the parameter's shape. With several ranks, a rank holds the blocks it owns, (owned, rows,
+cols). A state dict always has the whole tensor, in the parameter's shape, on every rank: writing one gathers the shards
+(one all-gather a batch, so all ranks must ask for it), reading one keeps the owned blocks. So a checkpoint does not depend
+on the number of ranks it was written on, on the layout, or on anything that only parbank can read: torch.save,
+`torch.distributed.checkpoint` and a single process see the state of an ordinary optimizer. Sharded tensors (DTensor) in the
+state dict would save the gather, but they cut every parameter into equal chunks along its first dimension, which is not
+how whole matrices are dealt out, and they need a device mesh to be read. No arithmetic touches a value on the way.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from parbank.optim.communication import wait
+from parbank.optim.layout import Batch, Member, Piece
+from parbank.optim.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from parbank.optim.parallel_muon import ParallelMuon
+
+SHARDED = ("momentum_buffer", "row_moment")
+
+
+def init_state(state: Any, batch: Batch, pieces: Sequence[Piece]) -> None:
+    """Makes what is missing, for every parameter of a batch."""
+    for member in batch.members:
+        held = state[member.param]
+        if "momentum_buffer" not in held:
+            held["momentum_buffer"] = _zeros(member, pieces, batch.world, (member.rows, member.cols))
+        if batch.options.normuon and "row_moment" not in held:
+            held["row_moment"] = _zeros(member, pieces, batch.world, (_neurons(member),))
+        if member.param.dtype == torch.bfloat16 and "low_bits" not in held:
+            held["low_bits"] = torch.zeros_like(member.param, dtype=torch.int16)
+
+
+def blocks_of(held: dict[str, Tensor], key: str, piece: Piece, world: int) -> Tensor:
+    """The blocks of a piece in the state of its parameter."""
+    if world == 1 and key == "momentum_buffer":
+        return piece.member.blocks(held[key])
+    return held[key][piece.offset : piece.offset + piece.count]
+
+
+def _zeros(member: Member, pieces: Sequence[Piece], world: int, shape: tuple[int, ...]) -> Tensor:
+    if world == 1 and len(shape) == 2:
+        return torch.zeros_like(member.param, dtype=torch.float32)
+    owned = sum(piece.count for piece in pieces if piece.member is member)
+    return torch.zeros(owned, *shape, device=member.param.device)
+
+
+def _neurons(member: Member) -> int:
+    """Rows of the logical matrix; of the longer side where some matrices of a stack are transposed and some are not."""
+    sides = {member.cols if flag else member.rows for flag in member.transposed}
+    return max(sides)
+
+
+def save(optimizer: "ParallelMuon", plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """`plain()`, with whole tensors in place of shards."""
+    result = plain()
+    if optimizer.ranks.world == 1:
+        return result
+    numbers = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    for param, values in gather(optimizer, optimizer.batches()).items():
+        result["state"][numbers[id(param)]] = values
+    return result
+
+
+def gather(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> dict[Tensor, dict[str, Any]]:
+    """The whole state of every Muon parameter that has one. Collective."""
+    whole: dict[Tensor, dict[str, Any]] = {}
+    ranks = optimizer.ranks
+    for batch in batches:
+        members = [m for m in batch.members if m.param in optimizer.state]
+        for member in members:
+            whole[member.param] = {k: v for k, v in optimizer.state[member.param].items() if k not in SHARDED}
+        pieces = batch.pieces(ranks.rank)
+        for key in SHARDED:
+            having = [m for m in members if key in optimizer.state[m.param]]
+            if not having:
+                continue
+            width = batch.rows * batch.cols if key == "momentum_buffer" else batch.cols
+            local = torch.zeros(sum(p.count for p in pieces), width, device=having[0].param.device)
+            for piece in pieces:
+                if piece.member in having:
+                    values = blocks_of(optimizer.state[piece.member.param], key, piece, ranks.world).flatten(1)
+                    local[piece.local : piece.local + piece.count, : values.shape[1]] = values
+            everything, works = ranks.gather(local, batch)
+            wait(works)
+            for member in having:
+                rows = everything[member.first : member.first + member.count]
+                whole[member.param][key] = _assemble(member, key, rows)
+    return whole
+
+
+def _assemble(member: Member, key: str, rows: Tensor) -> Tensor:
+    if key == "row_moment":
+        return rows[:, : _neurons(member)].clone()
+    return member.unblocks(rows.clone())
+
+
+def scatter(optimizer: "ParallelMuon", whole: dict[Tensor, dict[str, Any]]) -> None:
+    """Keeps this rank's part of whole states: the inverse of `gather`, in the current layout."""
+    ranks = optimizer.ranks
+    for batch in optimizer.batches():
+        pieces = batch.pieces(ranks.rank)
+        for member in batch.members:
+            values = whole.get(member.param)
+            if values is None:
+                continue
+            mine = [piece for piece in pieces if piece.member is member]
+            for key in SHARDED:
+                if key not in values:
+                    continue
+                rows = member.blocks(values[key]) if key == "momentum_buffer" else values[key]
+                parts = [rows[piece.block : piece.block + piece.count] for piece in mine]
+                values = {**values, key: torch.cat(parts) if parts else rows[:0].clone()}
+            optimizer.state[member.param] = dict(values)
+
+
+def _copy_like(value: Tensor, param: Tensor) -> Tensor:
+    """A copy on the parameter's device, in its memory order if it has its shape: blocks must be views of both."""
+    if is_sharded(param) and value.ndim == param.ndim and not is_sharded(value):  # a whole tensor for a sharded weight
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(value.to(param.device), param.device_mesh, param.placements)  # type: ignore[attr-defined]
+    if value.shape == param.shape:
+        return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value.detach().to(device=param.device, copy=True)
+
+
+def load(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> None:
+    """Puts the tensors of a state dict in place, each in the dtype it was saved in.
+
+    PyTorch has matched the groups by now, but has also turned every tensor into its weight's dtype: for bfloat16 weights
+    that would cost the momentum 16 bits.
+    """
+    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, param in zip(numbers, params):
+        for key, value in state_dict["state"].get(number, {}).items():
+            if isinstance(value, Tensor):
+                optimizer.state[param][key] = _copy_like(value, param)
+    optimizer.forget_layout()
+    if optimizer.ranks.world > 1:
+        scatter(optimizer, {param: dict(optimizer.state[param]) for param in params if param in optimizer.state})

@@ -1,0 +1,112 @@
+"""The element-wise halves of a Muon step, in plain PyTorch: what comes before Newton-Schulz, and what comes after.
+
+These define the update. `parbank.optim.kernels` does the same in fewer passes over memory where Triton runs.
+
+Nothing here asks the device for a number. `Control` holds, on the device, whether the step is taken and the factor that
+gradients are multiplied by (clip, mean over ranks, loss scale). A step that is not taken runs through the same arithmetic
+with momentum 1, gradient 0 and learning rate 0, which leaves every bit as it was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parbank.optim.hyper import DECAY, LR, MOMENTUM, ROW_BETA
+from parbank.optim.layout import Batch, Piece
+from parbank.optim.master import join_master, split_master
+from parbank.optim.newton_schulz import normalize, working_dtype
+
+
+@dataclass(frozen=True)
+class Control:
+    """What the whole step shares, on the device."""
+
+    values: Tensor
+    """(2,) float32: 1 or 0 for a step that is taken or skipped, and the factor on every gradient."""
+    hyper: Tensor
+    """The table of hyperparameters, one row a group."""
+    active: Tensor
+    """(Muon parameters,) float32: above 0 where some rank has a gradient."""
+
+    def taken(self, piece: Piece) -> Tensor:
+        return (self.values[0] * self.active[piece.member.index]) > 0
+
+
+def prepare(
+    batch: Batch, pieces: Sequence[Piece], grads: Sequence[Tensor], buffers: Sequence[Tensor], control: Control
+) -> Tensor:
+    """Moves the momentum on and returns the normalised updates, (local blocks, rows, cols), in the working dtype.
+
+    grads and buffers hold the blocks (count, rows, cols) of each piece, as stored.
+    """
+    local = sum(piece.count for piece in pieces)
+    device = control.values.device
+    X = torch.empty(local, batch.rows, batch.cols, device=device)
+    for piece, grad, buffer in zip(pieces, grads, buffers):
+        momentum = control.hyper[piece.member.group, MOMENTUM]
+        taken = control.taken(piece)
+        g = torch.where(taken, grad.float() * control.values[1], 0.0)
+        buffer.mul_(torch.where(taken, momentum, 1.0)).add_(g)
+        update = torch.add(g, buffer * momentum) if batch.options.nesterov else buffer
+        X[piece.local : piece.local + piece.count].copy_(update.mT if piece.member.flipped else update)
+    return normalize(X, working_dtype(X)) if local else X
+
+
+def normalize_rows(X: Tensor, pieces: Sequence[Piece], moments: Sequence[Tensor], control: Control) -> None:
+    """NorMuon, in place: divides each neuron's update by the root of its running mean square, keeping the block's norm.
+
+    A neuron is a row of the logical matrix. The mean of the moments drops out with the norm, so that no bias correction
+    is needed.
+    """
+    for piece, moment in zip(pieces, moments):
+        beta = torch.where(control.taken(piece), control.hyper[piece.member.group, ROW_BETA], 1.0)
+        for start, count, dim in _runs(piece):
+            block = X[piece.local + start : piece.local + start + count]
+            wide = block.float()
+            squares = wide.square().mean(dim=dim, keepdim=True)
+            rows = moment[start : start + count, : squares.numel() // count]
+            rows.copy_(torch.lerp(squares.view_as(rows), rows, beta))
+            scaled = wide * (rows.view_as(squares) + 1e-10).rsqrt()  # 1e-10: a neuron that never moved stays at zero
+            before = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
+            after = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True)
+            block.copy_(scaled * (before / (after + 1e-10)))
+
+
+def _runs(piece: Piece) -> list[tuple[int, int, int]]:
+    """(start, count, dimension to average over) for neighbouring blocks of a piece whose neurons lie the same way."""
+    runs: list[tuple[int, int, int]] = []
+    for number in range(piece.count):
+        # Stored upright, a neuron is a row, and its elements run along the last dimension.
+        dim = -2 if piece.member.flipped != piece.member.transposed[piece.block + number] else -1
+        if runs and runs[-1][2] == dim:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1, dim)
+        else:
+            runs.append((number, 1, dim))
+    return runs
+
+
+def apply(
+    batch: Batch,
+    updates: Tensor,
+    params: Sequence[Tensor],
+    low_bits: Sequence[Tensor | None],
+    scales: Tensor,
+    control: Control,
+) -> None:
+    """Decays the weights and subtracts the updates (all slots, rows, cols). params are blocks (count, rows, cols), as stored."""
+    for member, param, low in zip(batch.members, params, low_bits):
+        taken = (control.values[0] * control.active[member.index]) > 0
+        lr = torch.where(taken, control.hyper[member.group, LR], 0.0)
+        rate = lr * control.hyper[member.group, DECAY]
+        update = updates[member.first : member.first + member.count]
+        update = (update.mT if member.flipped else update).float()
+        weight = param if low is None else join_master(param, low)
+        if batch.options.cautious:
+            weight.sub_(weight * (rate * (update * weight > 0)))
+        else:
+            weight.mul_(1 - rate)
+        weight.sub_(update * (lr * scales[member.first : member.first + member.count].view(-1, 1, 1)))
+        if low is not None:
+            split_master(weight, param, low)

@@ -1,0 +1,88 @@
+"""docs/optimizer.md: every example runs, on two ranks, and the figures it states are those of the code."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from parbank.optim.coefficients import resolve_coefficients
+from parbank.optim.newton_schulz import count_products
+from tests.distributed import run_distributed_test
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "optimizer.md"
+
+
+def _blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def _run_blocks() -> int:
+    """All of them in order, in one namespace, as a reader would paste them."""
+    namespace: dict[str, Any] = {}
+    torch.manual_seed(0)
+    for number, block in enumerate(_blocks(), 1):
+        exec(compile(block, f"{PAGE.name}, block {number}", "exec"), namespace)
+    return number
+
+
+def test_examples_run() -> None:
+    assert run_distributed_test(_run_blocks, 2) == [len(_blocks())] * 2
+
+
+@pytest.fixture(scope="module")
+def communication() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_communication", ROOT / "benchmarks" / "communication.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_published_intensity(communication: ModuleType) -> None:
+    assert round(communication.intensity(768, 3072, 8)) == 1234
+
+
+def test_the_model_of_communication(communication: ModuleType) -> None:
+    banks = communication.merge_shapes([(22, 512, 512), (22, 256, 512), (11, 1536, 512), (11, 512, 1536)])
+    assert sorted(banks) == [(22, 256, 512), (22, 512, 512), (22, 512, 1536)]
+    device = communication.Device(300e12, 4e12, "given")
+    links = communication.LINKS
+    steps = {
+        (key, world): communication.model_step(banks, world, link, device)
+        for key, link in links.items()
+        for world in (1, 2, 4, 8)
+    }
+    assert all(steps["nvlink", world].limit == "compute" for world in (1, 2, 4))
+    assert steps["nvlink", 8].limit == "communication"
+    assert all(steps[key, world].limit == "communication" for key in ("infiniband", "ethernet") for world in (2, 4, 8))
+    alone = steps["nvlink", 1]
+    assert alone.reduce == alone.exposed == 0
+    total = sum(count * communication.ns_flops(rows, cols) for count, rows, cols in banks)
+    assert round(total / 1e9) == 314, "SYSTEM.md's FLOP floor"
+    for step in steps.values():
+        assert step.exposed <= step.gather + 1e-12
+        assert step.total == pytest.approx(step.reduce + step.compute + step.exposed + step.apply)
+
+
+def test_costs_and_ends_as_stated() -> None:
+    text = PAGE.read_text()
+    assert "plain 10 p + 5" in text
+    for p in (1, 2, 4):
+        assert count_products(64, 64 * p, 5, "plain", True) == 10 * p + 5
+        assert count_products(64, 64 * p, 5, "symmetric", True) == 7.5 * p + 2.5
+        assert count_products(64, 64 * p, 5, "gram", True) == 3 * p + 7
+    ends = {"quintic": (1.5e-3, 0.675, 1.21), "polar_express": (1e-3, 0.86, 1.14)}
+    for name, (start, low, high) in ends.items():
+        values = torch.logspace(torch.tensor(start).log10().item(), 0, 100_001, dtype=torch.float64)
+        for a, b, c in resolve_coefficients(name, 5):
+            values = values * (a + values**2 * (b + values**2 * c))
+        assert low <= values.min() < low + 0.01
+        assert high - 0.01 < values.max() <= high

@@ -1,0 +1,193 @@
+"""On a GPU: the kernels, the CUDA graph, and that nothing waits for the device."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parbank.ops.backend import use_backend
+from parbank.optim import ParallelMuon, orthogonalize
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SHAPES = ((4, 128, 256), (256, 128), (3, 96, 96), (100, 36))
+
+
+def _params(device: str, dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    matrices = [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in SHAPES]
+    small = [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in ((50, 16), (7,))]
+    return matrices, small
+
+
+def _optimizer(matrices: list[nn.Parameter], small: list[nn.Parameter], **options: Any) -> ParallelMuon:
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": small, "algorithm": "adamw", "lr": 1e-2, "weight_decay": 0.1},
+    ]
+    return ParallelMuon(groups, max_norm=1.0, **options)
+
+
+def _set_gradients(params: list[nn.Parameter], step: int, in_place: bool) -> None:
+    generator = torch.Generator().manual_seed(1000 + step)
+    for param in params:
+        grad = torch.randn(param.shape, generator=generator).to(param.device, param.dtype)
+        if in_place and param.grad is not None:
+            param.grad.copy_(grad)
+        else:
+            param.grad = grad
+
+
+def _train(
+    steps: int, change: Callable[[ParallelMuon, int], None] | None = None, in_place: bool = True, **options: Any
+) -> Any:
+    matrices, small = _params("cuda")
+    params = [*matrices, *small]
+    averages = [p.detach().clone() for p in params]
+    optimizer = _optimizer(
+        matrices,
+        small,
+        extra_captured=lambda: torch._foreach_lerp_(averages, [p.detach() for p in params], 0.1),
+        **options,
+    )
+    held: list[Tensor] = []
+    for step in range(steps):
+        if not in_place:
+            held.append(torch.empty(1000 * step + 1, device="cuda"))  # so that new gradients land elsewhere
+            for param in params:
+                param.grad = None
+        _set_gradients(params, step, in_place)
+        if change is not None:
+            change(optimizer, step)
+        optimizer.step()
+    torch.cuda.synchronize()
+    return optimizer, [*[p.detach() for p in params], *averages]
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("method", ["plain", "symmetric", "gram"])
+@pytest.mark.parametrize("shape", [(4, 256, 256), (3, 128, 512), (2, 300, 130)])
+def test_orthogonalize_in_sixteen_bits(method: str, shape: tuple[int, ...]) -> None:
+    G = torch.randn(shape, device="cuda")
+    expected = orthogonalize(G.double().cpu(), method="plain")
+    found = orthogonalize(G, method=method).double().cpu()
+    assert (found - expected).norm() / expected.norm() < 6e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_equal_their_definition(dtype: torch.dtype) -> None:
+    results = []
+    for backend in ("reference", "triton"):
+        matrices, small = _params("cuda", dtype)
+        with use_backend(backend):
+            optimizer = _optimizer(matrices, small, cautious=True, method="plain")
+            for step in range(3):
+                _set_gradients([*matrices, *small], step, in_place=False)
+                optimizer.step()
+        results.append([p.detach().float() for p in [*matrices, *small]])
+    for found, expected in zip(*results):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=2e-4)
+
+
+def test_equals_the_cpu() -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        matrices, small = _params(device)
+        optimizer = _optimizer(matrices, small)
+        for step in range(3):
+            _set_gradients([*matrices, *small], step, in_place=False)
+            optimizer.step()
+        results.append([p.detach().cpu() for p in [*matrices, *small]])
+    for found, expected in zip(*results):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-3)
+
+
+def test_a_step_waits_for_nothing() -> None:
+    matrices, small = _params("cuda")
+    optimizer = _optimizer(matrices, small, normuon=True)
+    for step in range(4):
+        _set_gradients([*matrices, *small], step, in_place=True)
+        optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)
+        torch.cuda.synchronize()
+        if step < 2:  # compiles
+            optimizer.step()
+        else:
+            with _no_waiting():
+                optimizer.step()
+
+
+def _schedule(optimizer: ParallelMuon, step: int) -> None:
+    optimizer.param_groups[0].update(lr=0.02 / (step + 1), momentum=0.8 + 0.01 * step, weight_decay=0.01 * step)
+    optimizer.param_groups[1].update(lr=0.01 / (step + 1), weight_decay=0.1 + 0.01 * step)
+    optimizer.max_norm = 1.0 + step
+
+
+def test_graph_equals_eager_and_follows_hyperparameters() -> None:
+    _, expected = _train(8, _schedule)
+    optimizer, found = _train(8, _schedule, cuda_graph=True)
+    assert optimizer._graph is not None
+    assert optimizer._graph.captures == 1
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_graph_is_captured_again_when_something_changes() -> None:
+    def change(optimizer: ParallelMuon, step: int) -> None:
+        if step == 4:
+            optimizer.load_state_dict(optimizer.state_dict())
+        if step == 8:
+            optimizer.param_groups[1]["betas"] = (0.8, 0.9)
+        if step == 12:
+            optimizer.param_groups[0]["ns_steps"] = 4
+        if step == 16:
+            optimizer.param_groups[0]["params"][0].grad = None
+
+    _, expected = _train(20, change)
+    optimizer, found = _train(20, change, cuda_graph=True)
+    assert optimizer._graph is not None
+    assert 4 <= optimizer._graph.captures <= 6
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_graph_with_gradients_that_move() -> None:
+    _, expected = _train(24, in_place=False)
+    optimizer, found = _train(24, in_place=False, cuda_graph=True)
+    assert optimizer._graph is not None
+    assert optimizer._graph.captures >= 1
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_graph_skips_what_is_not_finite() -> None:
+    def poison(optimizer: ParallelMuon, step: int) -> None:
+        if step in (5, 6):
+            optimizer.param_groups[0]["params"][0].grad.view(-1)[3] = float("nan")
+
+    results = [_train(7, poison, cuda_graph=graphed) for graphed in (False, True)]
+    for optimizer, _ in results:
+        assert int(optimizer.skipped_in_a_row) == 2
+        assert bool(optimizer.last_skipped)
+    for a, b in zip(results[0][1], results[1][1]):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_graph_keeps_gradients_in_place_by_default() -> None:
+    matrices, small = _params("cuda")
+    optimizer = _optimizer(matrices, small, cuda_graph=True)
+    _set_gradients([*matrices, *small], 0, in_place=False)
+    before = matrices[0].grad
+    optimizer.zero_grad()
+    assert matrices[0].grad is before
+    assert not before.any()  # type: ignore[union-attr]
