@@ -1,10 +1,14 @@
 """How the ops' tests compare: values and gradients of an op against its reference in float64."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# The poison fixture goes through PyTorch's deterministic mode, in which cuBLAS refuses to run without this.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Largest error as a share of the largest value: a few roundings of the dtype."""

@@ -41,7 +41,7 @@ def test_one_tensor_is_saved(device):
 
 
 def test_integers_are_refused(device):
-    with pytest.raises(ParbankError, match="int64.*floating point"):
+    with pytest.raises(ParbankError, match=r"int64.*floating point"):
         ours(torch.ones(3, dtype=torch.int64, device=device))
 
 

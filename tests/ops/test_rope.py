@@ -64,6 +64,17 @@ def test_views_of_one_product_and_transposed_gradients(device, poison):
     )
 
 
+def test_a_gain_that_is_a_column_of_a_parameter(device):
+    gains = torch.randn(2, 3, device=device)
+    cos, sin = tables(4, 2, device)
+    q, k = torch.randn(1, 4, 2, 8, device=device), torch.randn(1, 4, 1, 8, device=device)
+
+    def through(op):
+        return lambda q, k, g: pair(op, cos, sin)(q, k, g[:, 1])
+
+    assert_matches(through(qk_norm_rope), through(reference.qk_norm_rope), [q, k, gains])
+
+
 def test_strided_channels_are_copied(device):
     q, k = torch.randn(1, 3, 2, 16, device=device)[..., ::2], torch.randn(1, 3, 1, 16, device=device)[..., ::2]
     cos, sin = tables(3, 2, device)

@@ -343,7 +343,9 @@ class TestOnGpu:
     def test_in_a_graph_with_other_kernels_between(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Kernels are launched before the one ahead has ended; none may read or overwrite too early."""
         x = torch.randn(shape, device="cuda")
-        x = (x / x.norm(dim=(-2, -1), keepdim=True)).to(dtype)  # singular values under 1, where the iteration stays bounded
+        x = (x / x.norm(dim=(-2, -1), keepdim=True)).to(
+            dtype
+        )  # singular values under 1, where the iteration stays bounded
 
         def chain() -> Tensor:
             y = x

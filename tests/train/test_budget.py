@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from parbank.train.budget import Budget, Clock
@@ -31,7 +33,7 @@ def simulate(limit_seconds: float, step_seconds: list[float], in_flight: int = 0
 def test_the_clock_is_a_promise(seconds: list[float]) -> None:
     _, used, shares = simulate(60, seconds)
     assert 60 - 2 * max(seconds) <= used <= 60 + 0.2 * max(seconds)  # a step may be slower than the last ones
-    assert all(a < b for a, b in zip(shares, shares[1:]))
+    assert all(a < b for a, b in itertools.pairwise(shares))
     assert shares[-1] > 1 - 3 * max(seconds) / 60
 
 

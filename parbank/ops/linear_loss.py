@@ -1,0 +1,290 @@
+"""The head product and its softcapped cross-entropy in chunks of rows: the full logits are never in memory.
+
+For a mean or a sum the gradient of every token's loss is known up to one factor, so forward does all the work while a
+chunk's logits are still in the L2 cache: product, loss, the logits overwritten by their gradient, and the two products that
+carry it to x and to the weight. Backward only multiplies by the factor. For a mean the factor is 1 / tokens: its mantissa is
+applied forward, before anything is rounded, and its power of two backward, where it rounds nothing. So float16 loses nothing
+to small numbers, and a gradient of 1 (or a power of two) from above costs no second rounding. The weight's gradient is
+summed in float32.
+
+Per-token losses (reduction "none") need their gradients before anything can be summed: backward makes each chunk's logits
+again. The kernel is loss.py's, walked over a chunk; memory beyond the results is one chunk of logits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ParbankError
+from parbank.ops import configs, reference
+from parbank.ops.backend import tl, triton
+from parbank.ops.checks import as_rows, on_device, refuse_double_backward, same_device, takes_kernel
+from parbank.ops.configs import ANY, Launch
+from parbank.ops.loss import (
+    BOUNDED_CAP,
+    _gradient,
+    _log_sum_exp,
+    _loss,
+    _scores,
+    check_loss,
+    launch_gradient,
+    launch_losses,
+    reduce_losses,
+)
+
+# By vocabulary. CHUNK is in logits: 2^24 of them are 32 MiB in bfloat16 and stay in an H200's L2; with a large vocabulary
+# the weight's float32 gradient, read and written once a chunk, asks for fewer chunks.
+configs.register(
+    "linear_softcap_cross_entropy", sm80=[(2048, Launch({"CHUNK": 1 << 25})), (ANY, Launch({"CHUNK": 1 << 26}))]
+)
+
+
+def _launch(rows: int, block: int, warps: int) -> Launch:
+    return Launch({"BLOCK_ROWS": rows, "BLOCK": block}, num_warps=warps, num_stages=1)
+
+
+configs.register(
+    "softcap_loss_and_gradient",
+    sm80=[
+        (1024, _launch(1, 1024, 1)),
+        (4096, _launch(1, 4096, 4)),
+        (ANY, _launch(1, 8192, 8)),
+    ],  # 4 warps: 6% faster, but spills,
+)
+
+
+@triton.jit
+def _in_place_kernel(
+    logits, targets, losses, share, rows, cap, ignore,
+    VOCAB: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the losses, and over the logits the gradient of `share` times the loss of their row."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    live = row < rows
+    start = logits + row * VOCAB
+    target = tl.load(targets + row, mask=live, other=0)
+    factor = tl.where(target == ignore, 0.0, tl.load(share))[:, None]
+    if VOCAB <= BLOCK:
+        col = tl.arange(0, BLOCK)
+        inside = live[:, None] & (col < VOCAB)[None, :]
+        z, top = _scores(start[:, None] + col[None, :], inside, col < VOCAB, cap, CAPPED, BOUNDED)
+        power = tl.exp2(z * 1.4426950408889634 - (top * 1.4426950408889634)[:, None])
+        if VOCAB != BLOCK:
+            power = tl.where((col < VOCAB)[None, :], power, 0.0)
+        log2_sum = top * 1.4426950408889634 + tl.log2(tl.sum(power, 1))
+        loss = _loss(start, live, target, log2_sum, cap, ignore, VOCAB, CAPPED)
+        back = _gradient(z, log2_sum, col, target, cap, CAPPED) * factor
+        tl.debug_barrier()  # the target's logit is read above through another thread than the one that overwrites it
+        tl.store(start[:, None] + col[None, :], back.to(logits.dtype.element_ty), mask=inside)
+    else:
+        log2_sum = _log_sum_exp(start, live, cap, VOCAB, CAPPED, BOUNDED, BLOCK_ROWS, BLOCK)
+        loss = _loss(start, live, target, log2_sum, cap, ignore, VOCAB, CAPPED)
+        tl.debug_barrier()
+        for first in range(0, VOCAB, BLOCK):
+            col = first + tl.arange(0, BLOCK)
+            inside = live[:, None] & (col < VOCAB)[None, :]
+            z, _ = _scores(start[:, None] + col[None, :], inside, col < VOCAB, cap, CAPPED, BOUNDED)
+            back = _gradient(z, log2_sum, col, target, cap, CAPPED) * factor
+            tl.store(start[:, None] + col[None, :], back.to(logits.dtype.element_ty), mask=inside)
+    tl.store(losses + row, loss, mask=live)
+
+
+def _chunks(rows: int, vocab: int, device: torch.device) -> list[slice]:
+    size = max(1, configs.choose("linear_softcap_cross_entropy", vocab, device).blocks["CHUNK"] // vocab)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _lose_in_place(
+    logits: Tensor, targets: Tensor, losses: Tensor, share: Tensor, cap: float, ignore_index: int
+) -> None:
+    rows, vocab = logits.shape
+    launch = configs.choose("softcap_loss_and_gradient", vocab, logits.device)
+    with on_device(logits.device):
+        _in_place_kernel[(triton.cdiv(rows, launch.blocks["BLOCK_ROWS"]),)](
+            logits, targets, losses, share, rows, cap, ignore_index,
+            VOCAB=vocab, CAPPED=cap > 0, BOUNDED=cap <= BOUNDED_CAP, **launch.kwargs(),
+        )  # fmt: skip
+
+
+def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """total += grad^T x in float32. cuBLAS accumulates there anyway; only its result must not be rounded per chunk."""
+    if grad.dtype == torch.float32:
+        total.addmm_(grad.t(), x)
+    elif grad.is_cuda:
+        total.add_(torch.mm(grad.t(), x, out_dtype=torch.float32))
+    else:
+        total.addmm_(grad.t().float(), x.float())
+
+
+class _Gradients:
+    """dx and dweight as they come together chunk by chunk; empty where they aren't wanted."""
+
+    def __init__(self, x: Tensor, weight: Tensor, *, of_x: bool, of_weight: bool) -> None:
+        self.weight = weight
+        self.dx = torch.empty(x.shape if of_x else 0, dtype=x.dtype, device=x.device)
+        self.dweight = torch.zeros(weight.shape if of_weight else 0, dtype=torch.float32, device=x.device)
+        self.rows = self.dx.view(-1, x.shape[-1]) if of_x else None
+        self.of_weight = of_weight
+
+    def add(self, chunk: slice, grad: Tensor, x: Tensor) -> None:
+        if self.rows is not None:
+            torch.mm(grad, self.weight, out=self.rows[chunk])
+        if self.of_weight:
+            _add_product(self.dweight, grad, x)
+
+
+@torch.library.custom_op(
+    "parbank::linear_softcap_losses",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor targets, float cap, int ignore_index) -> (Tensor, Tensor)",
+)
+def _losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The loss of every token and the log2 of its sum of exponentials, without any gradient."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
+    sums = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
+    rows, flat_targets, flat_losses, flat_sums = (
+        as_rows(x),
+        targets.contiguous().view(-1),
+        losses.view(-1),
+        sums.view(-1),
+    )
+    for chunk in _chunks(rows.shape[0], weight.shape[0], x.device):
+        logits = torch.mm(rows[chunk], weight.t())
+        launch_losses(logits, flat_targets[chunk], flat_losses[chunk], flat_sums[chunk], cap, ignore_index)
+    return losses, sums
+
+
+@torch.library.custom_op(
+    "parbank::linear_softcap_losses_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor weight, Tensor targets, Tensor sums, float cap, int ignore_index, "
+    "bool of_x, bool of_weight) -> (Tensor, Tensor)",
+)
+def _losses_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, sums: Tensor,
+    cap: float, ignore_index: int, of_x: bool, of_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    found = _Gradients(x, weight, of_x=of_x, of_weight=of_weight)
+    rows, flat_targets, flat_sums, flat_grad = (
+        as_rows(x),
+        targets.contiguous().view(-1),
+        sums.view(-1),
+        grad.reshape(-1),
+    )
+    for chunk in _chunks(rows.shape[0], weight.shape[0], x.device):
+        logits = torch.mm(rows[chunk], weight.t())
+        launch_gradient(flat_grad[chunk], logits, flat_targets[chunk], flat_sums[chunk], logits, cap, ignore_index)
+        found.add(chunk, logits, rows[chunk])
+    return found.dx, found.dweight
+
+
+@torch.library.custom_op(
+    "parbank::linear_softcap_loss_sum",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor targets, Tensor share, float cap, int ignore_index, bool of_x, bool of_weight) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def _loss_sum(
+    x: Tensor, weight: Tensor, targets: Tensor, share: Tensor,
+    cap: float, ignore_index: int, of_x: bool, of_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The sum of the losses, and `share` times its gradients for x and for the weight (float32)."""
+    found = _Gradients(x, weight, of_x=of_x, of_weight=of_weight)
+    rows, flat_targets = as_rows(x), targets.contiguous().view(-1)
+    losses = torch.empty(flat_targets.shape, dtype=torch.float32, device=x.device)
+    for chunk in _chunks(rows.shape[0], weight.shape[0], x.device):
+        logits = torch.mm(rows[chunk], weight.t())
+        _lose_in_place(logits, flat_targets[chunk], losses[chunk], share, cap, ignore_index)
+        found.add(chunk, logits, rows[chunk])
+    return losses.sum(), found.dx, found.dweight
+
+
+@_losses.register_fake
+def _(x: Tensor, weight: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(targets.shape, dtype=torch.float32), x.new_empty(targets.shape, dtype=torch.float32)
+
+
+def _fake_gradients(x: Tensor, weight: Tensor, of_x: bool, of_weight: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if of_x else 0), x.new_empty(weight.shape if of_weight else 0, dtype=torch.float32)
+
+
+@_losses_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, sums: Tensor,
+    cap: float, ignore_index: int, of_x: bool, of_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _fake_gradients(x, weight, of_x, of_weight)
+
+
+@_loss_sum.register_fake
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, share: Tensor,
+    cap: float, ignore_index: int, of_x: bool, of_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return x.new_empty((), dtype=torch.float32), *_fake_gradients(x, weight, of_x, of_weight)
+
+
+def _save_losses(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, targets, ctx.cap, ctx.ignore_index = inputs
+    ctx.save_for_backward(x, weight, targets, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_losses(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, targets, sums = ctx.saved_tensors
+    of_x, of_weight = ctx.needs_input_grad[:2]
+    if grad is None:
+        return (None,) * 5
+    dx, dweight = _losses_backward(grad, x, weight, targets, sums, ctx.cap, ctx.ignore_index, of_x, of_weight)
+    return dx if of_x else None, dweight.to(weight.dtype) if of_weight else None, None, None, None
+
+
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.of_x, ctx.of_weight = inputs[6:]
+    ctx.weight_dtype = inputs[1].dtype
+    ctx.save_for_backward(*output[1:], inputs[3])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_sum(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():  # only with create_graph=True; the saved gradients would pass for constants
+        refuse_double_backward("linear_softcap_cross_entropy")(ctx)
+    if grad is None:
+        return (None,) * 8
+    dx, dweight, share = ctx.saved_tensors
+    factor = grad / share
+    back = (dweight * factor).to(ctx.weight_dtype) if ctx.of_weight else None
+    return dx * factor if ctx.of_x else None, back, None, None, None, None, None, None
+
+
+_losses.register_autograd(_differentiate_losses, setup_context=_save_losses)
+_losses_backward.register_autograd(refuse_double_backward("linear_softcap_cross_entropy"))
+_loss_sum.register_autograd(_differentiate_sum, setup_context=_save_sum)
+
+
+def linear_softcap_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """softcap_cross_entropy(x W^T, targets) without ever holding the logits: x (..., width), weight (V, width)."""
+    check_loss("linear_softcap_cross_entropy", x, targets, cap, reduction)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0 or weight.dtype != x.dtype:
+        raise ParbankError(
+            f"linear_softcap_cross_entropy: weight is {weight.dtype} {tuple(weight.shape)} and x {x.dtype} "
+            f"{tuple(x.shape)}; weight must be (vocabulary, {x.shape[-1]}) in x's dtype"
+        )
+    same_device("linear_softcap_cross_entropy", x, weight)
+    if not takes_kernel(x, weight):
+        return reference.linear_softcap_cross_entropy(x, weight, targets, cap, ignore_index, reduction)
+    graded = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if reduction == "none" or not graded:
+        losses = _losses(x, weight, targets, cap, ignore_index)[0]
+        return reduce_losses(losses, targets, ignore_index, reduction)
+    if reduction == "sum":
+        share = torch.ones((), dtype=torch.float32, device=x.device)
+        return _loss_sum(x, weight, targets, share, cap, ignore_index, x.requires_grad, weight.requires_grad)[0]
+    tokens = (targets != ignore_index).sum()
+    inverse = 1.0 / tokens.clamp(min=1).float()
+    share = inverse / torch.exp2(torch.log2(inverse).floor())
+    return _loss_sum(x, weight, targets, share, cap, ignore_index, x.requires_grad, weight.requires_grad)[0] / tokens

@@ -1,0 +1,288 @@
+"""Cross-entropy of softly capped logits, z = cap*tanh(x/cap): one pass over the logits each way.
+
+    loss  = log(sum(exp(z))) - z[target]
+    dx[c] = dloss * (softmax(z)[c] - [c == target]) * (1 - (z[c]/cap)^2)
+
+Forward keeps one number per row, the log-sum-exp (in powers of two, the unit the hardware exponentiates in); backward reads
+the logits again and writes their gradient. Nothing of the size of the logits is held in float32.
+
+At these sizes tanh, not memory, would set the time: an accurate one takes two of the special-function unit's operations per
+element, and exp a third, where memory leaves time for less than two. So a tile whose logits all lie within 0.7*cap (any
+trained model's, nearly always) takes a polynomial instead, which costs eight ordinary ones; the others take both forms.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ParbankError
+from parbank.ops import configs, reference
+from parbank.ops.backend import tl, triton
+from parbank.ops.checks import as_rows, on_device, refuse_double_backward, same_device, takes_kernel
+from parbank.ops.configs import ANY, Launch
+
+BOUNDED_CAP = (
+    40.0  # exp(2 * 40) is within float32, so a row may be shifted by any bound on |z| instead of its own maximum
+)
+
+
+def _launch(rows: int, block: int, warps: int) -> Launch:
+    return Launch({"BLOCK_ROWS": rows, "BLOCK": block}, num_warps=warps, num_stages=1)
+
+
+# By vocabulary. Forward a row is held whole up to 8192 and walked in blocks beyond; 16 to 32 elements a thread.
+configs.register(
+    "softcap_cross_entropy", sm80=[(1024, _launch(1, 1024, 1)), (4096, _launch(1, 4096, 4)), (ANY, _launch(1, 8192, 8))]
+)
+configs.register("softcap_cross_entropy_backward", sm80=[(1024, _launch(2, 1024, 2)), (ANY, _launch(1, 4096, 4))])
+
+
+@triton.jit
+def _near(x, cap):
+    """cap*tanh(x/cap) where |x| <= 0.7*cap: tanh(t) = t + t^3 q(t^2), q of degree 4 by minimax, error under 1.5e-8."""
+    u = x * x * (1.0 / (cap * cap))
+    q = 0.020111659583453567 - 0.005155114805644487 * u
+    q = q * u - 0.05356698947148803
+    q = q * u + 0.1332924312007887
+    q = q * u - 0.3333319661491843
+    return x + x * u * q
+
+
+@triton.jit
+def _far(x, cap):
+    """cap*tanh(x/cap) anywhere: 1 - 2/(exp(2t) + 1) loses its digits near zero, where the polynomial has them."""
+    size = tl.abs(x)
+    power = tl.exp2(
+        tl.minimum(size * (2.8853900817779268 / cap), 126.0)
+    )  # exp(2t), as 2^(2t / ln 2), short of infinity
+    far = cap - 2.0 * cap / (power + 1.0)
+    return tl.where(size > 0.7 * cap, tl.where(x < 0, -far, far), _near(x, cap))
+
+
+@triton.jit
+def _softcap(x, cap, peak):
+    """`peak` is the largest |x| of the tile: one branch for all of it."""
+    if peak > 0.7 * cap:
+        z = _far(x, cap)
+    else:
+        z = _near(x, cap)
+    return z
+
+
+@triton.jit
+def _scores(pointers, inside, known, cap, CAPPED: tl.constexpr, BOUNDED: tl.constexpr):
+    """The capped logits of a tile, and a bound per row that its exponentials can be shifted by. Finite for dead rows too."""
+    if CAPPED:
+        x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        peak = tl.max(tl.abs(x), 1)
+        z = _softcap(x, cap, tl.max(peak, 0))
+        if BOUNDED:
+            top = _far(peak, cap)
+        else:
+            top = tl.max(tl.where(known[None, :], z, -1.0e30), 1)
+    else:
+        # The floor is put in after the cast: float16 would make infinities of it.
+        z = tl.where(inside, tl.load(pointers, mask=inside, other=0.0).to(tl.float32), -1.0e30)
+        top = tl.max(z, 1)
+    return z, top
+
+
+@triton.jit
+def _log_sum_exp(
+    start, live, cap, VOCAB: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """log2 of the sum of exp(z) over each row that begins at `start`, walking it in blocks."""
+    shift = tl.full((BLOCK_ROWS,), -3.0e30, tl.float32)  # a finite floor under any row's: infinities would make NaNs
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    for first in range(0, VOCAB, BLOCK):
+        col = first + tl.arange(0, BLOCK)
+        known = col < VOCAB
+        z, top = _scores(start[:, None] + col[None, :], live[:, None] & known[None, :], known, cap, CAPPED, BOUNDED)
+        new = tl.maximum(shift, top * 1.4426950408889634)
+        power = tl.exp2(z * 1.4426950408889634 - new[:, None])
+        if VOCAB % BLOCK != 0:
+            power = tl.where(known[None, :], power, 0.0)
+        total = total * tl.exp2(shift - new) + tl.sum(power, 1)
+        shift = new
+    return shift + tl.log2(total)
+
+
+@triton.jit
+def _loss(start, live, target, log2_sum, cap, ignore, VOCAB: tl.constexpr, CAPPED: tl.constexpr):
+    """The loss of each row: 0 where it is ignored, NaN where the target is not in the vocabulary."""
+    known = live & (target >= 0) & (target < VOCAB)
+    z = tl.load(start + target, mask=known, other=0.0).to(tl.float32)
+    if CAPPED:
+        z = _far(z, cap)
+    loss = tl.where(known, log2_sum * 0.6931471805599453 - z, float("nan"))
+    return tl.where(target == ignore, 0.0, loss)
+
+
+@triton.jit
+def _forward_kernel(
+    logits, targets, losses, sums, rows, stride, cap, ignore,
+    VOCAB: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    live = row < rows
+    start = logits + row * stride
+    target = tl.load(targets + row, mask=live, other=0)
+    log2_sum = _log_sum_exp(start, live, cap, VOCAB, CAPPED, BOUNDED, BLOCK_ROWS, BLOCK)
+    tl.store(sums + row, log2_sum, mask=live)
+    tl.store(losses + row, _loss(start, live, target, log2_sum, cap, ignore, VOCAB, CAPPED), mask=live)
+
+
+@triton.jit
+def _gradient(z, log2_sum, col, target, cap, CAPPED: tl.constexpr):
+    """dz of one row's loss, through the cap."""
+    back = tl.exp2(z * 1.4426950408889634 - log2_sum[:, None])
+    back = tl.where(col[None, :] == target[:, None], back - 1.0, back)
+    if CAPPED:
+        t = z * (1.0 / cap)
+        back *= 1.0 - t * t
+    return back
+
+
+@triton.jit
+def _backward_kernel(
+    grad, logits, targets, sums, out, rows, stride_grad, stride, stride_out, cap, ignore,
+    VOCAB: tl.constexpr, CAPPED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (VOCAB + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    live = row < rows
+    inside = live[:, None] & (col < VOCAB)[None, :]
+    z = tl.load(logits + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    target = tl.load(targets + row, mask=live, other=0)
+    log2_sum = tl.load(sums + row, mask=live, other=0.0)
+    factor = tl.where(target == ignore, 0.0, tl.load(grad + row * stride_grad, mask=live, other=0.0).to(tl.float32))
+    if CAPPED:
+        z = _softcap(z, cap, tl.max(tl.max(tl.abs(z), 1), 0))
+    back = _gradient(z, log2_sum, col, target, cap, CAPPED) * factor[:, None]
+    tl.store(out + row[:, None] * stride_out + col[None, :], back.to(out.dtype.element_ty), mask=inside)
+
+
+def launch_losses(logits: Tensor, targets: Tensor, losses: Tensor, sums: Tensor, cap: float, ignore_index: int) -> None:
+    """Fills losses and sums (rows,) from logits (rows, V) and targets (rows,)."""
+    rows, vocab = logits.shape
+    launch = configs.choose("softcap_cross_entropy", vocab, logits.device)
+    with on_device(logits.device):
+        _forward_kernel[(triton.cdiv(rows, launch.blocks["BLOCK_ROWS"]),)](
+            logits, targets, losses, sums, rows, logits.stride(0), cap, ignore_index,
+            VOCAB=vocab, CAPPED=cap > 0, BOUNDED=cap <= BOUNDED_CAP, **launch.kwargs(),
+        )  # fmt: skip
+
+
+def launch_gradient(
+    grad: Tensor, logits: Tensor, targets: Tensor, sums: Tensor, out: Tensor, cap: float, ignore_index: int
+) -> None:
+    """Fills out (rows, V) with the gradient of the logits; out may be the logits themselves."""
+    rows, vocab = logits.shape
+    launch = configs.choose("softcap_cross_entropy_backward", vocab, logits.device)
+    programs = triton.cdiv(rows, launch.blocks["BLOCK_ROWS"]) * triton.cdiv(vocab, launch.blocks["BLOCK"])
+    with on_device(logits.device):
+        _backward_kernel[(programs,)](
+            grad, logits, targets, sums, out, rows, grad.stride(0), logits.stride(0), out.stride(0), cap, ignore_index,
+            VOCAB=vocab, CAPPED=cap > 0, **launch.kwargs(),
+        )  # fmt: skip
+
+
+@torch.library.custom_op(
+    "parbank::softcap_cross_entropy",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor targets, float cap, int ignore_index) -> (Tensor, Tensor)",
+)
+def _softcap_cross_entropy(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The losses of every token and the log2 of its sum of exponentials, both float32 in the shape of the targets."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    if targets.numel():
+        launch_losses(as_rows(logits), targets.contiguous(), losses, sums, cap, ignore_index)
+    return losses, sums
+
+
+@torch.library.custom_op(
+    "parbank::softcap_cross_entropy_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor logits, Tensor targets, Tensor sums, float cap, int ignore_index) -> Tensor",
+)
+def _softcap_cross_entropy_backward(
+    grad: Tensor, logits: Tensor, targets: Tensor, sums: Tensor, cap: float, ignore_index: int
+) -> Tensor:
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if targets.numel():
+        flat = out.view(-1, logits.shape[-1])
+        launch_gradient(grad.reshape(-1), as_rows(logits), targets.contiguous(), sums, flat, cap, ignore_index)
+    return out
+
+
+@_softcap_cross_entropy.register_fake
+def _(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor]:
+    shape = targets.shape
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.float32)
+
+
+@_softcap_cross_entropy_backward.register_fake
+def _(grad: Tensor, logits: Tensor, targets: Tensor, sums: Tensor, cap: float, ignore_index: int) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, targets, ctx.cap, ctx.ignore_index = inputs
+    ctx.save_for_backward(logits, targets, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None, None
+    logits, targets, sums = ctx.saved_tensors
+    return _softcap_cross_entropy_backward(grad, logits, targets, sums, ctx.cap, ctx.ignore_index), None, None, None
+
+
+_softcap_cross_entropy.register_autograd(_differentiate, setup_context=_save)
+_softcap_cross_entropy_backward.register_autograd(refuse_double_backward("softcap_cross_entropy"))
+
+
+def softcap_cross_entropy(
+    logits: Tensor, targets: Tensor, cap: float = 0.0, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """Cross-entropy of cap*tanh(logits/cap) (cap 0: of the logits as they are), in one pass each way.
+
+    logits (..., V), targets (...) of int64. reduction: mean, sum or none, which keeps the shape of the targets, with zeros
+    where a target is ignored. A target outside the vocabulary gives a loss of NaN where the kernel runs.
+    """
+    check_loss("softcap_cross_entropy", logits, targets, cap, reduction)
+    if not takes_kernel(logits):
+        return reference.softcap_cross_entropy(logits, targets, cap, ignore_index, reduction)
+    return reduce_losses(
+        _softcap_cross_entropy(logits, targets, cap, ignore_index)[0], targets, ignore_index, reduction
+    )
+
+
+def reduce_losses(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (targets != ignore_index).sum()
+
+
+def check_loss(op: str, rows: Tensor, targets: Tensor, cap: float, reduction: str) -> None:
+    """What both losses ask of their arguments; rows is (..., anything) beside targets (...)."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ParbankError(f"{op}: unknown reduction {reduction!r}; use mean, sum or none")
+    if rows.dim() == 0 or rows.shape[:-1] != targets.shape or rows.shape[-1] == 0:
+        raise ParbankError(
+            f"{op}: the input is {tuple(rows.shape)} and the targets {tuple(targets.shape)}; the targets must have the "
+            "input's shape without its last dimension, which must not be empty"
+        )
+    if targets.dtype != torch.int64 or not rows.dtype.is_floating_point:
+        raise ParbankError(
+            f"{op}: targets are {targets.dtype} and the input {rows.dtype}; use int64 and a floating type"
+        )
+    if cap < 0:
+        raise ParbankError(f"{op}: cap is {cap}; it must be positive, or 0 for none")
+    same_device(op, rows, targets)

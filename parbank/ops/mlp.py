@@ -1,0 +1,315 @@
+"""The MLP y = a W_down^T, a = LeakyReLU(u)^2, u = x W_up^T, with the activation inside the products around it.
+
+Forward, the up product's epilogue squares while the tile is in registers, and u is never written. Backward, the epilogue of
+dA = dY W_down multiplies by the derivative, and dA is never written:
+
+    dU = dA * f'(u),   f'(u) = 2 sqrt(a) where u >= 0, -2 |slope| sqrt(a) elsewhere
+
+so besides x and the weights only a and the sign of u are kept. The sign would fit into the sign bit of a, which is never
+negative, but then the down product and dW_down = dY^T a, both cuBLAS's, could not read it: a copy with the bit cleared costs
+what keeping two tensors does. One bit per element beside a plain a is 1/16 more in bfloat16 and no copy. At (98304, 512 ->
+1536): 302 + 19 MB kept, against 604 for u and a; the elementwise passes this saves are 604 MB forward and 906 MB backward.
+sqrt(a) has half the relative error of a, so the derivative is more exact than one from a rounded u.
+
+The remaining four products are plain matrix products: in the backward they are ordinary torch ops that the compiler sees.
+Float32 products run outside the tensor cores and hide every elementwise pass, so there the fused kernel loses to cuBLAS:
+`auto` takes the reference for them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ParbankError
+from parbank.ops import backend, configs, reference
+from parbank.ops.backend import HAS_TRITON, tl, triton
+from parbank.ops.checks import (
+    as_rows,
+    on_device,
+    persistent_programs,
+    refuse_double_backward,
+    same_device,
+    takes_kernel,
+)
+from parbank.ops.configs import ANY, Launch
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+GROUP = 64  # columns whose signs share 8 bytes: bit i of byte c is column 8*i + c, which one thread of a product holds
+
+
+def launch_config(
+    m: int, n: int, k: int, warps: int, stages: int, *, tma: bool = False, split: int = 1, per_sm: int = 0
+) -> Launch:
+    """Tile sides; tma: loads and stores through descriptors; split: parts of the epilogue; per_sm 0: a program per tile."""
+    blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "TMA": tma, "SPLIT": split, "PER_SM": per_sm}
+    return Launch(blocks, num_warps=warps, num_stages=stages)
+
+
+for _op, _stages in (("mlp_up", 4), ("mlp_down_backward", 3)):
+    configs.register(
+        _op,
+        sm80=[(ANY, launch_config(128, 128, 32, 8, 3))],
+        sm90=[(ANY, launch_config(128, 256, 64, 8, _stages, tma=True, split=2, per_sm=1))],
+    )
+    configs.register(_op + "_float32", sm80=[(ANY, launch_config(32, 64, 32, 4, 2))])
+
+
+@triton.jit
+def _read(
+    source, row, col, rows, cols, stride_r, stride_c,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ROW_MAJOR: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The (ROWS, COLS) tile at (row, col) of a matrix stored either way round; zeros outside it."""
+    if TMA:
+        if ROW_MAJOR:
+            tile = source.load([row, col])
+        else:
+            tile = tl.trans(source.load([col, row]))
+    else:
+        r, c = tl.arange(0, ROWS), tl.arange(0, COLS)
+        start = source + tl.cast(row, tl.int64) * stride_r + tl.cast(col, tl.int64) * stride_c
+        if EVEN:
+            tile = tl.load(start + r[:, None] * stride_r + c[None, :] * stride_c)
+        else:
+            inside = (row + r < rows)[:, None] & (col + c < cols)[None, :]
+            tile = tl.load(start + r[:, None] * stride_r + c[None, :] * stride_c, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _write(
+    target, tile, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr
+):
+    if TMA:
+        target.store([row, col], tile.to(target.dtype))
+    else:
+        tile = tile.to(target.dtype.element_ty)
+        r, c = tl.arange(0, ROWS), tl.arange(0, COLS)
+        to = target + tl.cast(row, tl.int64) * cols + col + r[:, None] * cols + c[None, :]
+        if EVEN:
+            tl.store(to, tile)
+        else:
+            tl.store(to, tile, mask=(row + r < rows)[:, None] & (col + c < cols)[None, :])
+
+
+@triton.jit
+def _sign_bytes(signs, row, col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Pointers to the sign bytes of a tile, and which of them exist."""
+    line = tl.cdiv(cols, 64) * 8
+    r, c = tl.arange(0, ROWS), col // 8 + tl.arange(0, COLS // 8)
+    return signs + (row + r).to(tl.int64)[:, None] * line + c[None, :], (row + r < rows)[:, None] & (c < line)[None, :]
+
+
+@triton.jit
+def _activate(
+    u, out, signs, row, col, rows, cols, slope,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    bit = tl.arange(0, 8)[None, None, :, None]
+    negative = (u < 0).to(tl.int32).reshape(ROWS, COLS // 64, 8, 8)
+    packed = tl.sum(negative << bit, 2).reshape(ROWS, COLS // 8)
+    pointers, exists = _sign_bytes(signs, row, col, rows, cols, ROWS, COLS)
+    tl.store(pointers, packed.to(tl.uint8), mask=exists)
+    value = tl.where(u < 0, u * slope, u)
+    _write(out, value * value, row, col, rows, cols, ROWS, COLS, TMA, EVEN)
+
+
+@triton.jit
+def _derive(
+    da, a, out, signs, row, col, rows, cols, slope,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    pointers, exists = _sign_bytes(signs, row, col, rows, cols, ROWS, COLS)
+    packed = tl.load(pointers, mask=exists, other=0).to(tl.int32).reshape(ROWS, COLS // 64, 1, 8)
+    negative = ((packed >> tl.arange(0, 8)[None, None, :, None]) & 1).reshape(ROWS, COLS)
+    value = _read(a, row, col, rows, cols, cols, 1, ROWS, COLS, True, TMA, EVEN).to(tl.float32)
+    back = da * tl.sqrt(value) * tl.where(negative == 1, -2.0 * tl.abs(slope), 2.0)
+    _write(out, back, row, col, rows, cols, ROWS, COLS, TMA, EVEN)
+
+
+@triton.jit
+def _product_kernel(
+    left, right, a, out, signs, rows, cols, depth, stride_l, stride_n, stride_k, slope,
+    K_MAJOR: tl.constexpr, BACKWARD: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr, SPLIT: tl.constexpr, PER_SM: tl.constexpr,
+):  # fmt: skip
+    """left (rows, depth) times right^T, right (cols, depth), with the activation or its derivative as the epilogue.
+
+    Tiles of one block of rows follow each other, so those rows are read from memory once and then from the cache; the
+    weight always is. Flattening the two loops lets the next tile's loads start before this one's epilogue.
+    """
+    across = tl.cdiv(cols, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * across, tl.num_programs(0), flatten=PER_SM > 0):
+        row, col = (tile // across) * BLOCK_M, (tile % across) * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, depth, BLOCK_K):
+            first = _read(left, row, k, rows, depth, stride_l, 1, BLOCK_M, BLOCK_K, True, TMA, EVEN)
+            second = _read(right, col, k, cols, depth, stride_n, stride_k, BLOCK_N, BLOCK_K, K_MAJOR, TMA, EVEN)
+            acc = tl.dot(first, second.T, acc, input_precision="ieee")
+        if SPLIT == 1:
+            if BACKWARD:
+                _derive(acc, a, out, signs, row, col, rows, cols, slope, BLOCK_M, BLOCK_N, TMA, EVEN)
+            else:
+                _activate(acc, out, signs, row, col, rows, cols, slope, BLOCK_M, BLOCK_N, TMA, EVEN)
+        else:  # halves: the way through shared memory to whole lines takes half as much of it
+            HALF: tl.constexpr = BLOCK_N // 2
+            low, high = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
+            if BACKWARD:
+                _derive(low, a, out, signs, row, col, rows, cols, slope, BLOCK_M, HALF, TMA, EVEN)
+                _derive(high, a, out, signs, row, col + HALF, rows, cols, slope, BLOCK_M, HALF, TMA, EVEN)
+            else:
+                _activate(low, out, signs, row, col, rows, cols, slope, BLOCK_M, HALF, TMA, EVEN)
+                _activate(high, out, signs, row, col + HALF, rows, cols, slope, BLOCK_M, HALF, TMA, EVEN)
+
+
+def _takes_tma(*tensors: Tensor) -> bool:
+    """Whether the copy engine can address them: a 16-byte start, and rows a multiple of 16 bytes apart."""
+    return all(
+        x.data_ptr() % 16 == 0 and max(x.stride()) * x.element_size() % 16 == 0 and 1 in x.stride() for x in tensors
+    )
+
+
+def _product(left: Tensor, right: Tensor, a: Tensor | None, out: Tensor, signs: Tensor, slope: float) -> None:
+    """Launches the product of left (rows, depth) and right (cols, depth), stored either way round."""
+    rows, depth = left.shape
+    cols = right.shape[0]
+    right = right if 1 in right.stride() else right.contiguous()
+    op = ("mlp_up" if a is None else "mlp_down_backward") + ("_float32" if left.dtype == torch.float32 else "")
+    launch = configs.choose(op, rows, left.device)
+    tma = launch.blocks["TMA"] and _takes_tma(left, right, out)
+    if launch.blocks["TMA"] and not tma:
+        launch = configs.tables()[op]["sm80"][-1][1]  # made for plain loads
+    m, n, k = (launch.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    k_major = right.stride(1) == 1
+    even = rows % m == 0 and cols % n == 0 and depth % k == 0
+    tiles = -(-rows // m) * -(-cols // n)
+    per_sm = launch.blocks["PER_SM"]
+    operands: list[Any] = [left, right, a, out]
+    if tma:
+        part = n // launch.blocks["SPLIT"]
+        operands = [
+            _describe(left, [m, k]),
+            _describe(right, [n, k]) if k_major else _describe(right.t(), [k, n]),
+            None if a is None else _describe(a, [m, part]),
+            _describe(out, [m, part]),
+        ]
+    with on_device(left.device):
+        _product_kernel[(persistent_programs(left.device, per_sm, tiles) if per_sm else tiles,)](
+            *operands, signs, rows, cols, depth, left.stride(0), right.stride(0), right.stride(1), slope,
+            K_MAJOR=k_major, BACKWARD=a is not None, EVEN=even,
+            **launch.kwargs(),
+        )  # fmt: skip
+
+
+def _describe(x: Tensor, block: list[int]) -> Any:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+
+
+def _sign_shape(rows: Any, hidden: Any) -> tuple[Any, Any]:
+    return rows, (hidden + GROUP - 1) // GROUP * (GROUP // 8)
+
+
+@torch.library.custom_op(
+    "parbank::mlp",
+    mutates_args=(),
+    schema="(Tensor x, Tensor w_up, Tensor w_down, float slope) -> (Tensor, Tensor, Tensor)",
+)
+def _mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and what backward needs: the activation and the packed signs of what it was made from."""
+    flat = as_rows(x)
+    rows, hidden = flat.shape[0], w_up.shape[0]
+    a = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
+    signs = torch.empty(_sign_shape(rows, hidden), dtype=torch.uint8, device=x.device)
+    if not flat.numel():
+        a.zero_(), signs.zero_()
+    elif a.numel():
+        _product(flat, w_up, None, a, signs, slope)
+    return torch.mm(a, w_down.t()).view(*x.shape[:-1], w_down.shape[0]), a, signs
+
+
+@torch.library.custom_op(
+    "parbank::mlp_down_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor w_down, Tensor a, Tensor signs, float slope) -> Tensor",
+)
+def _mlp_down_backward(dy: Tensor, w_down: Tensor, a: Tensor, signs: Tensor, slope: float) -> Tensor:
+    """dU (rows, hidden) from dy (rows, width)."""
+    du = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    if not dy.numel():
+        du.zero_()
+    elif du.numel():
+        _product(as_rows(dy), w_down.t(), a, du, signs, slope)
+    return du
+
+
+@_mlp.register_fake
+def _(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> tuple[Tensor, Tensor, Tensor]:
+    rows, hidden = x.shape[:-1].numel(), w_up.shape[0]
+    signs = x.new_empty(_sign_shape(rows, hidden), dtype=torch.uint8)
+    return x.new_empty((*x.shape[:-1], w_down.shape[0])), x.new_empty((rows, hidden)), signs
+
+
+@_mlp_down_backward.register_fake
+def _(dy: Tensor, w_down: Tensor, a: Tensor, signs: Tensor, slope: float) -> Tensor:
+    return a.new_empty(a.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, w_up, w_down, ctx.slope = inputs
+    ctx.save_for_backward(x, w_up, w_down, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None
+    x, w_up, w_down, a, signs = ctx.saved_tensors
+    of_x, of_up, of_down, _slope = ctx.needs_input_grad
+    grad, flat = dy.reshape(a.shape[0], dy.shape[-1]), x.reshape(a.shape[0], x.shape[-1])
+    dx = dw_up = dw_down = None
+    if of_down:
+        dw_down = _outer(grad, a, w_down)
+    if of_x or of_up:
+        du = _mlp_down_backward(grad, w_down, a, signs, ctx.slope)
+        dx = torch.mm(du, w_up).view(x.shape) if of_x else None
+        dw_up = _outer(du, flat, w_up) if of_up else None
+    return dx, dw_up, dw_down, None
+
+
+def _outer(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """grad^T x, laid out as the weight is: a bank may store its matrices transposed."""
+    if weight.stride(0) == 1 and weight.stride(1) != 1:
+        return torch.mm(x.t(), grad).t()
+    return torch.mm(grad.t(), x)
+
+
+_mlp.register_autograd(_differentiate, setup_context=_save)
+_mlp_down_backward.register_autograd(refuse_double_backward("mlp"))
+
+
+def mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> Tensor:
+    """leaky_relu_squared(x W_up^T) W_down^T with w_up (hidden, width) and w_down (width, hidden); no biases.
+
+    Either weight may be a transposed view: nothing is copied. See the top of this file for what is kept for backward.
+    """
+    _check(x, w_up, w_down)
+    if not takes_kernel(x, w_up, w_down) or (x.dtype == torch.float32 and not backend._state.strict):
+        return reference.mlp(x, w_up, w_down, slope)
+    return _mlp(x, w_up, w_down, slope)[0]
+
+
+def _check(x: Tensor, w_up: Tensor, w_down: Tensor) -> None:
+    shapes = f"x {tuple(x.shape)}, w_up {tuple(w_up.shape)}, w_down {tuple(w_down.shape)}"
+    if x.dim() == 0 or w_up.dim() != 2 or w_down.dim() != 2:
+        raise ParbankError(f"mlp: {shapes}; they must be (..., width), (hidden, width) and (width, hidden)")
+    if w_up.shape[1] != x.shape[-1] or w_down.shape[1] != w_up.shape[0]:
+        raise ParbankError(f"mlp: {shapes} do not fit; they must be (..., width), (hidden, width) and (width, hidden)")
+    if not x.dtype == w_up.dtype == w_down.dtype or not x.dtype.is_floating_point:
+        raise ParbankError(
+            f"mlp: x is {x.dtype}, w_up {w_up.dtype} and w_down {w_down.dtype}; cast them to one floating type first"
+        )
+    same_device("mlp", x, w_up, w_down)

@@ -1,0 +1,289 @@
+"""Per-head RMS norm of queries and keys, partial rotation, and a gain per query head: one pass each way.
+
+With n = x * r (r the reciprocal norm of a head's channels) and R the rotation, y = gain * R n. R is orthogonal, so with
+e = R^T dy
+
+    dx = r * gain * (e - n * mean(e * n)),     dgain[h] = sum over batch and time of e . n
+
+and both need one sum per row, e . n. The kernel reads its row again through each channel's partner of the rotation: the
+second read hits the cache, and no data moves between threads. Inputs are read where they lie (q and k may be views of one
+product, gradients may come transposed from attention); only the channels of a head must be neighbours in memory.
+
+A tile is BLOCK_T tokens by all heads (padded to a power of two), so that a row of the tile is the same head in every
+iteration and the gain's gradient stays in registers; one float32 line per program is added up in a second, fixed pass.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ParbankError
+from parbank.ops import configs, reference
+from parbank.ops.backend import tl, triton
+from parbank.ops.checks import (
+    as_vector,
+    next_power_of_2,
+    on_device,
+    persistent_programs,
+    refuse_double_backward,
+    same_device,
+    takes_kernel,
+)
+from parbank.ops.configs import Launch
+from parbank.ops.reference import NORM_EPS
+
+MAX_TILE = 4096  # heads times channels (both rounded up) that one tile holds, at least one token of them
+
+
+# The size of these tables is the padded row of one token, heads times channels; a tile is TILE elements or one token.
+# 8 to 16 elements a thread keep the registers low enough that 32 and more warps of a multiprocessor wait on memory at once.
+configs.register(
+    "qk_norm_rope",
+    sm80=[
+        (1024, Launch({"TILE": 1024}, num_warps=4, num_stages=1)),
+        (MAX_TILE, Launch({"TILE": 4096}, num_warps=8, num_stages=1)),
+    ],
+)
+configs.register(
+    "qk_norm_rope_backward", sm80=[(MAX_TILE, Launch({"TILE": 2048, "PER_SM": 5}, num_warps=8, num_stages=1))]
+)
+
+
+@triton.jit
+def _offset(token, time, head, stride_b, stride_t, stride_h):
+    """Where a head starts: 64 bits, but divided in 32, for there are never 2^31 tokens and a 64-bit division is long."""
+    return (
+        (token // time).to(tl.int64) * stride_b + (token % time).to(tl.int64) * stride_t + head.to(tl.int64) * stride_h
+    )
+
+
+@triton.jit
+def _rotation(cos, sin, time, col, live, HALF: tl.constexpr):
+    """Factors of a channel and of its partner: y[c] = x[c] * own + x[partner(c)] * across."""
+    turned = live[:, None] & (col < 2 * HALF)[None, :]
+    at = time[:, None] * HALF + (col % HALF)[None, :]
+    own = tl.load(cos + at, mask=turned, other=1.0).to(tl.float32)
+    across = tl.load(sin + at, mask=turned, other=0.0).to(tl.float32)
+    return own, tl.where((col < HALF)[None, :], across, -across)
+
+
+@triton.jit
+def _partner(col, HALF: tl.constexpr, VECTOR: tl.constexpr):
+    """The channel each one is rotated with. Runs of VECTOR channels stay runs, which the compiler cannot see by itself."""
+    return tl.max_contiguous(tl.multiple_of(tl.where(col < HALF, col + HALF, col - HALF), VECTOR), VECTOR)
+
+
+@triton.jit
+def _forward_kernel(
+    x, gain, cos, sin, y, tokens, time, stride_b, stride_t, stride_h, eps,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_GAIN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, BLOCK_T * BLOCK_H)
+    head = row % BLOCK_H
+    token = tl.program_id(0) * BLOCK_T + row // BLOCK_H
+    col = tl.arange(0, BLOCK_D)
+    live = (token < tokens) & (head < HEADS)
+    inside = live[:, None] & (col < WIDTH)[None, :]
+    start = x + _offset(token, time, head, stride_b, stride_t, stride_h)
+    value = tl.load(start[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    r = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)
+    out = value
+    if HALF > 0:
+        other = tl.load(
+            start[:, None] + _partner(col, HALF, VECTOR)[None, :], mask=inside & (col < 2 * HALF)[None, :], other=0.0
+        ).to(tl.float32)
+        own, across = _rotation(cos, sin, token % time, col, live, HALF)
+        out = value * own + other * across
+    if HAS_GAIN:
+        r *= tl.load(gain + head, mask=live, other=0.0).to(tl.float32)
+    at = (token.to(tl.int64) * HEADS + head)[:, None] * WIDTH + col[None, :]
+    tl.store(y + at, (out * r[:, None]).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    dy, x, gain, cos, sin, dx, partial, tokens, time,
+    dy_b, dy_t, dy_h, x_b, x_t, x_h, eps,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_GAIN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, BLOCK_T * BLOCK_H)
+    head = row % BLOCK_H
+    col = tl.arange(0, BLOCK_D)
+    factor = tl.full((BLOCK_T * BLOCK_H,), 1.0, tl.float32)
+    if HAS_GAIN:
+        factor = tl.load(gain + head, mask=head < HEADS, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK_T * BLOCK_H,), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(tokens, BLOCK_T), tl.num_programs(0)):
+        token = tile * BLOCK_T + row // BLOCK_H
+        live = (token < tokens) & (head < HEADS)
+        inside = live[:, None] & (col < WIDTH)[None, :]
+        from_x = x + _offset(token, time, head, x_b, x_t, x_h)
+        from_dy = dy + _offset(token, time, head, dy_b, dy_t, dy_h)
+        value = tl.load(from_x[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        back = tl.load(from_dy[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        if HALF > 0:
+            other = tl.load(
+                from_dy[:, None] + _partner(col, HALF, VECTOR)[None, :],
+                mask=inside & (col < 2 * HALF)[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            own, across = _rotation(cos, sin, token % time, col, live, HALF)
+            back = back * own - other * across  # R^T: the other way round
+        r = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)
+        unit = value * r[:, None]
+        along = tl.sum(back * unit, 1)
+        total += along
+        out = (r * factor)[:, None] * (back - unit * (along / WIDTH)[:, None])
+        at = (token.to(tl.int64) * HEADS + head)[:, None] * WIDTH + col[None, :]
+        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
+    if HAS_GAIN:
+        tl.store(partial + tl.program_id(0) * BLOCK_T * BLOCK_H + row, total)
+
+
+def _tile(launch: Launch, x: Tensor, half: int) -> dict[str, Any]:
+    """The constexprs of a tile: as many tokens as make up the config's TILE elements, at least one."""
+    heads, width = x.shape[2:]
+    block_h, block_d = next_power_of_2(heads), next_power_of_2(width)
+    return {
+        "HEADS": heads,
+        "WIDTH": width,
+        "HALF": half,
+        "BLOCK_T": max(1, launch.blocks["TILE"] // (block_h * block_d)),
+        "BLOCK_H": block_h,
+        "BLOCK_D": block_d,
+        "VECTOR": min(half & -half, 16) or 1,  # the power of two in the half: runs of that many channels move together
+    }
+
+
+def _unit_channels(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _rotate_one(x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return y
+    x = _unit_channels(x)
+    batch, time = x.shape[:2]
+    launch = configs.choose("qk_norm_rope", next_power_of_2(x.shape[2]) * next_power_of_2(x.shape[3]), x.device)
+    tile = _tile(launch, x, cos.shape[-1])
+    with on_device(x.device):
+        _forward_kernel[(triton.cdiv(batch * time, tile["BLOCK_T"]),)](
+            x, as_vector(gain), cos, sin, y, batch * time, time, *x.stride()[:3], eps,
+            HAS_GAIN=gain is not None, **tile, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        )  # fmt: skip
+    return y
+
+
+def _rotate_one_back(
+    dy: Tensor, x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    heads = x.shape[2] if gain is not None else 0
+    if not x.numel():
+        return dx, torch.zeros(heads, dtype=torch.float32, device=x.device)
+    x, dy = _unit_channels(x), _unit_channels(dy)
+    batch, time = x.shape[:2]
+    size = next_power_of_2(x.shape[2]) * next_power_of_2(x.shape[3])
+    launch = configs.choose("qk_norm_rope_backward", size, x.device)
+    tile = _tile(launch, x, cos.shape[-1])
+    tiles = -(-batch * time // tile["BLOCK_T"])
+    programs = persistent_programs(x.device, launch.blocks["PER_SM"], tiles)
+    lines = tile["BLOCK_T"] * tile["BLOCK_H"]
+    partial = torch.empty((programs, lines) if heads else 0, dtype=torch.float32, device=x.device)
+    with on_device(x.device):
+        _backward_kernel[(programs,)](
+            dy, x, as_vector(gain), cos, sin, dx, partial, batch * time, time, *dy.stride()[:3], *x.stride()[:3], eps,
+            HAS_GAIN=gain is not None, **tile,
+            num_warps=launch.num_warps, num_stages=launch.num_stages,
+        )  # fmt: skip
+    return dx, partial.view(-1, tile["BLOCK_H"]).sum(0)[:heads].clone() if heads else partial
+
+
+_SCHEMA = "Tensor q, Tensor k, Tensor? gain, Tensor cos, Tensor sin, float eps"
+
+
+@torch.library.custom_op("parbank::qk_norm_rope", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
+def _qk_norm_rope(
+    q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return _rotate_one(q, gain, cos, sin, eps), _rotate_one(k, None, cos, sin, eps)
+
+
+@torch.library.custom_op(
+    "parbank::qk_norm_rope_backward",
+    mutates_args=(),
+    schema=f"(Tensor dq, Tensor dk, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
+def _qk_norm_rope_backward(
+    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q and k, and of the gain in float32 (empty without one)."""
+    cos, sin = cos.contiguous(), sin.contiguous()
+    back_q, dgain = _rotate_one_back(dq, q, gain, cos, sin, eps)
+    return back_q, _rotate_one_back(dk, k, None, cos, sin, eps)[0], dgain
+
+
+@_qk_norm_rope.register_fake
+def _(q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+@_qk_norm_rope_backward.register_fake
+def _(
+    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads = 0 if gain is None else q.shape[2]
+    return q.new_empty(q.shape), k.new_empty(k.shape), q.new_empty(heads, dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, gain, cos, sin, ctx.eps = inputs
+    ctx.save_for_backward(q, k, gain, cos, sin)
+
+
+def _differentiate(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, gain, cos, sin = ctx.saved_tensors
+    back_q, back_k, dgain = _qk_norm_rope_backward(dq, dk, q, k, gain, cos, sin, ctx.eps)
+    return back_q, back_k, None if gain is None else dgain.to(gain.dtype), None, None, None
+
+
+_qk_norm_rope.register_autograd(_differentiate, setup_context=_save)
+_qk_norm_rope_backward.register_autograd(refuse_double_backward("qk_norm_rope"))
+
+
+def qk_norm_rope(
+    q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float = NORM_EPS
+) -> tuple[Tensor, Tensor]:
+    """RMS norm over each head's channels, partial rotation, and a gain per query head, in one pass each way.
+
+    q (B, T, H, D), k (B, T, KV, D), gain (H,), cos and sin (T, rope_dims / 2), which get no gradient from the kernel.
+    """
+    _check(q, k, gain, cos, sin)
+    wide = next_power_of_2(q.shape[2]) * next_power_of_2(q.shape[3]) > MAX_TILE
+    needs_table_grad = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    if not takes_kernel(q, k, gain, cos, sin) or wide or needs_table_grad:
+        return reference.qk_norm_rope(q, k, gain, cos, sin, eps)
+    return _qk_norm_rope(q, k, gain, cos, sin, eps)
+
+
+def _check(q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.dtype != k.dtype:
+        raise ParbankError(
+            f"qk_norm_rope: q is {q.dtype} {tuple(q.shape)} and k {k.dtype} {tuple(k.shape)}; they must be (B, T, H, D) and "
+            "(B, T, KV, D) of one dtype"
+        )
+    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] != q.shape[1] or 2 * cos.shape[1] > q.shape[3]:
+        raise ParbankError(
+            f"qk_norm_rope: cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}; both must be (T, rope_dims / 2), here "
+            f"({q.shape[1]}, at most {q.shape[3] // 2})"
+        )
+    if gain is not None and (gain.dim() != 1 or gain.shape[0] != q.shape[2]):
+        raise ParbankError(
+            f"qk_norm_rope: gain is {tuple(gain.shape)}; it must have one value per query head, ({q.shape[2]},)"
+        )
+    same_device("qk_norm_rope", q, k, gain, cos, sin)
