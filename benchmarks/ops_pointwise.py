@@ -40,7 +40,6 @@ def both_ways(
         "eager": lambda: theirs,
         "compile": lambda: torch.compile(theirs, fullgraph=True),
         "ours": lambda: ours,
-        "ours, compiled": lambda: torch.compile(ours, fullgraph=True),
     }
     providers |= {name: lambda function=function: function for name, function in (more or {}).items()}
 

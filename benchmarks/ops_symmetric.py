@@ -157,6 +157,7 @@ def op_cases(
             "ours": lambda: forward_backward(ours, inputs()),
         },
         flops=both,
+        graph=True,
     )
 
 

@@ -261,7 +261,7 @@ def main() -> None:
             run_muon(name, banks, settings, rows)
         if "section" in arguments.only:
             run_section(name, banks, small, settings, rows)
-    print(write("optimizer", rows, out=arguments.out))
+        print(write("optimizer", rows, out=arguments.out))
 
 
 if __name__ == "__main__":

@@ -184,3 +184,20 @@ def test_grouped_attention_equals_attention_with_repeated_keys() -> None:
     q, k, v = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
     repeated = attend(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), None)
     torch.testing.assert_close(attend(q, k, v, None), repeated)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", "everything", "everything, isolated"])
+def test_the_kernels_never_look_ahead_either(name: str) -> None:
+    """On the GPU, in bfloat16, with whatever kernels are on by default."""
+    config = replace(OPTIONS[name], width=128)
+    model = random_model(config).cuda()
+    ids = random_ids(config, length=256).cuda()
+    with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
+        before = model(ids)
+        for position in (1, 100, 255):
+            changed = ids.clone()
+            changed[:, position] = (changed[:, position] - 2 + 7) % (config.vocab_size - 2) + 2
+            after = model(changed)
+            assert torch.equal(after[:, :position], before[:, :position])
+            assert not torch.equal(after[:, position], before[:, position])
