@@ -11,6 +11,7 @@ Per-token losses (reduction "none") need their gradients before anything can be 
 again. The kernel is loss.py's, walked over a chunk; memory beyond the results is one chunk of logits.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -91,9 +92,16 @@ def _in_place_kernel(
     tl.store(losses + row, loss, mask=live)
 
 
-def _chunks(rows: int, vocab: int, device: torch.device) -> list[slice]:
-    size = max(1, configs.choose("linear_softcap_cross_entropy", vocab, device).blocks["CHUNK"] // vocab)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+def _chunks(rows: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Chunk after chunk of the rows with its logits, all in one buffer: a fresh one each would keep two alive at a time."""
+    count, vocab = rows.shape[0], weight.shape[0]
+    size = max(1, configs.choose("linear_softcap_cross_entropy", vocab, rows.device).blocks["CHUNK"] // vocab)
+    buffer = rows.new_empty(min(size, count), vocab)
+    for start in range(0, count, size):
+        chunk = slice(start, min(start + size, count))
+        logits = buffer[: chunk.stop - start]
+        torch.mm(rows[chunk], weight.t(), out=logits)
+        yield chunk, logits
 
 
 def _lose_in_place(
@@ -150,8 +158,7 @@ def _losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float, ignore_index
         losses.view(-1),
         sums.view(-1),
     )
-    for chunk in _chunks(rows.shape[0], weight.shape[0], x.device):
-        logits = torch.mm(rows[chunk], weight.t())
+    for chunk, logits in _chunks(rows, weight):
         launch_losses(logits, flat_targets[chunk], flat_losses[chunk], flat_sums[chunk], cap, ignore_index)
     return losses, sums
 
@@ -173,8 +180,7 @@ def _losses_backward(
         sums.view(-1),
         grad.reshape(-1),
     )
-    for chunk in _chunks(rows.shape[0], weight.shape[0], x.device):
-        logits = torch.mm(rows[chunk], weight.t())
+    for chunk, logits in _chunks(rows, weight):
         launch_gradient(flat_grad[chunk], logits, flat_targets[chunk], flat_sums[chunk], logits, cap, ignore_index)
         found.add(chunk, logits, rows[chunk])
     return found.dx, found.dweight
@@ -194,8 +200,7 @@ def _loss_sum(
     found = _Gradients(x, weight, of_x=of_x, of_weight=of_weight)
     rows, flat_targets = as_rows(x), targets.contiguous().view(-1)
     losses = torch.empty(flat_targets.shape, dtype=torch.float32, device=x.device)
-    for chunk in _chunks(rows.shape[0], weight.shape[0], x.device):
-        logits = torch.mm(rows[chunk], weight.t())
+    for chunk, logits in _chunks(rows, weight):
         _lose_in_place(logits, flat_targets[chunk], losses[chunk], share, cap, ignore_index)
         found.add(chunk, logits, rows[chunk])
     return losses.sum(), found.dx, found.dweight

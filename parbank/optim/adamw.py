@@ -51,7 +51,7 @@ def step_adamw(
         torch._foreach_mul_(masters, 1 - lr * hyper[2] * (1 - skip))
         decay = 0.0
     steps = [state["step"] for state in states]
-    torch._foreach_add_(steps, 1 - skip)
+    torch._foreach_add_(steps, [1 - skip] * len(steps))
     torch._fused_adamw_(
         masters,
         matching,
