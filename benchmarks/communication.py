@@ -1,6 +1,6 @@
 """When does communication, and not Newton-Schulz, limit ParallelMuon? A model of the step for 1 to 1024 ranks.
 
-    python benchmarks/communication.py [--model "part A banks"] [--ns-tflops T] [--link NVLINK,INFINIBAND,ETHERNET] [--out DIR]
+    python benchmarks/communication.py [--model "golf banks"] [--ns-tflops T] [--link NVLINK,INFINIBAND,ETHERNET] [--out DIR]
 
 What is measured: the rate of Newton-Schulz (FLOP/s on this GPU, at the model's own batches) and the rate of a copy. Without
 a GPU both are assumed, and the output says so. What is given: the links' bandwidth and latency. What is modelled: the step
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the rows as JSON into this folder")
     arguments = parser.parse_args()
     print(
-        f"SYSTEM.md part B's figure: {intensity(768, 3072, 8):,.0f} FLOP per byte (8 matrices of 768 x 3072 on 8 ranks)\n"
+        f"the published figure: {intensity(768, 3072, 8):,.0f} FLOP per byte (8 matrices of 768 x 3072 on 8 ranks)\n"
     )
     rows = []
     for name in [arguments.model] if arguments.model else MODELS:

@@ -1,7 +1,7 @@
 """The MLP with its activation inside the products: cases for ops.py and candidates for tune.py.
 
 The bound counts the FLOP of the products (two forward, four backward); the elementwise passes that compiled PyTorch makes on
-top, 604 MB forward and 906 MB backward at part A's size, are what the fused kernels save.
+top, 604 MB forward and 906 MB backward at golf size, are what the fused kernels save.
 """
 
 import importlib
@@ -108,6 +108,6 @@ def tunables() -> list[Any]:
     flops = 2.0 * TOKENS * WIDTH * HIDDEN
     back = {"plain": down_call(False), "stored transposed": down_call(True)}
     return [
-        Tunable("mlp_up", candidates(), {"part A": up_call}, calls=4, flops={"part A": flops}),
+        Tunable("mlp_up", candidates(), {"golf": up_call}, calls=4, flops={"golf": flops}),
         Tunable("mlp_down_backward", candidates(), back, calls=4, flops=dict.fromkeys(back, flops)),
     ]

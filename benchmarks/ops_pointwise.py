@@ -18,7 +18,7 @@ from parbank.ops.norm import _mix_rms_norm, _mix_rms_norm_backward, _rms_norm, _
 from parbank.ops.rope import _qk_norm_rope, _qk_norm_rope_backward
 
 DTYPE = torch.bfloat16
-TOKENS = 98304  # 48 sequences of 2048: a micro-batch of part A's recipe on one GPU
+TOKENS = 98304  # 48 sequences of 2048: a micro-batch of the golf recipe on one GPU
 SLOPE = 0.5
 
 Function = Callable[..., Any]
@@ -198,11 +198,11 @@ def tunables() -> list[Any]:
         tunable("mix_rms_norm_backward", summed, "512", mix_back, 6 * size),
         tunable("leaky_relu_squared", blocks, "1536", act, 6 * size),
         tunable("leaky_relu_squared_backward", blocks, "1536", act_back, 9 * size),
-        tunable("qk_norm_rope", launches(TILE=(1024, 2048, 4096, 8192), warps=(2, 4, 8)), "part A", rope, 3 * size),
+        tunable("qk_norm_rope", launches(TILE=(1024, 2048, 4096, 8192), warps=(2, 4, 8)), "golf", rope, 3 * size),
         tunable(
             "qk_norm_rope_backward",
             launches(TILE=(1024, 2048, 4096), PER_SM=(2, 5, 10), warps=(4, 8)),
-            "part A",
+            "golf",
             rope_back,
             4.5 * size,
         ),

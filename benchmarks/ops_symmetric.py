@@ -106,7 +106,7 @@ def bank_case() -> Case:
         "ours, auto, streams": lambda: on_streams(method("auto"), banks(BANKS, torch.float16)),
     }
     flops = sum(iteration_flops(*shape) for shape in BANKS)
-    return Case("newton_schulz", "NS, 5 steps, part A's banks", providers, flops=flops, graph=True)
+    return Case("newton_schulz", "NS, 5 steps, the golf banks", providers, flops=flops, graph=True)
 
 
 def square_case(d: int) -> Case:

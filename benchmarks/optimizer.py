@@ -2,7 +2,7 @@
 
     python benchmarks/optimizer.py [--quick] [--only ns muon section] [--out DIR]
 
-Two models: the banks of the published recipe (SYSTEM.md part A), and GPT-2 small as separate Linear weights. Per model:
+Two models: the banks of the published recipe (golf), and GPT-2 small as separate Linear weights. Per model:
 
 - ns: Newton-Schulz alone, each method, as a CUDA graph; the bound is the plain iteration's FLOP at this run's product rate
 - muon: one Muon step on the matrices, fused AdamW on the same matrices for comparison

@@ -2,7 +2,7 @@
 
 # (count, rows, cols) of the matrices, and shapes of everything else.
 MODELS: dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, ...]]]] = {
-    "part A banks": (
+    "golf banks": (
         [(22, 512, 512), (22, 256, 512), (11, 1536, 512), (11, 512, 1536)],
         [(1024, 512), (1536, 128), (512, 128), (1024, 128), (256, 128), *[(512,)] * 58, *[(8,)] * 12],
     ),

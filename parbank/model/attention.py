@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from parbank import ops
 from parbank.model.config import ModelConfig
 
-# On Hopper cuDNN's attention is the fastest of PyTorch's (SYSTEM: 329 TFLOP/s both ways); the rest are for where it is
+# On Hopper cuDNN's attention is the fastest of PyTorch's (329 TFLOP/s both ways on an H200); the rest are for where it is
 # missing (CPU, masks, other shapes).
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,

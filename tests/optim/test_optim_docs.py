@@ -66,7 +66,7 @@ def test_the_model_of_communication(communication: ModuleType) -> None:
     alone = steps["nvlink", 1]
     assert alone.reduce == alone.exposed == 0
     total = sum(count * communication.ns_flops(rows, cols) for count, rows, cols in banks)
-    assert round(total / 1e9) == 314, "SYSTEM.md's FLOP floor"
+    assert round(total / 1e9) == 314, "the FLOP floor of the golf banks"
     for step in steps.values():
         assert step.exposed <= step.gather + 1e-12
         assert step.total == pytest.approx(step.reduce + step.compute + step.exposed + step.apply)
