@@ -1,6 +1,10 @@
 """The command line. Every command is thin: it reads arguments, calls one function, and prints what came back."""
 
+import io
 import json
+import os
+import re
+import shlex
 import sys
 import time
 from datetime import datetime
@@ -33,21 +37,41 @@ def main() -> None:
     """Runs the command line. An error a user can mend ends in one message and exit code 2; a bug keeps its traceback."""
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # a model may write any sign; a terminal that lacks it shows a question mark
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app(args=arguments, prog_name="parbank")
-    except ParbankError as error:
-        if debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
     except KeyboardInterrupt:
         if debug:
             raise
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
-    except BrokenPipeError:  # `parbank recipes golf | head`
-        sys.stderr.close()
-        raise SystemExit(141) from None
+    except Exception as error:
+        if debug or (message := _explain(error)) is None:
+            raise
+        if message:
+            print(message, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _explain(error: Exception) -> str | None:
+    """What to say instead of a traceback; nothing where another rank says it; None for a bug, which keeps its traceback."""
+    rank = os.environ.get("RANK", "0")
+    where = "error: " if rank == "0" else f"error on rank {rank}: "
+    if isinstance(error, ConfigError):
+        return f"{where}{error}" if rank == "0" else ""  # the settings are the same on every rank
+    if isinstance(error, ParbankError):
+        return f"{where}{error}"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
+        remedy = "lower batch.micro_batch_tokens (the result stays the same), or use a smaller model"
+        return f"{where}out of memory on the device; {remedy}. --debug shows where"
+    if isinstance(error, OSError):
+        return f"{where}{error}; check the path, its permissions and the free space. --debug shows where"
+    return None
 
 
 def _show_version(wanted: bool) -> None:
@@ -66,14 +90,17 @@ def _root(
 
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 DataHelp = (
-    "stdlib (the running Python's library), text:PATH (files, folders, globs; .txt .md .py .jsonl, plain or .gz .xz .zst), "
-    "text:train=PATH,val=PATH, shards:DIR, or fineweb."
+    "stdlib (the running Python's library), text:PATH,... (files, folders, globs; .txt .md .py .jsonl, plain or .gz .xz .zst), "
+    "text:train=PATH,...,val=PATH,..., shards:DIR, fineweb or fineweb:N (N training shards). Commas separate paths: reach a path "
+    "that has one by a glob, with ? for the comma."
 )
 
 
 @app.command()
 def train(
-    recipe: Annotated[str | None, typer.Option(help="demo, sprint, golf or nano; `parbank recipes` says more.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="demo (if not given), sprint, golf or nano; `parbank recipes` says more.")
+    ] = None,
     data: Annotated[str | None, typer.Option(help=DataHelp)] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Budget: training clock; setup and scoring are outside it.")
@@ -85,7 +112,10 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Fixes starting weights and data order.")] = None,
     device: DeviceOption = "auto",
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="a.b=v", help="Change one setting; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="a.b=v", help="Change one setting; repeatable. `parbank recipes NAME` prints all of them."
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
 ) -> None:
@@ -137,7 +167,13 @@ def evaluate(
     path: Annotated[
         Path, typer.Argument(metavar="ARTIFACT_OR_CHECKPOINT", help="A .pbk file, a checkpoint, or a run folder.")
     ],
-    data: Annotated[str | None, typer.Option(help="What to score; its validation part is taken. " + DataHelp)] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="What to score: the validation part of " + DataHelp + " text:val=PATH,... scores all of that text. "
+            "Not needed where the model knows what it was trained on."
+        ),
+    ] = None,
     device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -146,18 +182,25 @@ def evaluate(
     from parbank.data.validation import open_validation
     from parbank.eval.score import score_chunked
     from parbank.train.load import load_model
+    from parbank.train.metrics import Display
 
     with runtime.start(device) as place:
+        display = Display(enabled=place.is_main, file=sys.stderr)
         loaded = load_model(path, place.device)
         spec = data or loaded.data
         if spec is None:
             raise ConfigError(f"{path} was trained on text without a public name; say by --data what to score")
-        validation = open_validation(spec, loaded.tokenizer)
+        validation = place.in_turn(lambda: open_validation(spec, loaded.tokenizer, say=display.say))
         began = time.perf_counter()
-        batch = max(loaded.context, 65_536 if place.is_cuda else 4_096)
-        score = score_chunked(
-            loaded.model, validation.tokens, loaded.tokenizer, context=loaded.context, batch_tokens=batch, runtime=place
-        )
+        with display.progress("scoring") as progress:
+            score = score_chunked(
+                loaded.model,
+                validation.tokens,
+                loaded.tokenizer,
+                context=loaded.context,
+                runtime=place,
+                progress=progress,
+            )
         seconds = time.perf_counter() - began
     result = {
         "val_bpb": score.bpb,
@@ -177,7 +220,7 @@ def evaluate(
 
 @app.command()
 def sample(
-    artifact: Annotated[Path, typer.Argument(help="A .pbk file, a checkpoint, or a run folder.")],
+    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .pbk file, a checkpoint, or a run folder.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; empty starts a new document.")] = "",
     tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 samples as the model says.")] = 0.8,
@@ -185,9 +228,13 @@ def sample(
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
     device: DeviceOption = "auto",
 ) -> None:
-    """Let a model write. The text goes to standard output, the speed to standard error."""
+    """Let a model write.
+
+    The text goes to standard output, the speed to standard error. It ends early where the model ends the document. On a
+    terminal, control characters the model writes are shown as signs; piped, the text is exact.
+    """
     from parbank import runtime
-    from parbank.eval.sample import sample_tokens
+    from parbank.eval.sample import continuation, sample_tokens
     from parbank.train.load import load_model
 
     with runtime.start(device) as place:
@@ -206,16 +253,19 @@ def sample(
             )
         )
         seconds = time.perf_counter() - began
-    print(prompt + loaded.tokenizer.decode(written))
+    if not place.is_main:
+        return
+    text = prompt + continuation(loaded.tokenizer, prompt, written)
+    print(_printable(text) if sys.stdout.isatty() else text)
     print(f"[{len(written)} tokens, {len(written) / max(seconds, 1e-9):.0f} tokens/s]", file=sys.stderr)
 
 
 @app.command()
 def pack(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder.")],
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run folder.")],
     max_bytes: Annotated[int, typer.Option(help="Cap on the file.")],
     out: Annotated[
-        Path | None, typer.Option(help="File to write; model.pbk beside the checkpoint's folder if not given.")
+        Path | None, typer.Option(help="File to write; model-BYTES.pbk in the run folder if not given.")
     ] = None,
 ) -> None:
     """Pack a checkpoint into an artifact of at most so many bytes."""
@@ -228,7 +278,7 @@ def pack(
 
 
 @app.command()
-def inspect(artifact: Annotated[Path, typer.Argument(help="A .pbk file.")]) -> None:
+def inspect(artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .pbk file.")]) -> None:
     """Show what an artifact holds: config, sections, and every tensor with its bits and bytes."""
     from parbank.artifact import read_artifact
     from parbank.quant import describe_tensors
@@ -287,7 +337,7 @@ def data_info(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A fold
 
 @data_app.command("fetch")
 def data_fetch(
-    name: Annotated[str, typer.Argument(help="fineweb: the published shards with 1024 tokens.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="fineweb: the published shards with 1024 tokens.")],
     shards: Annotated[int, typer.Option(help="Training shards to fetch, 100 million tokens each.")] = 1,
     out: Annotated[
         Path | None, typer.Option(help="Where to; the cache if not given, where --data fineweb finds it.")
@@ -296,15 +346,23 @@ def data_fetch(
 ) -> None:
     """Fetch a published data set. What is there and whole is not fetched again."""
     from parbank.data.dataset import default_cache
-    from parbank.data.fineweb import REPOSITORY, fetch_fineweb
+    from parbank.data.fineweb import REPOSITORY, fetch_fineweb, fineweb_folder
 
     if name != "fineweb":
         raise ConfigError(f"there is no published data set {name!r} here; there is: fineweb")
-    print(fetch_fineweb(out or default_cache() / "fineweb", shards=shards, source=source or REPOSITORY))
+    usual = fineweb_folder(default_cache())
+    folder = out or usual
+    files = fetch_fineweb(folder, shards=shards, source=source or REPOSITORY)
+    for file in files:
+        print(f"{file.stat().st_size:>13,} bytes  {file.name}")
+    use = "fineweb" if folder == usual else f"shards:{folder}"
+    print(f"{len(files)} files in {folder}; train on them with --data {shlex.quote(use)}")
 
 
 @app.command()
-def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe's whole config.")] = None) -> None:
+def recipes(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this recipe's whole config.")] = None,
+) -> None:
     """List the recipes, or print one with every setting and what it does."""
     from parbank.config import walk
     from parbank.recipes import RECIPES, get_recipe
@@ -364,7 +422,17 @@ def _print_tree(values: dict[str, Any]) -> None:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat.update({f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value})
-    _print_pairs({k: f"{v:,}" if isinstance(v, int) else v for k, v in flat.items()})
+    shown = {int: "{:,}", float: "{:.3f}"}
+    _print_pairs({k: shown.get(type(v), "{}").format(v) for k, v in flat.items()})
+
+
+def _printable(text: str) -> str:
+    """Control characters as the signs Unicode has for them: a model's text must not move the cursor or ring the bell."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: _picture(ord(found[0])), text)
+
+
+def _picture(code: int) -> str:
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:
@@ -385,5 +453,5 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
         }
     )
     print("\n--- sample " + "-" * 60)
-    print(summary["sample"])
+    print(_printable(summary["sample"]))
     print("-" * 71)

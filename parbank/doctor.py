@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from parbank.data.dataset import default_cache
+
 Status = Literal["ok", "note", "bad"]
 
 
@@ -112,6 +114,8 @@ def _compiler() -> Finding:
     )
     if found:
         return Finding("C compiler", "ok", (_ask(found, "--version").splitlines() or [found])[0])
+    if not torch.cuda.is_available():
+        return Finding("C compiler", "note", "none found; on a CPU nothing is compiled")
     return Finding(
         "C compiler", "bad", "none found", "torch.compile needs one: install gcc, or --set train.compile=false"
     )
@@ -119,15 +123,34 @@ def _compiler() -> Finding:
 
 def _memory() -> Finding:
     try:
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
+        available, total = _free_memory()
+    except (ValueError, OSError, KeyError):
         return Finding("Memory", "note", "unknown on this system")
     found = f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free, {os.cpu_count()} cores"
     if torch.cuda.is_available():
         free, whole = torch.cuda.mem_get_info()
         found += f"; GPU {free / 2**30:.1f} of {whole / 2**30:.1f} GiB free"
-    return Finding("Memory", "ok" if available > 2**30 else "note", found)
+    if available < 2**30:
+        return Finding("Memory", "note", found, "PyTorch and the demo recipe take about 1 GiB: end something else")
+    return Finding("Memory", "ok", found)
+
+
+def _free_memory() -> tuple[int, int]:
+    """Bytes that could be had, and all of them. Linux counts what its caches would give back; a container has less."""
+    table = Path("/proc/meminfo")
+    if not table.exists():
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+    lines = (line.split() for line in table.read_text(encoding="ascii").splitlines())
+    kilobytes = {fields[0].rstrip(":"): int(fields[1]) for fields in lines}
+    available, total = 1024 * kilobytes["MemAvailable"], 1024 * kilobytes["MemTotal"]
+    try:
+        limit, used = (
+            int(Path("/sys/fs/cgroup", name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current")
+        )
+    except (OSError, ValueError):  # no limit, or an older kernel
+        return available, total
+    return min(available, max(0, limit - used)), min(total, limit)
 
 
 def _disk() -> Finding:
@@ -141,7 +164,7 @@ def _disk() -> Finding:
 
 
 def _cache() -> Finding:
-    folder = Path(os.environ.get("PARBANK_CACHE", Path.home() / ".cache" / "parbank"))
+    folder = default_cache()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -8,15 +8,19 @@ import os
 import platform
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from parbank.errors import DeviceError
+from parbank.errors import ConfigError, DeviceError
+
+T = TypeVar("T")
+LARGEST_SEED = 2**63 - 1  # what PyTorch's generators take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,24 @@ class Runtime:
     def barrier(self) -> None:
         if self.world > 1:
             self.agree([0.0])
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """The first rank works while the others wait, and then they do: files the first one makes are ready for them.
+
+        Where the first rank fails, it says why, and the others leave without a word.
+        """
+        result, error = None, None
+        if self.is_main:
+            try:
+                result = work()
+            except Exception as failure:
+                error = failure
+        (failed,) = self.agree([float(error is not None)])
+        if error is not None:
+            raise error
+        if failed:
+            raise SystemExit(2)
+        return result if self.is_main else work()  # type: ignore[return-value]
 
     def synchronize(self) -> None:
         """Waits for the device: only for measuring and for saving, never inside the loop."""
@@ -117,7 +139,14 @@ def start(device: str | None = None) -> Iterator[Runtime]:
         dist.destroy_process_group()
 
 
+def check_seed(seed: int) -> None:
+    """Refuses what the generators would refuse later, and less clearly."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ConfigError(f"a seed is a whole number from 0 to {LARGEST_SEED}, got {seed}")
+
+
 def seed_everything(seed: int) -> None:
+    check_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

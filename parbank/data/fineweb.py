@@ -57,11 +57,16 @@ def fetch_fineweb(
     return fetched
 
 
+def fineweb_folder(cache: Path) -> Path:
+    """Where `data fetch fineweb` puts the shards and where the spec `fineweb` looks for them."""
+    return Path(cache) / "fineweb"
+
+
 def ensure_fineweb(count: str, *, cache: Path, say: Say = say_on_stderr, source: str | Path = REPOSITORY) -> Path:
     """The folder of the `fineweb` spec, fetched when it is not there; `fineweb:N` wants at least N training shards."""
     if count and not (count.isdigit() and int(count) >= 1):
         raise DataError(f"fineweb:{count} is not understood; write fineweb, or fineweb:N for N training shards")
-    folder = cache / "fineweb"
+    folder = fineweb_folder(cache)
     have = len(list(folder.glob("*_train_*.bin")))
     complete = any(folder.glob("*.model")) and any(folder.glob("*_val_*.bin")) and not (folder / _HALF_WAY).exists()
     needed = int(count) if count else max(1, have)

@@ -1,14 +1,20 @@
 """The validation text of a data spec, in the tokens of a given model."""
 
+import hashlib
+import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from parbank.data.corpora import Corpus, parse_corpus, read_documents, text_corpus
 from parbank.data.dataset import Dataset, open_dataset, open_shards
-from parbank.data.progress import Say, say_on_stderr
+from parbank.data.progress import Meter, Say, say_on_stderr
 from parbank.data.shards import TokenSet
+from parbank.data.spool import Entry, Spool, split
 from parbank.data.tokenizer import Tokenizer
+from parbank.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -22,24 +28,67 @@ class Validation:
 def open_validation(
     spec: str, tokenizer: Tokenizer, *, cache: Path | None = None, say: Say = say_on_stderr
 ) -> Validation:
-    """Opens a spec like `open_dataset` does. Which documents are validation depends on the text alone, so where the data was
-    prepared with another tokenizer the same text is tokenised again, document by document."""
-    kind, _, folder = spec.partition(":")
-    if kind == "shards" and folder:
-        dataset = open_shards(Path(folder).expanduser(), name=spec)
-    else:
+    """The validation part of any spec, and `text:val=PATH[,PATH...]`: all of the text there.
+
+    Which documents validate depends on the text alone. Text is read and tokenised anew, with the model's own tokenizer,
+    so a text far too short to train a tokenizer on can be scored. Shards made with another tokenizer are decoded first.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind == "shards" and rest:
+        dataset = open_shards(Path(rest).expanduser(), name=spec)
+    elif kind in ("shards", "fineweb"):
         dataset = open_dataset(spec, vocab_size=tokenizer.vocab_size, cache=cache, say=say)
+    elif rest.startswith("val=") and "train=" not in rest:
+        return _read_text(text_corpus(rest.removeprefix("val=").split(",")), tokenizer, say, whole=True)
+    else:
+        return _read_text(parse_corpus(spec), tokenizer, say, whole=False)
     if dataset.tokenizer.fingerprint == tokenizer.fingerprint:
         return Validation(dataset.val, dataset.val_text_sha256)
-    return Validation(TokenSet([_tokenise_again(dataset, tokenizer)]), dataset.val_text_sha256)
+    return _encode(_documents(dataset), dataset.val_bytes, tokenizer, say)
 
 
-def _tokenise_again(dataset: Dataset, tokenizer: Tokenizer) -> np.ndarray:
+def _read_text(corpus: Corpus, tokenizer: Tokenizer, say: Say, *, whole: bool) -> Validation:
+    """The same documents in the same order as preparing takes: equal ones once, in the order of their hashes."""
+    found: dict[bytes, Entry] = {}
+    with tempfile.TemporaryDirectory(prefix="parbank-") as folder, Spool(Path(folder) / "spool") as spool:
+        with Meter("reading", say) as meter:
+            for path in corpus.val or corpus.train:
+                for document in read_documents(corpus, path):
+                    entry = spool.add(document)
+                    found.setdefault(entry.digest, entry)
+                    meter.advance(len(document))
+        spool.seal()
+        entries = list(found.values())
+        chosen = sorted(entries if whole or corpus.val else split(entries, spool)[1])
+        if not chosen:
+            names = ", ".join(map(str, corpus.files[:3]))
+            raise DataError(
+                f"{names}: too short to set validation text aside; score all of it with --data text:val=PATH"
+            )
+        return _encode((spool.read(entry) for entry in chosen), sum(entry.size for entry in chosen), tokenizer, say)
+
+
+def _documents(dataset: Dataset) -> Iterable[bytes]:
     tokens = dataset.val.read(0, len(dataset.val))
-    starts = np.flatnonzero(tokens == dataset.tokenizer.bos_id)
+    for document in np.split(tokens, np.flatnonzero(tokens == dataset.tokenizer.bos_id)):
+        yield dataset.tokenizer.decode_bytes(document)
+
+
+def _encode(documents: Iterable[bytes], size: int, tokenizer: Tokenizer, say: Say) -> Validation:
+    bos = np.array([tokenizer.bos_id], dtype=np.uint16)
     pieces: list[np.ndarray] = []
-    for document in np.split(tokens, starts):
-        text = dataset.tokenizer.decode(document)
-        if text:
-            pieces += [np.array([tokenizer.bos_id], dtype=np.uint16), tokenizer.encode(text)]
-    return np.concatenate(pieces)
+    digest = hashlib.sha256()
+    with Meter("tokenising", say, total=size) as meter:
+        for document in filter(None, documents):
+            try:
+                pieces += [bos, tokenizer.encode(document.decode("utf-8"))]
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"validation document {len(pieces) // 2 + 1} is no UTF-8 once decoded from its shards ({error.reason}), so "
+                    "another tokenizer cannot take it; score these shards with a model of their own tokenizer"
+                ) from None
+            digest.update(document)
+            meter.advance(len(document))
+    if not pieces:
+        raise DataError("there is no validation text: the shards hold nothing but document boundaries")
+    return Validation(TokenSet([np.concatenate(pieces)]), digest.hexdigest())

@@ -11,10 +11,12 @@ from parbank.config import from_dict, to_dict
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ParbankError
 from parbank.model import GPT, ModelConfig
+from parbank.model.gpt import MAX_POSITIONS
 from parbank.quant import unpack_tensors
 
 KIND = "parbank language model"
 TOKENIZER = "tokenizer"
+PUBLIC_DATA = ("stdlib", "fineweb")  # specs that mean something on any machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,41 +28,64 @@ class LoadedModel:
     context: int
     """The window it was trained on, in tokens."""
     data: str | None
-    """The corpus it was trained on, where that has a name anybody can use (stdlib, fineweb)."""
+    """The spec it was trained on. An artifact knows it only where it means something anywhere (stdlib, fineweb)."""
 
 
 def artifact_meta(config: ModelConfig, *, context: int, data: str, recipe: str, seed: int) -> dict[str, Any]:
     """What an artifact says about itself. A path of the machine it was made on is nobody's business and left out."""
-    named = data if ":" not in data else None
-    return {"kind": KIND, "model": to_dict(config), "context": context, "data": named, "recipe": recipe, "seed": seed}
+    about = {"kind": KIND, "model": to_dict(config), "context": context, "recipe": recipe, "seed": seed}
+    return about | {"data": data if data.split(":", maxsplit=1)[0] in PUBLIC_DATA else None}
 
 
 def load_artifact(path: Path, device: torch.device) -> LoadedModel:
+    """Reads, verifies and rebuilds. Whatever does not fit together is an ArtifactError that names the file."""
     artifact = read_artifact(path)
     try:
         return _rebuild(artifact, device)
     except ArtifactError:
         raise
-    except (ParbankError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ArtifactError(f"{path} is a whole artifact, but its model cannot be rebuilt: {reason}") from error
+    except KeyError as error:
+        raise _unusable(artifact, f"{error} is missing") from error
+    except (ParbankError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        lines = str(error).strip().splitlines()
+        raise _unusable(artifact, lines[0] if lines else type(error).__name__) from error
 
 
 def _rebuild(artifact: Artifact, device: torch.device) -> LoadedModel:
     meta = artifact.meta
     if meta.get("kind") != KIND:
-        raise ArtifactError(f"the artifact holds {meta.get('kind')!r}, not a {KIND}")
+        raise ArtifactError(
+            f"{artifact.source} holds {meta.get('kind')!r}, not a {KIND}; give the file of a parbank model"
+        )
     config = from_dict(ModelConfig, meta["model"], path="model")
+    context, data = meta["context"], meta.get("data")
+    if type(context) is not int or not 1 <= context <= MAX_POSITIONS:
+        raise _unusable(artifact, f"its context is {context!r}, not a whole number from 1 to {MAX_POSITIONS}")
+    if not isinstance(data, str | None):
+        raise _unusable(artifact, f"its data is {data!r}, not a name")
     tokenizer = Tokenizer.from_bytes(artifact.sections[TOKENIZER])
+    ours, theirs = (config.vocab_size, config.bos_id), (tokenizer.vocab_size, tokenizer.bos_id)
+    if ours != theirs:
+        raise _unusable(artifact, f"model and tokenizer differ in (vocabulary, BOS): {ours} and {theirs}")
     tensors = unpack_tensors(artifact)
+    if config.layers > len(tensors):  # before a model of a billion layers is built to be compared
+        raise _unusable(artifact, f"its config has {config.layers} layers, its weights are {len(tensors)} tensors")
     with torch.device("meta"):  # the shapes are compared before memory for them is taken
         model = GPT(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if expected != found:
         name = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))[0]
-        raise ArtifactError(f"{name} should be {expected.get(name)} and is {found.get(name)}")
+        here, there = (table.get(name, "absent") for table in (found, expected))
+        raise _unusable(artifact, f"the shape of {name} is {here}, its config makes it {there}")
     model = model.to_empty(device=device)
     model.fill_tables()
     model.load_state_dict(tensors)
-    return LoadedModel(model=model, tokenizer=tokenizer, context=int(meta["context"]), data=meta.get("data"))
+    return LoadedModel(model=model, tokenizer=tokenizer, context=context, data=data)
+
+
+def _unusable(artifact: Artifact, reason: str) -> ArtifactError:
+    return ArtifactError(
+        f"{artifact.source} is whole, but its model cannot be rebuilt: {reason}; it was not written by this parbank: "
+        "pack its checkpoint again"
+    )

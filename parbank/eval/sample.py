@@ -8,9 +8,9 @@ from parbank.config import require
 from parbank.data.tokenizer import Tokenizer
 from parbank.eval.score import autocast
 from parbank.model import GPT
+from parbank.runtime import check_seed
 
 
-@torch.inference_mode()
 def sample_tokens(
     model: GPT,
     tokenizer: Tokenizer,
@@ -28,26 +28,55 @@ def sample_tokens(
     The window of the last `context` tokens is computed anew for every token.
     """
     require(tokens >= 1, f"the number of tokens must be at least 1, got {tokens}")
-    require(temperature >= 0, f"the temperature must not be negative, got {temperature}")
+    require(temperature >= 0, f"the temperature must be 0 or more, got {temperature}")
     require(top_k >= 0, f"top-k must be 0 (keep all) or positive, got {top_k}")
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
+    require(context >= 1, f"a window has at least 1 token, got {context}")
+    check_seed(seed)
     window = [tokenizer.bos_id, *map(int, tokenizer.encode(prompt))]
+    generator = torch.Generator().manual_seed(seed)
+    return _continue(model, window, tokenizer.bos_id, tokens, temperature, top_k, generator, context)
+
+
+def continuation(tokenizer: Tokenizer, prompt: str, tokens: list[int]) -> str:
+    """The text of tokens that follow a prompt. A tokenizer that drops the space before a document must not drop it here."""
+    before = tokenizer.encode(prompt)
+    previous = int(before[-1]) if len(before) else None
+    return tokenizer.decode_bytes(tokens, previous=previous).decode("utf-8", errors="replace")
+
+
+@torch.inference_mode()
+def _continue(
+    model: GPT,
+    window: list[int],
+    end: int,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    generator: torch.Generator,
+    context: int,
+) -> Iterator[int]:
+    device = next(model.parameters()).device
+    training = model.training
     model.eval()
-    for _ in range(tokens):
-        with autocast(device):
-            logits = model(torch.tensor([window[-context:]], device=device))[0, -1].float().cpu()
-        chosen = _choose(logits, temperature, top_k, generator)
-        if chosen == tokenizer.bos_id:
-            return
-        window.append(chosen)
-        yield chosen
+    try:
+        for _ in range(tokens):
+            with autocast(device):
+                logits = model(torch.tensor([window[-context:]], device=device))[0, -1]
+            chosen = _choose(logits.double().cpu(), temperature, top_k, generator)
+            if chosen == end:
+                return
+            window.append(chosen)
+            yield chosen
+    finally:
+        model.train(training)
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
+    if temperature == 0 or top_k == 1:
         return int(logits.argmax())
-    if 0 < top_k < len(logits):
-        lowest_kept = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < lowest_kept, float("-inf"))
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
+    # The largest becomes 0 before the division, so that no temperature, however small, makes infinity of it.
+    scaled = (logits - logits.max()) / temperature
+    if 0 < top_k < len(scaled):
+        kept = logits.topk(top_k).indices
+        scaled = torch.full_like(scaled, float("-inf")).index_copy(0, kept, scaled[kept])
+    return int(torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=generator))

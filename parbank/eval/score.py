@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from parbank.config import require
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import DataError
@@ -15,6 +16,8 @@ from parbank.model import GPT
 from parbank.runtime import Runtime
 
 IGNORED = -100  # targets that pad the last window: PyTorch's ignore_index
+# Logits of one batch, tokens times vocabulary: a quarter of a gigabyte on a GPU; on a CPU what its caches can still hold.
+_LOGITS_CUDA, _LOGITS_CPU = 1 << 26, 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,22 +50,27 @@ def score_chunked(
     tokenizer: Tokenizer,
     *,
     context: int,
-    batch_tokens: int,
     runtime: Runtime,
+    batch_tokens: int | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Score:
     """Cuts the text into windows of `context` tokens and scores each token once, given what precedes it in its window.
 
     The first token (a BOS) is given. A BOS that closes a document is predicted like any token and counts no bytes: the
-    bits that say where a text ends are part of its price.
+    bits that say where a text ends are part of its price. How many windows go through the model together is fixed by the
+    model and the kind of device, because it decides the rounding: a score taken again is the same to the last bit.
     """
+    require(context >= 1, f"a window has at least 1 token, got {context}")
     if len(tokens) < 2:
         raise DataError(f"the validation text has {len(tokens)} tokens; scoring needs at least 2")
     windows = math.ceil((len(tokens) - 1) / context)
     mine = np.arange(runtime.rank, windows, runtime.world)
+    if batch_tokens is None:
+        batch_tokens = (_LOGITS_CUDA if runtime.is_cuda else _LOGITS_CPU) // tokenizer.vocab_size
     rows = max(1, batch_tokens // context)
     total = torch.zeros(1, dtype=torch.float64, device=runtime.device)
     counts = np.zeros(2, dtype=np.int64)
+    training = model.training
     model.eval()
     for first in range(0, len(mine), rows):
         inputs, targets = _gather(tokens, mine[first : first + rows], context)
@@ -72,7 +80,7 @@ def score_chunked(
         with autocast(runtime.device):
             total += model(x, y, reduction="none").double().sum()
         progress(min(1.0, (first + rows) / len(mine)))
-    model.train()
+    model.train(training)
     sums = torch.cat([total.cpu(), torch.from_numpy(counts).double()])
     nats, scored_tokens, scored_bytes = runtime.sum(sums).tolist()
     if scored_bytes == 0:

@@ -2,7 +2,11 @@
 
 import json
 import lzma
+import re
+import shlex
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +15,18 @@ import torch
 
 import parbank
 from parbank.artifact import read_artifact
-from parbank.config import from_dict, override, to_dict
+from parbank.config import from_dict, override, require, to_dict
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.tokenizer import Tokenizer
-from parbank.errors import CheckpointError, ConfigError
+from parbank.errors import CheckpointError, ConfigError, DataError
 from parbank.eval.baselines import compressor_bpb
 from parbank.eval.load import TOKENIZER, artifact_meta
 from parbank.eval.sample import sample_tokens
 from parbank.eval.score import Score, score_chunked
 from parbank.model import GPT
+from parbank.model.gpt import MAX_POSITIONS
 from parbank.quant import Packed, check_fits, expected_bytes, overhead_bytes, pack_tensors, unpack_tensors
-from parbank.runtime import Runtime, versions
+from parbank.runtime import Runtime, check_seed, versions
 from parbank.train.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from parbank.train.config import RunConfig
 from parbank.train.metrics import Display, MetricsWriter, format_seconds, memory_bytes
@@ -45,11 +50,16 @@ def run(
     """Trains, scores and packs. Everything a user keeps is in the folder `out`."""
     began = time.perf_counter()
     display = display or Display(enabled=runtime.is_main)
+    check_seed(config.seed)
+    require(
+        config.batch.sequence_length <= MAX_POSITIONS,
+        f"batch.sequence_length is {config.batch.sequence_length}; a model has {MAX_POSITIONS} positions at most",
+    )
     check_size(config, display)
-    checkpoint = _open_folder(out, resume)
-    dataset = _open_data(config, runtime, display)
-    config = _fit_data(config, dataset)
-    trainer = Trainer(config, runtime, dataset, out)
+    with _open_folder(out, resume, runtime) as checkpoint:
+        dataset = _open_data(config, runtime, display)
+        config = _fit_data(config, dataset)
+        trainer = Trainer(config, runtime, dataset, out)
     try:
         if checkpoint is not None:
             trainer.resume(load_checkpoint(checkpoint), checkpoint)
@@ -60,25 +70,24 @@ def run(
         trainer.warm_up()
         setup_seconds = time.perf_counter() - began
         display.say(f"ready after {setup_seconds:.1f} s of setup; the clock starts now")
+        waited = trainer.batches.wait_seconds  # the warm-up's, which is no part of training
         _train_with_reports(trainer, display)
         saved = trainer.save()
         if trainer.stop_signal:
-            display.say(
-                f"stopped at step {trainer.step}; saved {saved}; go on with: parbank train --resume --out {out}"
-            )
+            again = f"parbank train --resume --out {shlex.quote(str(out))}"
+            display.say(f"stopped at step {trainer.step}; saved {saved}; go on with: {again}")
             return Result(None, trainer.stop_signal)
-        summary = finish(trainer, setup_seconds, display)
-        return Result(summary)
+        waited = trainer.batches.wait_seconds - waited
+        return Result(finish(trainer, setup_seconds, waited, display))
     finally:
         trainer.close()
 
 
-def finish(trainer: Trainer, setup_seconds: float, display: Display) -> dict[str, Any]:
+def finish(trainer: Trainer, setup_seconds: float, wait_seconds: float, display: Display) -> dict[str, Any]:
     """Scores the averaged weights, packs them, and scores what came out of the file: that is the result."""
     config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
     with trainer.averages.applied():
-        display.say("scoring")
-        before = _score(trainer)
+        before = _score(trainer, display, "scoring")
         display.say(f"val bpb {before.bpb:.4f} before packing; packing")
         path = trainer.out / "model.pbk"
         packed = pack_model(trainer.model, config, dataset.tokenizer) if runtime.is_main else None
@@ -87,8 +96,11 @@ def finish(trainer: Trainer, setup_seconds: float, display: Display) -> dict[str
             trainer.model.load_state_dict(unpack_tensors(read_artifact(path)))
         for parameter in trainer.model.parameters():
             runtime.broadcast(parameter.data)
-        after = _score(trainer)
-        summary = _summarise(trainer, before, after, packed, setup_seconds)
+        after = _score(trainer, display, "scoring the packed model")
+        summary = _summarise(trainer, before, after, setup_seconds, wait_seconds)
+        if packed is not None:
+            display.say("writing a sample, and compressing the same text with zlib, xz and zstd")
+            summary |= _packed_summary(trainer, packed)
     if runtime.is_main:
         _write_json(trainer.out / "summary.json", summary)
     return summary
@@ -140,32 +152,55 @@ def load_run_config(out: Path, *assignments: str) -> RunConfig:
     return override(from_dict(RunConfig, values), *assignments)
 
 
-def _open_folder(out: Path, resume: bool) -> Path | None:
-    """The checkpoint to go on from, or None in a folder that no run has used."""
+@contextmanager
+def _open_folder(out: Path, resume: bool, runtime: Runtime) -> Iterator[Path | None]:
+    """The checkpoint to go on from, or None in a folder that no run has used. That it can be written is tried at once, not
+    after the data is prepared; when what follows fails, the folder goes again."""
     if resume:
-        return find_checkpoint(out)
+        yield find_checkpoint(out)
+        return
     if list_checkpoints(out / "checkpoint") or (out / "summary.json").exists():
         raise ConfigError(f"{out} already holds a run; go on with it by --resume, or choose another --out")
+    if not runtime.is_main:
+        yield None
+        return
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    metrics = out / "metrics.jsonl"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "metrics.jsonl").touch()
+        metrics.touch()
     except OSError as error:
         raise ConfigError(f"cannot write to {out}: {error.strerror or error}; choose another --out") from error
-    return None
+    try:
+        yield None
+    except BaseException:
+        with suppress(OSError):  # a folder that somebody else has put something into meanwhile stays
+            if made:
+                metrics.unlink()
+            for folder in made:
+                folder.rmdir()
+        raise
 
 
 def _open_data(config: RunConfig, runtime: Runtime, display: Display) -> Dataset:
-    """Rank 0 prepares what is missing; the others then find it ready."""
-    dataset = None
-    if runtime.is_main:
+    """The first rank prepares what is missing; the others then find it ready. Too little text is refused."""
+
+    def work() -> Dataset:
         dataset = open_dataset(config.data, vocab_size=config.model.vocab_size, say=display.say)
-    runtime.barrier()
-    return dataset or open_dataset(config.data, vocab_size=config.model.vocab_size)
+        dataset.require_length(config.batch.sequence_length)
+        return dataset
+
+    try:
+        return runtime.in_turn(work)
+    except DataError as error:
+        parts = set(re.split("[:,=]", config.data)) - {"", "text", "train", "val", "shards"}
+        if not parts or any(part in str(error) for part in parts):
+            raise
+        raise DataError(f"{config.data}: {error}") from error  # where a tokenizer is trained, no file's name is known
 
 
 def _fit_data(config: RunConfig, dataset: Dataset) -> RunConfig:
-    """Refuses data that the run cannot use. Ready-made shards bring their own vocabulary: the model must have the same."""
-    dataset.require_length(config.batch.sequence_length)
+    """Ready-made shards bring their own vocabulary: the model must have the same."""
     tokenizer = dataset.tokenizer
     if tokenizer.vocab_size != config.model.vocab_size:
         raise ConfigError(
@@ -190,18 +225,16 @@ def _train_with_reports(trainer: Trainer, display: Display) -> None:
     config, first = trainer.config, trainer.step
     writer = MetricsWriter(trainer.out, resume_step=first) if trainer.runtime.is_main else None
     tokens = config.batch.batch_tokens
-    last = {"step": first, "seconds": trainer.clock.seconds(), "wait": 0.0}
-    rate = 0.0
+    last = {"step": first, "seconds": trainer.clock.seconds(), "wait": trainer.batches.wait_seconds}
+    latest: Reading | None = None
 
-    def report(reading: Reading) -> None:
-        nonlocal rate
+    def log(reading: Reading) -> None:
+        """One row, over the steps since the last one."""
         done = reading.step + 1
-        if done % config.train.log_every and done != first + 1:
-            return
         seconds = trainer.clock.seconds()
         rate = (done - last["step"]) * tokens / max(seconds - last["seconds"], 1e-9)
         wait = (trainer.batches.wait_seconds - last["wait"]) / (done - last["step"])
-        last.update(step=done, seconds=seconds, wait=trainer.batches.wait_seconds)
+        last.update(step=done, seconds=seconds, wait=trainer.batches.wait_seconds, rate=rate)
         if writer is not None:
             row = {"step": done, "tokens": done * tokens, "seconds": seconds, "loss": reading.loss}
             row |= {
@@ -211,39 +244,50 @@ def _train_with_reports(trainer: Trainer, display: Display) -> None:
             }
             row |= {"data_wait": wait, "memory": memory_bytes(trainer.runtime.device), "skipped": trainer.skipped}
             writer.write(row)
-        status = f"step {done}  loss {reading.loss:.4f}  {rate:,.0f} tokens/s"
+
+    def report(reading: Reading) -> None:
+        nonlocal latest
+        latest, done = reading, reading.step + 1
+        due = done % config.train.log_every == 0 or done == first + 1
+        if due:
+            log(reading)
         left = format_seconds(trainer.budget.seconds_left(done))
-        display.line(f"{status}  {left} left")
-        display.update(trainer.budget.spent(done), f"{status}  {left} left")
+        status = f"step {done:,}  loss {reading.loss:.4f}  {last['rate']:,.0f} tokens/s  {left} left"
+        display.update(trainer.budget.spent(done), status, line=due)
 
     display.start("training")
     try:
         trainer.train(report)
+        if latest is not None and last["step"] <= latest.step:  # the last step has a row, wherever it falls
+            log(latest)
     finally:
         display.stop()
         if writer is not None:
             writer.close()
+    if latest is not None:
+        seconds = format_seconds(trainer.clock.seconds())
+        display.say(f"trained {trainer.step:,} steps in {seconds}; the last had loss {latest.loss:.4f}")
 
 
-def _score(trainer: Trainer) -> Score:
-    batch = trainer.config.batch
-    return score_chunked(
-        trainer.model,
-        trainer.dataset.val,
-        trainer.dataset.tokenizer,
-        context=batch.sequence_length,
-        batch_tokens=batch.micro_batch_tokens,
-        runtime=trainer.runtime,
-    )
+def _score(trainer: Trainer, display: Display, title: str) -> Score:
+    with display.progress(title) as progress:
+        return score_chunked(
+            trainer.model,
+            trainer.dataset.val,
+            trainer.dataset.tokenizer,
+            context=trainer.config.batch.sequence_length,
+            runtime=trainer.runtime,
+            progress=progress,
+        )
 
 
 def _summarise(
-    trainer: Trainer, before: Score, after: Score, packed: Packed | None, setup_seconds: float
+    trainer: Trainer, before: Score, after: Score, setup_seconds: float, wait_seconds: float
 ) -> dict[str, Any]:
     config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
     seconds = trainer.clock.seconds()
     tokens = trainer.step * config.batch.batch_tokens
-    summary = {
+    return {
         "recipe": config.recipe,
         "val_bpb": after.bpb,
         "val_loss": after.loss,
@@ -258,7 +302,7 @@ def _summarise(
         "tokens_per_second": tokens / max(seconds, 1e-9),
         "train_seconds": seconds,
         "setup_seconds": setup_seconds,
-        "data_wait_seconds": trainer.batches.wait_seconds,
+        "data_wait_seconds": wait_seconds,
         "memory_bytes": memory_bytes(runtime.device),
         "params": sum(p.numel() for p in trainer.model.parameters()),
         "seed": config.seed,
@@ -266,13 +310,16 @@ def _summarise(
         "device": torch.cuda.get_device_name(runtime.device) if runtime.is_cuda else "cpu",
         "versions": versions(),
     }
-    if packed is None:  # not the first rank: nobody reads it
-        return summary
+
+
+def _packed_summary(trainer: Trainer, packed: Packed) -> dict[str, Any]:
+    """The part of the summary that only the first rank knows."""
+    config, dataset = trainer.config, trainer.dataset
     code = code_bytes() if config.budget.count_code else 0
     tokens_out = list(
         sample_tokens(trainer.model, dataset.tokenizer, tokens=SAMPLE_TOKENS, context=config.batch.sequence_length)
     )
-    return summary | {
+    return {
         "artifact_bytes": packed.size,
         "code_bytes": code,
         "matrix_q": packed.matrix_q,
