@@ -71,26 +71,22 @@ def sprint() -> RunConfig:
 
 
 def demo() -> RunConfig:
-    """Three minutes on two CPU cores: the whole line from text to scored artifact, on text every machine has."""
+    """Three minutes on two CPU cores: the whole line from text to scored artifact, on text every machine has.
+
+    On so little arithmetic many small steps beat few large ones: a batch of 4,096 tokens ends at 1.69 bits per byte where
+    one of 1,024 ends at 1.43, after the same 900,000 tokens.
+    """
     return RunConfig(
         recipe="demo",
         data="stdlib",
         model=replace(
-            GOLF_MODEL,
-            layers=4,
-            width=192,
-            heads=4,
-            kv_heads=2,
-            rope_dims=16,
-            value_layers=(3,),
-            xsa_layers=1,
-            value_width=64,
+            GOLF_MODEL, layers=3, width=192, heads=4, kv_heads=2, value_layers=(2,), value_width=64, xsa_layers=1
         ),
         budget=BudgetConfig(minutes=3, max_bytes=2_000_000),
-        batch=BatchConfig(sequence_length=256, batch_tokens=4_096, micro_batch_tokens=4_096),
+        batch=BatchConfig(sequence_length=256, batch_tokens=1024, micro_batch_tokens=1024),
         optim=OptimConfig(momentum=0.95, momentum_start=0.85, momentum_steps=100, warmdown=0.6),
         average=AverageConfig(ema_decay=0.98),
-        train=TrainConfig(warmup_steps=1, log_every=20),
+        train=TrainConfig(warmup_steps=1, log_every=50),
     )
 
 

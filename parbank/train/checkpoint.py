@@ -31,7 +31,7 @@ def save_checkpoint(folder: Path, state: dict[str, Any], *, keep: int) -> Path:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch.save wraps a full disk's OSError in a RuntimeError
         temporary.unlink(missing_ok=True)
         raise CheckpointError(
             f"cannot write the checkpoint {path}: {error}; free some space or choose another --out"
