@@ -178,9 +178,7 @@ def main() -> None:
     parser.add_argument("--link", default=",".join(LINKS), help="comma-separated: " + ", ".join(LINKS))
     parser.add_argument("--out", type=Path, help="also write the rows as JSON into this folder")
     arguments = parser.parse_args()
-    print(
-        f"the published figure: {intensity(768, 3072, 8):,.0f} FLOP per byte (8 matrices of 768 x 3072 on 8 ranks)\n"
-    )
+    print(f"the published figure: {intensity(768, 3072, 8):,.0f} FLOP per byte (8 matrices of 768 x 3072 on 8 ranks)\n")
     rows = []
     for name in [arguments.model] if arguments.model else MODELS:
         banks = merge_shapes(MODELS[name][0])
