@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import shutil
 import sys
 import time
 import warnings
@@ -31,7 +32,10 @@ class MetricsWriter:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside tensorboard's own imports
             from torch.utils.tensorboard import SummaryWriter
-        # Events of an earlier attempt from this step on are void; so they are when a folder is used again from step 0.
+        # Events of an earlier attempt from this step on are void. A new start has none at all: event files of one second
+        # are read in no certain order.
+        if not resume_step:
+            shutil.rmtree(out / "tensorboard", ignore_errors=True)
         self._board = SummaryWriter(str(out / "tensorboard"), purge_step=resume_step + 1)
 
     def write(self, row: dict[str, Any]) -> None:

@@ -64,6 +64,7 @@ def test_a_resumed_run_drops_what_its_checkpoint_never_saw(tmp_path: Path) -> No
     writer.close()
     with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('7\n"text"\n{"loss": 1}\n{"step": "x"}\n{"step": 20, "lo')  # what a kill or an editor may leave
+    time.sleep(1.1)  # TensorBoard reads its files in the order of their names, which hold the second they were made in
     writer = MetricsWriter(tmp_path, resume_step=10)
     assert [r["step"] for r in rows(tmp_path)] == [1, 5, 10]
     for step in (11, 15):
