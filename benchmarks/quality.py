@@ -61,7 +61,8 @@ def rows_of(runs: list[dict[str, Any]], recipe: str) -> list[harness.Row]:
         for run in runs:
             rows.append(harness.Row(name, f"seed {run['seed']}", run[name], unit, bound))
         rows.append(harness.Row(name, "median", statistics.median(run[name] for run in runs), unit, bound))
-    return rows
+    others = runs[0]["compressors_bpb"].items()
+    return rows + [harness.Row(f"{name} on the same text", "median", bpb, "bits/byte") for name, bpb in others]
 
 
 def draw(runs: list[dict[str, Any]], recipe: str, path: Path) -> None:
