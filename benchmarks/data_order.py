@@ -1,0 +1,65 @@
+"""What the order of the data is worth: windows in a random order against the same windows one after the other.
+
+    python benchmarks/data_order.py [--data SPEC] [--tokens N] [--out DIR]
+
+The demo model, the same tokens, the same number of steps, on whatever device there is. A contiguous batch is a stretch of
+one or two documents, so its windows say much the same; a shuffled one holds as many documents as windows.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import harness  # noqa: E402
+
+from parbank.config import override  # noqa: E402
+from parbank.data import batches  # noqa: E402
+from parbank.data.dataset import Dataset, open_dataset  # noqa: E402
+from parbank.eval.score import score_chunked  # noqa: E402
+from parbank.recipes import get_recipe  # noqa: E402
+from parbank.runtime import Runtime, pick_device  # noqa: E402
+from parbank.train.config import RunConfig  # noqa: E402
+from parbank.train.trainer import Trainer  # noqa: E402
+
+SHUFFLED = batches._draw_order
+
+
+def train(config: RunConfig, dataset: Dataset, order: str) -> harness.Row:
+    """One run; only the order in which an epoch's windows are visited differs."""
+    batches._draw_order = SHUFFLED if order == "shuffled" else lambda count, seed, epoch: np.arange(count)
+    place = Runtime(device=pick_device(None))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(config, place, dataset, Path(folder))
+        trainer.train()
+        trainer.close()
+        with trainer.averages.applied():
+            score = score_chunked(
+                trainer.model, dataset.val, dataset.tokenizer, context=config.batch.sequence_length, runtime=place
+            )
+    print(f"{order}: {score.bpb:.4f} bits per byte after {trainer.step} steps", flush=True)
+    tokens = trainer.step * config.batch.batch_tokens
+    return harness.Row(f"demo model, {tokens:,} tokens: val bpb", order, score.bpb, "bits/byte")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="stdlib")
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
+    arguments = parser.parse_args()
+    settings = ["budget.minutes=none", f"budget.tokens={arguments.tokens}"]
+    settings += ["batch.batch_tokens=2048", "batch.micro_batch_tokens=2048"]
+    config = override(get_recipe("demo"), *settings)
+    dataset = open_dataset(arguments.data, vocab_size=config.model.vocab_size)
+    rows = [train(config, dataset, order) for order in ("contiguous", "shuffled")]
+    print("written:", harness.write("data_order", rows, out=arguments.out))
+
+
+if __name__ == "__main__":
+    main()
