@@ -176,7 +176,7 @@ def _launch_config(m: int, n: int, k: int, warps: int, stages: int, *options: st
 configs.register(
     "symmetric",
     sm80=[(ANY, _launch_config(64, 64, 32, 4, 3))],
-    sm90=[  # benchmarks/results/tune_h200_2026-11-15: the sizes where small and large tiles alternate fill whole rounds
+    sm90=[  # benchmarks/results/tune_symmetric_h200_2026-11-15: the sizes where small and large tiles alternate fill whole rounds
         (100, _launch_config(64, 128, 64, 4, 4, "tma", "pdl")),
         (180, _launch_config(64, 128, 64, 4, 3, "tma", "pdl")),
         (300, _launch_config(128, 256, 64, 8, 4, "tma", "pdl")),
