@@ -4,8 +4,8 @@
     trainer.warm_up()        # compiles everything, then undoes itself
     trainer.train()          # until the budget is spent, or somebody asks to stop
 
-The loop never drains the device, and waits only for the step before the one in hand: see telemetry.py for how its numbers come back, budget.py for how the clock stays
-honest nevertheless.
+The loop never drains the device, and waits only for the step before the one in hand: see telemetry.py for how its
+numbers come back, budget.py for how the clock stays honest.
 """
 
 import copy
