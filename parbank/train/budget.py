@@ -1,7 +1,7 @@
 """The training clock, and how much of the budget is spent.
 
 A budget in minutes is a promise: no step is started that would end after the limit. Steps on a GPU are queued, so the
-clock knows how many are still in flight and counts them as if each took as long as the last ones did.
+clock knows how many are still in flight and counts them as if each took as long as the last ones did on the device.
 """
 
 import math
@@ -43,14 +43,14 @@ class Budget:
         self.steps = config.steps if config.tokens is None else math.ceil(config.tokens / batch_tokens)
         self.limit = None if config.minutes is None else 60 * config.minutes
         self._step_seconds: deque[float] = deque(maxlen=9)  # odd, so that the median is a real step's time
-        self._last: float | None = None
 
-    def observe(self) -> None:
-        """To be called once a step, when the device has finished one."""
-        now = self.clock.seconds()
-        if self._last is not None:
-            self._step_seconds.append(now - self._last)
-        self._last = now
+    def observe(self, seconds: float) -> None:
+        """What a finished step took."""
+        self._step_seconds.append(seconds)
+
+    @property
+    def knows_step_time(self) -> bool:
+        return bool(self._step_seconds)
 
     def spent(self, step: int, in_flight: int = 0) -> float:
         """The share of the budget that is spent when step `step` starts, with `in_flight` steps queued before it."""

@@ -1,17 +1,21 @@
 """Numbers from the device without waiting for the device.
 
-Each step's loss, gradient norm and skip count are copied to pinned memory behind the step's own work and read when the
-copy has landed. At most DEPTH steps are in flight: enough that the GPU never idles, few enough that the host's clock
-stays honest. On a CPU everything has happened already, and a step's numbers are read at once.
+Each step's loss, gradient norm and skip count are copied to pinned memory behind the step's own work and read once the copy
+has landed, which is asked and not waited for. The host waits on log steps only, and there for the step before: the device
+has the last one to work on meanwhile. Between two events on the device lies what a step really took, however far the host
+is ahead of it. On a CPU everything has happened already, and a step's numbers are read at once.
 """
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-DEPTH = 2
+# Steps that may be in flight between two log steps. Some hundred launches a step fill the driver's queue of about a
+# thousand long before: this only bounds the memory of a run that logs rarely and replays its steps from graphs.
+SLOTS = 64
 
 
 @dataclass(frozen=True)
@@ -24,46 +28,76 @@ class Reading:
     grad_norm: float
     skipped: int
     skipped_in_a_row: int
+    seconds: float
+    """From the end of the step before (the start of the loop for the first) to the end of this one, on the device's clock."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A moment: on the device where it has a clock of its own, else on the host."""
+
+    event: "torch.cuda.Event | None"
+    host: float
+
+    @staticmethod
+    def now(cuda: bool) -> "_Mark":
+        event = torch.cuda.Event(enable_timing=True) if cuda else None
+        if event is not None:
+            event.record()
+        return _Mark(event, time.perf_counter())
+
+    def reached(self, *, wait: bool) -> bool:
+        """Whether the device has come this far; with `wait`, once it has."""
+        if self.event is not None and not self.event.query():
+            if not wait:
+                return False
+            self.event.synchronize()
+        return True
+
+    def since(self, other: "_Mark") -> float:
+        if self.event is not None and other.event is not None:
+            return other.event.elapsed_time(self.event) / 1e3
+        return self.host - other.host
 
 
 class Telemetry:
-    """A short queue of steps whose numbers are on their way."""
+    """A queue of steps whose numbers are on their way."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._queue: deque[tuple[int, float, Tensor, torch.cuda.Event | None]] = deque()
-        self._pinned = (
-            [torch.empty(4, dtype=torch.float64, pin_memory=True) for _ in range(DEPTH + 1)] if self._cuda else []
-        )
+        self._queue: deque[tuple[int, float, Tensor, _Mark]] = deque()
+        self._pinned = torch.empty(SLOTS, 4, dtype=torch.float64, pin_memory=True) if self._cuda else None
+        self._slot = 0
+        self.restart()
 
     @property
     def in_flight(self) -> int:
         return len(self._queue) if self._cuda else 0
 
+    def restart(self) -> None:
+        """To be called when the loop starts: the first step is timed from here."""
+        assert not self._queue
+        self._last = _Mark.now(self._cuda)
+
     def record(
         self, step: int, lr_share: float, loss: Tensor, grad_norm: Tensor, skipped: Tensor, skipped_in_a_row: Tensor
     ) -> None:
         values = torch.stack([t.detach().double().reshape(()) for t in (loss, grad_norm, skipped, skipped_in_a_row)])
-        if not self._cuda:
-            self._queue.append((step, lr_share, values, None))
-            return
-        slot = self._pinned[step % len(self._pinned)]
-        slot.copy_(values, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._queue.append((step, lr_share, slot, event))
+        if self._pinned is not None:
+            assert len(self._queue) < SLOTS  # `collect` sees to it
+            values = self._pinned[self._slot].copy_(values, non_blocking=True)
+            self._slot = (self._slot + 1) % SLOTS
+        self._queue.append((step, lr_share, values, _Mark.now(self._cuda)))
 
-    def collect(self, *, drain: bool = False) -> list[Reading]:
-        """The steps that have finished; waits while more than DEPTH - 1 are in flight, or for all when draining."""
+    def collect(self, *, wait: bool = False, drain: bool = False) -> list[Reading]:
+        """The steps that have finished. `wait` waits for all but the last one queued, `drain` for that one, too."""
         readings = []
         while self._queue:
-            step, lr_share, values, event = self._queue[0]
-            if event is not None:
-                if drain or len(self._queue) >= DEPTH:
-                    event.synchronize()
-                elif not event.query():
-                    break
+            step, lr_share, values, mark = self._queue[0]
+            if not mark.reached(wait=drain or (wait and len(self._queue) > 1) or len(self._queue) == SLOTS):
+                break
             self._queue.popleft()
             loss, norm, skipped, row = values.tolist()
-            readings.append(Reading(step, lr_share, loss, norm, int(skipped), int(row)))
+            readings.append(Reading(step, lr_share, loss, norm, int(skipped), int(row), mark.since(self._last)))
+            self._last = mark
         return readings

@@ -4,8 +4,8 @@
     trainer.warm_up()        # compiles everything, then undoes itself
     trainer.train()          # until the budget is spent, or somebody asks to stop
 
-The loop never drains the device, and waits only for the step before the one in hand: see telemetry.py for how its
-numbers come back, budget.py for how the clock stays honest.
+The loop never drains the device, and waits for it on log steps only: see telemetry.py for how its numbers come back,
+budget.py for how the clock stays honest.
 """
 
 import copy
@@ -64,6 +64,7 @@ class Trainer:
 
     def train(self, report: Report = lambda reading: None) -> None:
         """Runs until the budget is spent or a signal came. Then everything in flight has landed and the clock stands."""
+        self.telemetry.restart()
         self.clock.start()
         self._last_save = time.monotonic()
         with self._watch_signals():
@@ -73,8 +74,7 @@ class Trainer:
                 self._update_weights(share)
                 self._record(loss, share)
                 self.step += 1
-                self._report(self.telemetry.collect(), report)
-                self.budget.observe()
+                self._report(self.telemetry.collect(wait=self._must_look()), report)
             self._report(self.telemetry.collect(drain=True), report)
             self.runtime.synchronize()
             self.clock.stop()
@@ -104,6 +104,10 @@ class Trainer:
         if save and not over_any and not any(self.runtime.agree([float(not self._is_healthy())])):
             self.save()
         return None if over_any or signalled else spent
+
+    def _must_look(self) -> bool:
+        """Log steps wait for the device, and so does the second step: the clock must have seen one before it lets more go."""
+        return self.step % self.config.train.log_every == 0 or not self.budget.knows_step_time
 
     def _schedule(self, spent: float) -> float:
         """Sets this step's learning rates and momentum; returns the learning rate as a share of its peak."""
@@ -142,6 +146,7 @@ class Trainer:
 
     def _report(self, readings: list[Reading], report: Report) -> None:
         for reading in readings:
+            self.budget.observe(reading.seconds)
             self.skipped += reading.skipped
             self._skipping = reading.skipped_in_a_row > 0
             if reading.skipped_in_a_row >= self.config.train.max_skipped:

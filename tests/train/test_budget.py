@@ -24,8 +24,8 @@ def simulate(limit_seconds: float, step_seconds: list[float], in_flight: int = 0
     while budget.allows(step, in_flight):
         shares.append(budget.spent(step, in_flight))
         time.now += step_seconds[step % len(step_seconds)]
+        budget.observe(step_seconds[step % len(step_seconds)])
         step += 1
-        budget.observe()
     return step, clock.seconds(), shares
 
 
@@ -40,6 +40,33 @@ def test_the_clock_is_a_promise(seconds: list[float]) -> None:
 def test_steps_in_flight_are_counted() -> None:
     _, used, _ = simulate(60, [1.0], in_flight=2)
     assert used == pytest.approx(58)  # two more are still to land
+
+
+@pytest.mark.parametrize("ahead", [1, 5, 60])
+def test_a_host_that_runs_ahead_of_the_device_keeps_the_promise(ahead: int) -> None:
+    """The host queues a step in a hundredth of a second, the device takes a whole one, and up to `ahead` are in flight."""
+    time = FakeTime()
+    clock = Clock(time)
+    budget = Budget(BudgetConfig(minutes=2), 1, clock)
+    clock.start()
+    began, ends = time.now, []
+    queued = seen = 0
+
+    def look() -> int:
+        nonlocal seen
+        for _ in range(sum(end <= time.now for end in ends) - seen):
+            budget.observe(1.0)
+            seen += 1
+        return queued - seen
+
+    while budget.allows(queued, look()):
+        assert budget.spent(queued, look()) <= 1
+        time.now += 0.01
+        ends.append(max(time.now, ends[-1] if ends else 0) + 1)
+        queued += 1
+        while look() > ahead:
+            time.now += 0.01
+    assert 117.5 <= ends[-1] - began <= 120.02
 
 
 def test_the_first_step_always_runs() -> None:

@@ -1,9 +1,12 @@
 """Numbers come back in order, each step's own, whatever the device does meanwhile."""
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 
-from parbank.train.telemetry import DEPTH, Reading, Telemetry
+from parbank.train.telemetry import SLOTS, Reading, Telemetry
 
 
 def record(telemetry: Telemetry, step: int, device: str, scale: float = 1.0) -> list[torch.Tensor]:
@@ -15,7 +18,12 @@ def record(telemetry: Telemetry, step: int, device: str, scale: float = 1.0) -> 
 
 
 def expected(step: int) -> Reading:
-    return Reading(step, step / 100, step + 0.5, step + 0.25, step % 2, step % 3)
+    return Reading(step, step / 100, step + 0.5, step + 0.25, step % 2, step % 3, 0.0)
+
+
+def timeless(readings: list[Reading]) -> list[Reading]:
+    assert all(reading.seconds > 0 for reading in readings)
+    return [replace(reading, seconds=0.0) for reading in readings]
 
 
 def test_on_a_cpu_every_step_is_read_at_once() -> None:
@@ -23,7 +31,7 @@ def test_on_a_cpu_every_step_is_read_at_once() -> None:
     for step in range(5):
         record(telemetry, step, "cpu")
         assert telemetry.in_flight == 0
-        assert telemetry.collect() == [expected(step)]
+        assert timeless(telemetry.collect()) == [expected(step)]
     assert telemetry.collect(drain=True) == []
 
 
@@ -33,7 +41,7 @@ def test_a_reading_is_of_its_moment() -> None:
     for step in range(3):
         for value in record(telemetry, step, "cpu"):
             value.fill_(-1)
-    assert telemetry.collect() == [expected(step) for step in range(3)]
+    assert timeless(telemetry.collect()) == [expected(step) for step in range(3)]
 
 
 def test_non_finite_numbers_come_through() -> None:
@@ -46,18 +54,59 @@ def test_non_finite_numbers_come_through() -> None:
     assert reading.skipped == 1
 
 
+def test_a_step_is_timed_from_the_one_before_and_the_first_from_the_start() -> None:
+    telemetry = Telemetry(torch.device("cpu"))
+    time.sleep(0.2)  # setting up is no part of a step
+    telemetry.restart()
+    for step, seconds in enumerate((0.05, 0.01, 0.03)):
+        time.sleep(seconds)
+        record(telemetry, step, "cpu")
+        (reading,) = telemetry.collect()
+        assert seconds <= reading.seconds < seconds + 0.1
+
+
+def busy(work: torch.Tensor, products: int = 1) -> torch.Tensor:
+    for _ in range(products):
+        work = (work @ work).clamp(-1, 1)
+    return work
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_few_steps_are_in_flight_and_none_is_overwritten() -> None:
+def test_on_a_gpu_nothing_waits_but_for_a_log_step_and_no_number_is_overwritten() -> None:
     telemetry = Telemetry(torch.device("cuda"))
     readings: list[Reading] = []
-    work = torch.randn(4096, 4096, device="cuda")
-    for step in range(40):
-        work = (work @ work).clamp(-1, 1)  # something to be behind
+    work = busy(torch.randn(4096, 4096, device="cuda"))
+    torch.cuda.synchronize()
+    telemetry.restart()
+    for step in range(3 * SLOTS):
+        work = busy(work)  # something to be behind
         for value in record(telemetry, step, "cuda"):
             value.fill_(-1)
-        assert telemetry.in_flight <= DEPTH
-        readings += telemetry.collect()
-        assert telemetry.in_flight < DEPTH
+        log = step % 20 == 19
+        readings += telemetry.collect(wait=log)
+        assert telemetry.in_flight < SLOTS
+        assert not log or telemetry.in_flight <= 1
     readings += telemetry.collect(drain=True)
-    assert readings == [expected(step) for step in range(40)]
+    assert timeless(readings) == [expected(step) for step in range(3 * SLOTS)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_step_in_flight_is_not_waited_for() -> None:
+    telemetry = Telemetry(torch.device("cuda"))
+    work = busy(torch.randn(8192, 8192, device="cuda"))
+    values = record(telemetry, 0, "cuda")
+    telemetry.collect(drain=True)
+    busy(work, 50)  # about a tenth of a second
+    telemetry.record(1, 0.01, *values)
+    torch.cuda.set_sync_debug_mode(
+        "error"
+    )  # an implicit wait is an error; an event's own wait is seen by what it returns
+    try:
+        assert telemetry.collect() == []
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert telemetry.in_flight == 1
+    (reading,) = telemetry.collect(drain=True)
+    assert reading.seconds > 0.01
