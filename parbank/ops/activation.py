@@ -21,7 +21,7 @@ configs.register("leaky_relu_squared_backward", sm80=[(ANY, Launch({"BLOCK": 204
 
 
 @triton.jit
-def _forward_kernel(x, y, count, slope, BLOCK: tl.constexpr):
+def _leaky_forward_kernel(x, y, count, slope, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + index, mask=index < count, other=0.0).to(tl.float32)
     value = tl.where(value > 0, value, value * slope)
@@ -29,7 +29,7 @@ def _forward_kernel(x, y, count, slope, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward_kernel(dy, x, dx, count, slope, BLOCK: tl.constexpr):
+def _leaky_backward_kernel(dy, x, dx, count, slope, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + index, mask=index < count, other=0.0).to(tl.float32)
     grad = tl.load(dy + index, mask=index < count, other=0.0).to(tl.float32)
@@ -44,7 +44,7 @@ def _leaky_relu_squared(x: Tensor, slope: float) -> Tensor:
         launch = configs.choose("leaky_relu_squared", x.numel(), x.device)
         with on_device(x.device):
             grid = (triton.cdiv(x.numel(), launch.blocks["BLOCK"]),)
-            _forward_kernel[grid](x.contiguous(), y, x.numel(), slope, **launch.kwargs())
+            _leaky_forward_kernel[grid](x.contiguous(), y, x.numel(), slope, **launch.kwargs())
     return y
 
 
@@ -57,7 +57,7 @@ def _leaky_relu_squared_backward(dy: Tensor, x: Tensor, slope: float) -> Tensor:
         launch = configs.choose("leaky_relu_squared_backward", x.numel(), x.device)
         with on_device(x.device):
             grid = (triton.cdiv(x.numel(), launch.blocks["BLOCK"]),)
-            _backward_kernel[grid](dy.contiguous(), x.contiguous(), dx, x.numel(), slope, **launch.kwargs())
+            _leaky_backward_kernel[grid](dy.contiguous(), x.contiguous(), dx, x.numel(), slope, **launch.kwargs())
     return dx
 
 

@@ -56,7 +56,7 @@ configs.register(
 
 
 @triton.jit
-def _in_place_kernel(
+def _linear_loss_kernel(
     logits, targets, losses, share, rows, cap, ignore,
     VOCAB: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -110,7 +110,7 @@ def _lose_in_place(
     rows, vocab = logits.shape
     launch = configs.choose("softcap_loss_and_gradient", vocab, logits.device)
     with on_device(logits.device):
-        _in_place_kernel[(triton.cdiv(rows, launch.blocks["BLOCK_ROWS"]),)](
+        _linear_loss_kernel[(triton.cdiv(rows, launch.blocks["BLOCK_ROWS"]),)](
             logits, targets, losses, share, rows, cap, ignore_index,
             VOCAB=vocab, CAPPED=cap > 0, BOUNDED=cap <= BOUNDED_CAP, **launch.kwargs(),
         )  # fmt: skip

@@ -121,7 +121,7 @@ def _loss(start, live, target, log2_sum, cap, ignore, VOCAB: tl.constexpr, CAPPE
 
 
 @triton.jit
-def _forward_kernel(
+def _loss_forward_kernel(
     logits, targets, losses, sums, rows, stride, cap, ignore,
     VOCAB: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -147,7 +147,7 @@ def _gradient(z, log2_sum, col, target, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _backward_kernel(
+def _loss_backward_kernel(
     grad, logits, targets, sums, out, rows, stride_grad, stride, stride_out, cap, ignore,
     VOCAB: tl.constexpr, CAPPED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +171,7 @@ def launch_losses(logits: Tensor, targets: Tensor, losses: Tensor, sums: Tensor,
     rows, vocab = logits.shape
     launch = configs.choose("softcap_cross_entropy", vocab, logits.device)
     with on_device(logits.device):
-        _forward_kernel[(triton.cdiv(rows, launch.blocks["BLOCK_ROWS"]),)](
+        _loss_forward_kernel[(triton.cdiv(rows, launch.blocks["BLOCK_ROWS"]),)](
             logits, targets, losses, sums, rows, logits.stride(0), cap, ignore_index,
             VOCAB=vocab, CAPPED=cap > 0, BOUNDED=cap <= BOUNDED_CAP, **launch.kwargs(),
         )  # fmt: skip
@@ -185,7 +185,7 @@ def launch_gradient(
     launch = configs.choose("softcap_cross_entropy_backward", vocab, logits.device)
     programs = triton.cdiv(rows, launch.blocks["BLOCK_ROWS"]) * triton.cdiv(vocab, launch.blocks["BLOCK"])
     with on_device(logits.device):
-        _backward_kernel[(programs,)](
+        _loss_backward_kernel[(programs,)](
             grad, logits, targets, sums, out, rows, grad.stride(0), logits.stride(0), out.stride(0), cap, ignore_index,
             VOCAB=vocab, CAPPED=cap > 0, **launch.kwargs(),
         )  # fmt: skip

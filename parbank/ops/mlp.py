@@ -131,7 +131,7 @@ def _derive(
 
 
 @triton.jit
-def _product_kernel(
+def _mlp_product_kernel(
     left, right, a, out, signs, rows, cols, depth, stride_l, stride_n, stride_k, slope,
     K_MAJOR: tl.constexpr, BACKWARD: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -198,7 +198,7 @@ def _product(left: Tensor, right: Tensor, a: Tensor | None, out: Tensor, signs: 
             _describe(out, [m, part]),
         ]
     with on_device(left.device):
-        _product_kernel[(persistent_programs(left.device, per_sm, tiles) if per_sm else tiles,)](
+        _mlp_product_kernel[(persistent_programs(left.device, per_sm, tiles) if per_sm else tiles,)](
             *operands, signs, rows, cols, depth, left.stride(0), right.stride(0), right.stride(1), slope,
             K_MAJOR=k_major, BACKWARD=a is not None, EVEN=even,
             **launch.kwargs(),

@@ -85,7 +85,7 @@ configs.register(
 
 
 @triton.jit
-def _forward_kernel(
+def _norm_forward_kernel(
     x, weight, y, inverse, rows, stride_x, scale, eps,
     WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -104,7 +104,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _norm_backward_kernel(
     dy, x, weight, inverse, dx, partial, rows, stride_dy, stride_x, scale,
     WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -134,7 +134,7 @@ def _backward_kernel(
 
 
 @triton.jit
-def _mix_forward_kernel(
+def _norm_mix_forward_kernel(
     x, x0, a, b, m, y, inverse, rows, stride_x, stride_x0, scale, eps,
     WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +158,7 @@ def _mix_forward_kernel(
 
 
 @triton.jit
-def _mix_backward_kernel(
+def _norm_mix_backward_kernel(
     dm, dy, x, x0, a, b, inverse, dx, dx0, partial_a, partial_b, rows, stride_dm, stride_dy, stride_x, stride_x0, scale,
     WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PER_SM: tl.constexpr, STAGES: tl.constexpr,
@@ -212,7 +212,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, scale: float, eps: float) -> tup
         rows, width = flat.shape
         launch, programs = _launch("rms_norm", width, rows, x.device, persistent=False)
         with on_device(x.device):
-            _forward_kernel[(programs,)](
+            _norm_forward_kernel[(programs,)](
                 flat, as_vector(weight), y, inverse, rows, flat.stride(0), scale, eps,
                 WIDTH=width, WEIGHTED=weight is not None, **launch.kwargs(),
             )  # fmt: skip
@@ -237,7 +237,7 @@ def _rms_norm_backward(
     launch, programs = _launch("rms_norm_backward", width, rows, x.device, persistent=weighted)
     partial = torch.empty((programs, width) if weighted else 0, dtype=torch.float32, device=x.device)
     with on_device(x.device):
-        _backward_kernel[(programs,)](
+        _norm_backward_kernel[(programs,)](
             grad, flat, as_vector(weight), inverse, dx, partial, rows, grad.stride(0), flat.stride(0), scale,
             WIDTH=width, WEIGHTED=weighted, **launch.kwargs(),
         )  # fmt: skip
@@ -260,7 +260,7 @@ def _mix_rms_norm(
         rows, width = flat.shape
         launch, programs = _launch("mix_rms_norm", width, rows, x.device, persistent=False)
         with on_device(x.device):
-            _mix_forward_kernel[(programs,)](
+            _norm_mix_forward_kernel[(programs,)](
                 flat, flat0, as_vector(a), as_vector(b), m, y, inverse, rows, flat.stride(0), flat0.stride(0), scale, eps,
                 WIDTH=width, **launch.kwargs(),
             )  # fmt: skip
@@ -287,7 +287,7 @@ def _mix_rms_norm_backward(
     launch, programs = _launch("mix_rms_norm_backward", width, rows, x.device, persistent=True)
     partial = torch.empty((2, programs, width), dtype=torch.float32, device=x.device)
     with on_device(x.device):
-        _mix_backward_kernel[(programs,)](
+        _norm_mix_backward_kernel[(programs,)](
             straight, grad, flat, flat0, as_vector(a), as_vector(b), inverse, dx, dx0, partial[0], partial[1],
             rows, straight.stride(0), grad.stride(0), flat.stride(0), flat0.stride(0), scale,
             WIDTH=width, **launch.kwargs(),

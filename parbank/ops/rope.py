@@ -75,7 +75,7 @@ def _partner(col, HALF: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(
+def _rope_forward_kernel(
     x, gain, cos, sin, y, tokens, time, stride_b, stride_t, stride_h, eps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_GAIN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
@@ -103,7 +103,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _rope_backward_kernel(
     dy, x, gain, cos, sin, dx, partial, tokens, time,
     dy_b, dy_t, dy_h, x_b, x_t, x_h, eps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_GAIN: tl.constexpr,
@@ -171,7 +171,7 @@ def _rotate_one(x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: f
     launch = configs.choose("qk_norm_rope", next_power_of_2(x.shape[2]) * next_power_of_2(x.shape[3]), x.device)
     tile = _tile(launch, x, cos.shape[-1])
     with on_device(x.device):
-        _forward_kernel[(triton.cdiv(batch * time, tile["BLOCK_T"]),)](
+        _rope_forward_kernel[(triton.cdiv(batch * time, tile["BLOCK_T"]),)](
             x, as_vector(gain), cos, sin, y, batch * time, time, *x.stride()[:3], eps,
             HAS_GAIN=gain is not None, **tile, num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
@@ -195,7 +195,7 @@ def _rotate_one_back(
     lines = tile["BLOCK_T"] * tile["BLOCK_H"]
     partial = torch.empty((programs, lines) if heads else 0, dtype=torch.float32, device=x.device)
     with on_device(x.device):
-        _backward_kernel[(programs,)](
+        _rope_backward_kernel[(programs,)](
             dy, x, as_vector(gain), cos, sin, dx, partial, batch * time, time, *dy.stride()[:3], *x.stride()[:3], eps,
             HAS_GAIN=gain is not None, **tile,
             num_warps=launch.num_warps, num_stages=launch.num_stages,

@@ -106,7 +106,7 @@ def _finish(
 
 
 @triton.jit
-def _product_kernel(
+def _symmetric_product_kernel(
     a, b, c, out, alpha, beta, m, n, depth, tiles,
     a_b, a_r, a_k, b_b, b_r, b_k, c_b, c_r, c_c,
     A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, HAS_C: tl.constexpr, SYMMETRIC: tl.constexpr,
@@ -231,7 +231,7 @@ def _product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, 
         )
     strides = c.stride() if c is not None else (0, 0, 0)
     with on_device(a.device):
-        _product_kernel[(tiles * batch,)](
+        _symmetric_product_kernel[(tiles * batch,)](
             *sources[:2], c, sources[2], float(alpha), float(beta), m, n, depth, tiles,
             *a.stride(), *b.stride(), *strides,
             A_K_MAJOR=a_k_major, B_K_MAJOR=b_k_major, HAS_C=c is not None, SYMMETRIC=symmetric,

@@ -105,7 +105,7 @@ def _is_taken(row, active, control):
 
 
 @triton.jit
-def _momentum_kernel(table, owner, hyper, active, control, squares, WIDTH: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip  # noqa: E501
+def _muon_momentum_kernel(table, owner, hyper, active, control, squares, WIDTH: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip  # noqa: E501
     """buffer <- momentum * buffer + factor * grad; squares[slot, tile] <- the update's sum of squares."""
     row = table + tl.load(owner + tl.program_id(0)) * 9
     block, inner, per_block, r, c, rows, cols = _find_tile(row, BLOCK, ALIGNED)
@@ -126,7 +126,7 @@ def _momentum_kernel(table, owner, hyper, active, control, squares, WIDTH: tl.co
 
 
 @triton.jit
-def _inverse_norm_kernel(squares, inverse, per_block, EPS: tl.constexpr, BLOCK: tl.constexpr):
+def _muon_inverse_norm_kernel(squares, inverse, per_block, EPS: tl.constexpr, BLOCK: tl.constexpr):
     """inverse[slot] <- 1 / (sqrt(sum of squares[slot]) + EPS), in a fixed order."""
     slot = tl.program_id(0)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -137,7 +137,7 @@ def _inverse_norm_kernel(squares, inverse, per_block, EPS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _normalize_kernel(table, owner, hyper, active, control, inverse, out, WIDTH: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip  # noqa: E501
+def _muon_normalize_kernel(table, owner, hyper, active, control, inverse, out, WIDTH: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip  # noqa: E501
     """out[slot] <- the update, formed again from gradient and momentum, over its norm."""
     row = table + tl.load(owner + tl.program_id(0)) * 9
     block, _inner, _per_block, r, c, rows, cols = _find_tile(row, BLOCK, ALIGNED)
@@ -160,7 +160,7 @@ def _normalize_kernel(table, owner, hyper, active, control, inverse, out, WIDTH:
 
 
 @triton.jit
-def _apply_kernel(table, owner, hyper, active, control, scales, updates, WIDTH: tl.constexpr, LR: tl.constexpr, DECAY: tl.constexpr, CAUTIOUS: tl.constexpr, LOW_BITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip  # noqa: E501
+def _muon_apply_kernel(table, owner, hyper, active, control, scales, updates, WIDTH: tl.constexpr, LR: tl.constexpr, DECAY: tl.constexpr, CAUTIOUS: tl.constexpr, LOW_BITS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip  # noqa: E501
     """weight <- weight (1 - lr decay) - lr scale update; a bfloat16 weight with its low bits (see `master`)."""
     row = table + tl.load(owner + tl.program_id(0)) * 9
     block, _inner, _per_block, r, c, rows, cols = _find_tile(row, BLOCK, ALIGNED)
@@ -228,9 +228,9 @@ def prepare(
         "WIDTH": WIDTH, "MOMENTUM": MOMENTUM, "NESTEROV": batch.options.nesterov, "BLOCK": TILE, "ALIGNED": aligned,
         "GRAD": tl.bfloat16 if grads[0].dtype == torch.bfloat16 else tl.float32,
     }  # fmt: skip
-    _momentum_kernel[(owner.numel(),)](*shared, squares, **options)
-    _inverse_norm_kernel[(local,)](squares, inverse, per_block, EPS=NORM_EPS, BLOCK=256)
-    _normalize_kernel[(owner.numel(),)](*shared, inverse, X, **options)
+    _muon_momentum_kernel[(owner.numel(),)](*shared, squares, **options)
+    _muon_inverse_norm_kernel[(local,)](squares, inverse, per_block, EPS=NORM_EPS, BLOCK=256)
+    _muon_normalize_kernel[(owner.numel(),)](*shared, inverse, X, **options)
     return X
 
 
@@ -246,7 +246,7 @@ def apply(
     """As `update.apply`."""
     entries = [(member, member.first, member.count) for member in batch.members]
     table, owner, aligned = tables.get((id(batch), "apply"), entries, params, low_bits)
-    _apply_kernel[(owner.numel(),)](
+    _muon_apply_kernel[(owner.numel(),)](
         table, owner, control.hyper, control.active, control.values, scales, updates,
         WIDTH=WIDTH, LR=LR, DECAY=DECAY, CAUTIOUS=batch.options.cautious, LOW_BITS=low_bits[0] is not None,
         BLOCK=TILE, ALIGNED=aligned,

@@ -55,8 +55,8 @@ def test_every_config_compiles_without_spills():
     jobs = []
     for arch, capability in configs.ARCHITECTURES.items():
         for op, kernel in (
-            ("leaky_relu_squared", "_forward_kernel"),
-            ("leaky_relu_squared_backward", "_backward_kernel"),
+            ("leaky_relu_squared", "_leaky_forward_kernel"),
+            ("leaky_relu_squared_backward", "_leaky_backward_kernel"),
         ):
             for _, launch in configs.tables()[op][arch]:
                 signature = dict.fromkeys(("x", "y", "dy", "dx"), "*bf16") | {"count": "i64", "slope": "fp32"}

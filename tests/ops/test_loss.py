@@ -228,7 +228,7 @@ def test_every_config_compiles_without_spills():
         "cap": "fp32",
         "ignore": "i32",
     }
-    kernels = ("loss:_forward_kernel", "loss:_backward_kernel", "linear_loss:_in_place_kernel")
+    kernels = ("loss:_loss_forward_kernel", "loss:_loss_backward_kernel", "linear_loss:_linear_loss_kernel")
     jobs = []
     for arch, capability in configs.ARCHITECTURES.items():
         for table, kernel in zip(KERNELS, kernels, strict=True):

@@ -158,7 +158,7 @@ def job(arch: str, table: str, launch: configs.Launch, *, k_major: bool, even: b
     signature |= dict.fromkeys(("rows", "cols", "depth", "stride_l", "stride_n" if k_major else "stride_k"), "i32")
     signature |= {"signs": "*u8", "slope": "fp32"}
     return Job(
-        "parbank.ops.mlp:_product_kernel",
+        "parbank.ops.mlp:_mlp_product_kernel",
         signature,
         constexprs,
         configs.ARCHITECTURES[arch],

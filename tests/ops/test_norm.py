@@ -112,10 +112,10 @@ def norm_jobs(arch: str) -> list[Job]:
     numbers = {"rows": "i32", "scale": "fp32", "eps": "fp32"}
     numbers |= {f"stride_{name}": "i32" for name in ("x", "x0", "dy", "dm")}
     kernels = {
-        "rms_norm": "_forward_kernel",
-        "rms_norm_backward": "_backward_kernel",
-        "mix_rms_norm": "_mix_forward_kernel",
-        "mix_rms_norm_backward": "_mix_backward_kernel",
+        "rms_norm": "_norm_forward_kernel",
+        "rms_norm_backward": "_norm_backward_kernel",
+        "mix_rms_norm": "_norm_mix_forward_kernel",
+        "mix_rms_norm_backward": "_norm_mix_backward_kernel",
     }
     jobs = []
     for op, kernel in kernels.items():

@@ -124,7 +124,10 @@ def test_every_config_compiles_without_spills():
     signature |= dict.fromkeys(("tokens", "time", *strides), "i32")
     jobs = []
     for arch, capability in configs.ARCHITECTURES.items():
-        for op, kernel in (("qk_norm_rope", "_forward_kernel"), ("qk_norm_rope_backward", "_backward_kernel")):
+        for op, kernel in (
+            ("qk_norm_rope", "_rope_forward_kernel"),
+            ("qk_norm_rope_backward", "_rope_backward_kernel"),
+        ):
             for _, launch in configs.tables()[op][arch]:
                 for heads, width, half in ((8, 64, 8), (32, 128, 64)):
                     constexprs = {"HEADS": heads, "WIDTH": width, "HALF": half, "HAS_GAIN": True, "VECTOR": 8}

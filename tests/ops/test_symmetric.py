@@ -282,7 +282,7 @@ def job(op: str, launch: configs.Launch, arch: str, *, easy: bool) -> Job:
         [] if plain and not easy else [n for n, t in signature.items() if t[0] == "*" or (t == "i32" and n != "tiles")]
     )
     return Job(
-        kernel="parbank.ops.symmetric:_product_kernel",
+        kernel="parbank.ops.symmetric:_symmetric_product_kernel",
         signature=signature,
         constexprs=constexprs,
         capability=configs.ARCHITECTURES[arch],

@@ -85,10 +85,10 @@ def test_compile_for_real_architectures() -> None:
         for aligned in (True, False):
             before = {"WIDTH": 4, "MOMENTUM": 1, "NESTEROV": True, "GRAD": tl.float32, "BLOCK": k.TILE, "ALIGNED": aligned}
             after = {"WIDTH": 4, "LR": 0, "DECAY": 2, "CAUTIOUS": True, "LOW_BITS": aligned, "BLOCK": k.TILE, "ALIGNED": aligned}
-            build(k._momentum_kernel, {**base, "squares": "*fp32"}, before)
-            build(k._normalize_kernel, {**base, "inverse": "*fp32", "out": "*fp16"}, before)
-            build(k._apply_kernel, {**base, "scales": "*fp32", "updates": "*fp16"}, after)
-        build(k._inverse_norm_kernel, {"squares": "*fp32", "inverse": "*fp32", "per_block": "i32"}, {"EPS": 1e-20, "BLOCK": 256})
+            build(k._muon_momentum_kernel, {**base, "squares": "*fp32"}, before)
+            build(k._muon_normalize_kernel, {**base, "inverse": "*fp32", "out": "*fp16"}, before)
+            build(k._muon_apply_kernel, {**base, "scales": "*fp32", "updates": "*fp16"}, after)
+        build(k._muon_inverse_norm_kernel, {"squares": "*fp32", "inverse": "*fp32", "per_block": "i32"}, {"EPS": 1e-20, "BLOCK": 256})
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
