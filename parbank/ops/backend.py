@@ -28,10 +28,8 @@ from parbank.errors import ConfigError, DeviceError, ParbankError
 
 BACKENDS = ("auto", "triton", "reference")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MIN_CAPABILITY = (
-    8,
-    0,
-)  # the kernels are built and tested for 8.0, 9.0 and 10.0; before 8.0 there is no bfloat16 product
+# The kernels are built and tested for 8.0, 9.0 and 10.0; before 8.0 there is no bfloat16 product.
+MIN_CAPABILITY = (8, 0)
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"

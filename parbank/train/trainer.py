@@ -49,7 +49,11 @@ class Trainer:
         self.model = GPT(config.model).to(runtime.device)
         compiled = config.train.compile and runtime.is_cuda
         self.forward: Callable[..., Tensor] = torch.compile(self.model, dynamic=False) if compiled else self.model
-        self.optimizer = ParallelMuon(parameter_groups(self.model, config.optim), max_norm=config.optim.clip or None)
+        self.optimizer = ParallelMuon(
+            parameter_groups(self.model, config.optim),
+            max_norm=config.optim.clip or None,
+            cuda_graph=config.train.cuda_graph and runtime.is_cuda and runtime.world == 1,
+        )
         self.averages = Averages(dict(self.model.named_parameters()), config.average)
         self.stream = self._make_stream()
         self.batches = Prefetcher(self.stream, device=runtime.device, depth=config.batch.prefetch)

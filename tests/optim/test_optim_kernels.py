@@ -88,7 +88,8 @@ def test_compile_for_real_architectures() -> None:
             build(k._muon_momentum_kernel, {**base, "squares": "*fp32"}, before)
             build(k._muon_normalize_kernel, {**base, "inverse": "*fp32", "out": "*fp16"}, before)
             build(k._muon_apply_kernel, {**base, "scales": "*fp32", "updates": "*fp16"}, after)
-        build(k._muon_inverse_norm_kernel, {"squares": "*fp32", "inverse": "*fp32", "per_block": "i32"}, {"EPS": 1e-20, "BLOCK": 256})
+        norms = {"squares": "*fp32", "inverse": "*fp32", "per_block": "i32"}
+        build(k._muon_inverse_norm_kernel, norms, {"EPS": 1e-20, "BLOCK": 256})
     """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
