@@ -27,7 +27,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from waterfall import Waterfall, draw, profile
 
 from parbank.config import override
-from parbank.eval.score import autocast
 from parbank.model import GPT, ModelConfig
 from parbank.ops.backend import use_backend
 from parbank.optim.averaging import Averages
@@ -35,6 +34,7 @@ from parbank.optim.parallel_muon import ParallelMuon
 from parbank.recipes import get_recipe
 from parbank.train.config import RunConfig
 from parbank.train.groups import parameter_groups
+from parbank.train.passes import Passes
 
 # The published recipe's own figures on one H200, random data: forward + backward at 98,304 tokens, optimizer section.
 REFERENCE_MICRO, REFERENCE_SECTION = 69.6, 8.9
@@ -107,9 +107,11 @@ class Step:
             for parameter in self.model.parameters():
                 if not parameter.any():
                     parameter.normal_(std=0.02)
-        self.forward = torch.compile(self.model, dynamic=False)
+        forward = torch.compile(self.model, dynamic=False)
+        graph = config.train.cuda_graph
+        self.passes = {count: Passes(forward, self.model, DEVICE, count, graph=graph) for count in (1, 8)}
         self.optimizer = ParallelMuon(
-            parameter_groups(self.model, config.optim), max_norm=config.optim.clip, cuda_graph=config.train.cuda_graph
+            parameter_groups(self.model, config.optim), max_norm=config.optim.clip, cuda_graph=graph
         )
         self.averages = Averages(dict(self.model.named_parameters()), config.average)
         rows = config.batch.micro_batch_tokens // config.batch.sequence_length
@@ -117,14 +119,13 @@ class Step:
         self.batch = torch.randint(0, config.model.vocab_size, shape, device=DEVICE)
 
     def accumulate(self, passes: int = 1) -> None:
+        self.passes[passes].start()
         for _ in range(passes):
-            with autocast(DEVICE):
-                loss = self.forward(self.batch[:, :-1], self.batch[:, 1:]) / passes
-            loss.backward()
+            self.passes[passes].add(self.batch)
 
     def update(self) -> None:
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)
         self.averages.update(1.0)
 
     def whole(self, passes: int) -> None:
@@ -165,7 +166,7 @@ def measure_variant(
     torch.cuda.synchronize()
     note("compile and first steps", time.perf_counter() - began, "s")
     torch.cuda.reset_peak_memory_stats()
-    micro, host = measure_queued(lambda: (step.accumulate(), step.optimizer.zero_grad()), repeats)
+    micro, host = measure_queued(lambda: (step.accumulate(), step.optimizer.zero_grad(set_to_none=False)), repeats)
     note(f"forward + backward, {tokens:,} tokens", micro, bound=floor)
     note(f"forward + backward, {tokens:,} tokens: host", host)
     step.accumulate()

@@ -14,14 +14,14 @@ CLASSES: list[tuple[str, tuple[str, ...]]] = [
     ("optimizer", ("_muon_", "_symmetric_product", "multi_tensor", "foreach", "fused_adam", "_xxt", "lerp")),
     ("loss", ("_loss_", "cross_entropy", "nll", "log_softmax", "logsumexp", "tanh")),
     ("norm", ("_norm_", "rms_norm", "rsqrt", "_rope_", "native_layer_norm")),
-    ("attention", ("fmha", "flash", "sdpa", "cudnn_generated", "attention", "softmax")),
+    ("attention", ("fmha", "flash", "sdpa", "cudnn", "attention", "softmax")),
     ("GEMM", ("_mlp_product", "gemm", "nvjet", "xmma", "cutlass", "cublas", "splitk", "triton_tem")),
     ("activation", ("_leaky_", "leaky")),
     (
         "embedding",
         ("embedding", "index_put", "index_select", "indexing_backward", "compute_grad_weight", "radix", "sort"),
     ),
-    ("copies and fills", ("memcpy", "memset", "fillfunctor", "copy_", "catarray")),
+    ("copies and fills", ("memcpy", "memset", "fillfunctor", "copy_kernel", "catarray")),
 ]
 OTHER = "other pointwise and reductions"
 GAPS = "gaps"

@@ -129,7 +129,7 @@ class TrainConfig:
     compile: bool = True
     """Use torch.compile on CUDA. On a CPU the model always runs as plain PyTorch."""
     cuda_graph: bool = True
-    """Replay the optimizer's step as one CUDA graph, on a single GPU. Several ranks and CPUs run it launch by launch."""
+    """On CUDA, replay each pass as one CUDA graph, and on a single GPU the optimizer's step as another."""
     warmup_steps: int = 20
     """Steps run before the clock starts, so that everything is compiled, and then undone completely."""
     log_every: int = 10

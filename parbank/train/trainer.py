@@ -24,7 +24,6 @@ from parbank.data.batches import BatchStream
 from parbank.data.dataset import Dataset
 from parbank.data.prefetch import Prefetcher
 from parbank.errors import CheckpointError, TrainingError
-from parbank.eval.score import autocast
 from parbank.model import GPT
 from parbank.optim.averaging import Averages
 from parbank.optim.parallel_muon import ParallelMuon
@@ -34,6 +33,7 @@ from parbank.train.budget import Budget, Clock
 from parbank.train.checkpoint import random_state, restore_random_state, save_checkpoint
 from parbank.train.config import RunConfig
 from parbank.train.groups import parameter_groups
+from parbank.train.passes import Passes
 from parbank.train.telemetry import Reading, Telemetry
 
 Report = Callable[[Reading], None]
@@ -48,14 +48,18 @@ class Trainer:
         seed_everything(config.seed)
         self.model = GPT(config.model).to(runtime.device)
         compiled = config.train.compile and runtime.is_cuda
-        self.forward: Callable[..., Tensor] = torch.compile(self.model, dynamic=False) if compiled else self.model
+        forward: Callable[..., Tensor] = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.graphed = config.train.cuda_graph and runtime.is_cuda
         self.optimizer = ParallelMuon(
             parameter_groups(self.model, config.optim),
             max_norm=config.optim.clip or None,
-            cuda_graph=config.train.cuda_graph and runtime.is_cuda and runtime.world == 1,
+            cuda_graph=self.graphed and runtime.world == 1,
         )
         self.averages = Averages(dict(self.model.named_parameters()), config.average)
         self.stream = self._make_stream()
+        self.passes = Passes(
+            forward, self.model, runtime.device, self.stream.accumulation, graph=config.train.cuda_graph
+        )
         self.batches = Prefetcher(self.stream, device=runtime.device, depth=config.batch.prefetch)
         self.clock = Clock()
         self.budget = Budget(config.budget, config.batch.batch_tokens, self.clock)
@@ -126,19 +130,15 @@ class Trainer:
 
     def _accumulate_gradients(self) -> Tensor:
         """Forward and backward over this rank's share of the batch; returns its mean loss, on the device."""
-        passes = self.stream.accumulation
-        total = torch.zeros((), device=self.runtime.device)
-        for _ in range(passes):
-            batch = self.batches.next()
-            with autocast(self.runtime.device):
-                loss = self.forward(batch[:, :-1], batch[:, 1:]) / passes
-            loss.backward()
-            total += loss.detach()
-        return total
+        self.passes.start()
+        for _ in range(self.stream.accumulation):
+            self.passes.add(self.batches.next())
+        return self.passes.loss
 
     def _update_weights(self, share: float) -> None:
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        # A graph finds the gradients where they were when it was captured.
+        self.optimizer.zero_grad(set_to_none=False if self.graphed else None)
         self.averages.update(share)
 
     def _record(self, loss: Tensor, share: float) -> None:

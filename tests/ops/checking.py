@@ -53,9 +53,10 @@ def assert_matches(fn: Function, reference: Function, inputs: Sequence[Tensor | 
 
 
 def assert_as_exact_as_torch(fn: Function, reference: Function, inputs: Sequence[Tensor | None]) -> None:
-    """The error against float64, over each whole tensor, is no larger than PyTorch's own times 1.1.
+    """The error against float64, over each whole tensor, is no larger than PyTorch's own on the same input.
 
-    float32 results also may have one rounding of that type: PyTorch's own error there is a matter of luck.
+    A thousandth is for luck: the two round the same numbers at different places (1.0002 is the largest ratio seen on an
+    H200 in 16 bits). float32 results also may have one rounding of that type, where PyTorch's own error is next to none.
     """
     ours, theirs, exact = (
         [tensor for part in evaluate(f, values) for tensor in part]
@@ -64,7 +65,7 @@ def assert_as_exact_as_torch(fn: Function, reference: Function, inputs: Sequence
     for index, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
         error, own = (a.double() - c).norm().item(), (b.double() - c).norm().item()
         floor = 2.0**-23 * c.norm().item() if a.dtype == torch.float32 else 0.0
-        assert error <= 1.1 * own + floor, f"tensor {index}: {error} against PyTorch's {own}"
+        assert error <= 1.001 * own + floor, f"tensor {index}: {error} against PyTorch's {own}"
 
 
 def assert_same_bits(fn: Function, inputs: Sequence[Tensor | None], runs: int = 100) -> None:

@@ -56,6 +56,25 @@ def test_the_loop_waits_for_nothing_between_log_steps(
     assert all(step in {2, 30} for step in waits), waits
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_graphs_change_nothing(compiled: bool, text_spec: str, tmp_path: Path) -> None:
+    dataset = open_dataset(text_spec, vocab_size=320, say=lambda line: None)
+    losses: dict[bool, list[float]] = {}
+    for graph in (False, True):
+        config = override(
+            get_recipe("nano"), "budget.steps=12", "train.warmup_steps=3", f"train.compile={str(compiled).lower()}",
+            f"train.cuda_graph={str(graph).lower()}",
+        )  # fmt: skip
+        trainer = Trainer(config, Runtime(device=torch.device("cuda", 0)), dataset, tmp_path / str(graph))
+        trainer.warm_up()
+        readings: list[Reading] = []
+        trainer.train(readings.append)
+        trainer.close()
+        assert trainer.passes.captures == int(graph), "once, while warming up"
+        losses[graph] = [reading.loss for reading in readings]
+    assert losses[True] == losses[False]
+
+
 def train_ranks(world: int, text_spec: str, out: Path) -> list[dict[str, float]]:
     """`parbank train` on `world` processes over nccl, as torchrun would start them; returns the rows of metrics.
 
