@@ -14,7 +14,8 @@ from torch import Tensor
 from parbank import ops
 from parbank.ops import configs, reference
 from parbank.ops.activation import _leaky_relu_squared, _leaky_relu_squared_backward
-from parbank.ops.norm import _mix_rms_norm, _mix_rms_norm_backward, _rms_norm, _rms_norm_backward
+from parbank.ops.mix import _mix_rms_norm, _mix_rms_norm_backward
+from parbank.ops.norm import _rms_norm, _rms_norm_backward
 from parbank.ops.rope import _qk_norm_rope, _qk_norm_rope_backward
 
 DTYPE = torch.bfloat16
@@ -94,6 +95,13 @@ def cases(quick: bool) -> Iterator[Case]:
         (2 * size, 5 * size),
     )
     yield from both_ways(
+        "add_rms_norm",
+        f"({TOKENS}, 512)",
+        (ops.add_rms_norm, reference.add_rms_norm),
+        lambda: [random(TOKENS, 512), random(TOKENS, 512)],
+        (4 * size, 8 * size),
+    )
+    yield from both_ways(
         "mix_rms_norm",
         f"({TOKENS}, 512)",
         (ops.mix_rms_norm, reference.mix_rms_norm),
@@ -110,6 +118,22 @@ def cases(quick: bool) -> Iterator[Case]:
         ),
         lambda: [random(48, 2048, 8, 64), random(48, 2048, 4, 64), random(8, dtype=torch.float32)],
         (3 * size, 7.5 * size),
+    )
+    product = 2.0 * TOKENS * 512 * 1024
+    yield from both_ways(
+        "qkv_norm_rope",
+        "(48, 2048, 512 -> (8 + 4 + 4) x 64)",
+        (
+            lambda x, q, k, v, gain: ops.qkv_norm_rope(x, q, k, v, 8, gain, cos, sin),
+            lambda x, q, k, v, gain: reference.qkv_norm_rope(x, q, k, v, 8, gain, cos, sin),
+        ),
+        lambda: [
+            random(48, 2048, 512),
+            *(random(n, 512) / 512**0.5 for n in (512, 256, 256)),
+            random(8, dtype=torch.float32),
+        ],
+        (0.0, 0.0),
+        (product, 3 * product),
     )
 
 

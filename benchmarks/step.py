@@ -1,11 +1,12 @@
 """The training step against its floor, and where its time goes.
 
-    python benchmarks/step.py [--variants plain kernels] [--set a.b=v]... [--quick] [--out DIR]
+    python benchmarks/step.py [--variants plain kernels all] [--set a.b=v]... [--quick] [--out DIR]
 
 The floor is measured in the same run: every product of the step, forward and both ways back, with cuBLAS, and attention with
 the fastest of PyTorch's backends, each alone, summed. Then, for the golf recipe and each variant (`plain`: every op in plain
-PyTorch under Inductor; `kernels`: ours): forward + backward of one micro-batch, the optimizer section, a whole step of one and of
-eight micro-batches, peak memory, and a waterfall by kernel class with its picture.
+PyTorch under Inductor; `kernels`: ours; `all`: ours, with passes and optimizer replayed as CUDA graphs): forward + backward of
+one micro-batch, the optimizer section, a whole step of one and of eight micro-batches, peak memory, and a waterfall by kernel
+class with its picture.
 
 Random tokens, and random values in the matrices that a new model has at zero: products of zeros are faster than life.
 """
@@ -183,7 +184,7 @@ def measure_variant(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="*", default=["plain", "kernels"], choices=["plain", "kernels"])
+    parser.add_argument("--variants", nargs="*", default=["plain", "all"], choices=["plain", "kernels", "all"])
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="a.b=v")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--name", default="step", help="of the result files")
@@ -210,7 +211,8 @@ def main() -> None:
     falls: dict[str, dict[str, Waterfall]] = {}
     for variant in arguments.variants:
         with use_backend("reference" if variant == "plain" else "triton"):
-            falls[variant] = measure_variant(variant, config, floor, settings, rows)
+            chosen = override(config, f"train.cuda_graph={str(variant == 'all').lower()}")
+            falls[variant] = measure_variant(variant, chosen, floor, settings, rows)
         torch._dynamo.reset()
         torch.cuda.empty_cache()
         for part, fall in falls[variant].items():

@@ -55,16 +55,14 @@ class Attention(nn.Module):
         """x (B, T, width); `extra` is added to the values; `first` is the first layer's values. Returns (out, values)."""
         c = self.config
         batch, length, _ = x.shape
-        q = F.linear(x, weights["query"]).view(batch, length, c.heads, c.head_width)
-        k = F.linear(x, weights["key"]).view(batch, length, c.kv_heads, c.head_width)
-        v = F.linear(x, weights["value"])
+        q, k, v = ops.qkv_norm_rope(
+            x, weights["query"], weights["key"], weights["value"], c.heads, self.gain, context.cos, context.sin
+        )
         if extra is not None:
-            v = v + extra
-        v = v.view(batch, length, c.kv_heads, c.head_width)
+            v = v + extra.view(v.shape)
         if self.value_mix is not None and first is not None:
             mix = self.value_mix.to(v.dtype)
             v = mix[0] * v + mix[1] * first
-        q, k = ops.qk_norm_rope(q, k, self.gain, context.cos, context.sin)
         y = attend(q, k, v, context.mask)
         if self.exclusive:
             y = remove_own_value(y, v)

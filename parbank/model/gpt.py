@@ -14,6 +14,7 @@ from parbank.model.attention import Attention, Context, rope_tables
 from parbank.model.banks import Banks
 from parbank.model.config import ModelConfig
 from parbank.model.embeddings import BigramEmbedding, SmearGate, ValueEmbedding
+from parbank.ops.backend import use_triton
 
 MAX_POSITIONS = 32_768  # rows of the rotation tables: 1 MB at 16 dims, and sixteen times the longest recipe
 # From here on the head's product and the loss are made in chunks. With few tokens the logits are small, and the product
@@ -46,14 +47,26 @@ class Block(nn.Module):
         extra: Tensor | None,
         first: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        weights, gains = self._fold_gains(weights)
         if self.residual_mix is not None:
             x, normed = ops.mix_rms_norm(x, x0, self.residual_mix[0], self.residual_mix[1], self.scale)
         else:
             normed = ops.rms_norm(x, scale=self.scale)
         attended, values = self.attention(normed, weights, context, extra, first)
-        x = x + _gained(attended, self.attention_gain)
-        transformed = self._mlp(ops.rms_norm(x, scale=self.scale), weights)
-        return x + _gained(transformed, self.mlp_gain), values
+        x, normed = ops.add_rms_norm(x, _gained(attended, gains[0]), self.scale)
+        return x + _gained(self._mlp(normed, weights), gains[1]), values
+
+    def _fold_gains(self, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor | None, Tensor | None]]:
+        """The weights, and the gains still to be applied to what attention and MLP put out.
+
+        Where the kernels run, gains are folded into the matrices: g * (W x) = (g * W) x. A gain's gradient is then a sum over a
+        matrix; over the outputs it is one over every token of the batch, and reads both them and their gradient once more.
+        """
+        gains = self.attention_gain, self.mlp_gain
+        if gains[0] is None or gains[1] is None or not use_triton(weights["output"]):
+            return weights, gains
+        folded = {name: _gained(weights[name].mT, gain).mT for name, gain in zip(("output", "down"), gains)}
+        return weights | folded, (None, None)
 
     def _mlp(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         if self.config.activation == "gelu":

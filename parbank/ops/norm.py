@@ -1,4 +1,4 @@
-"""RMS norm, alone and behind the residual mix: one pass over memory each way.
+"""RMS norm, alone and behind the residual sum: one pass over memory each way.
 
 With r = 1/sqrt(mean(x^2) + eps) and g = scale * weight * dy the gradients are
 
@@ -6,9 +6,7 @@ With r = 1/sqrt(mean(x^2) + eps) and g = scale * weight * dy the gradients are
     dx = r * (g - x * r^2 * mean(g * x))
     dweight = sum over rows of scale * dy * x * r
 
-and behind the mix m = a*x + b*x0, with dM the norm's dx at m plus the gradient that reached m itself,
-
-    dx = a * dM,  dx0 = b * dM,  da = sum over rows of dM * x,  db = sum over rows of dM * x0.
+Behind the sum s = x + y, both x and y get the norm's dx at s plus the gradient that reached s itself.
 
 A program holds whole rows in registers, so the row is read once. Sums over rows are what compilers do badly: here a fixed
 number of programs walk the rows, keep the sums of their own rows in registers, and write one line each of a small float32
@@ -36,10 +34,9 @@ from parbank.ops.configs import Launch
 from parbank.ops.reference import NORM_EPS
 
 MAX_WIDTH = 8192  # the longest row the tables below keep in registers; wider ones take the reference
-MAX_MIX_WIDTH = 4096
 
 
-def _forward_rows(tiles: dict[int, tuple[int, int]]) -> configs.Rows:
+def forward_rows(tiles: dict[int, tuple[int, int]]) -> configs.Rows:
     """Row length -> (rows a program holds, warps)."""
     return [
         (width, Launch({"BLOCK_ROWS": rows, "BLOCK": width}, num_warps=warps, num_stages=1))
@@ -47,7 +44,7 @@ def _forward_rows(tiles: dict[int, tuple[int, int]]) -> configs.Rows:
     ]
 
 
-def _backward_rows(tiles: dict[int, tuple[int, int, int]], stages: int) -> configs.Rows:
+def backward_rows(tiles: dict[int, tuple[int, int, int]], stages: int) -> configs.Rows:
     """Row length -> (rows a program holds, warps, programs per multiprocessor), `stages` rows deep.
 
     The programs per multiprocessor must all be resident by their registers, or the last ones run alone.
@@ -68,26 +65,26 @@ def _backward_rows(tiles: dict[int, tuple[int, int, int]], stages: int) -> confi
 # Bytes in flight decide: 16 to 32 elements a thread forward, 8 to 16 backward where more operands share the registers.
 configs.register(
     "rms_norm",
-    sm80=_forward_rows({512: (8, 4), 1024: (4, 4), 2048: (2, 4), 8192: (1, 8)}),
+    sm80=forward_rows({512: (8, 4), 1024: (4, 4), 2048: (2, 4), 8192: (1, 8)}),
 )
 configs.register(
     "rms_norm_backward",
-    sm80=_backward_rows({512: (4, 4, 4), 1024: (2, 4, 4), 2048: (1, 4, 4), 8192: (1, 16, 1)}, stages=3),
+    sm80=backward_rows({512: (4, 4, 4), 1024: (2, 4, 4), 2048: (1, 4, 4), 8192: (1, 16, 1)}, stages=3),
 )
 configs.register(
-    "mix_rms_norm",
-    sm80=_forward_rows({512: (4, 4), 1024: (2, 4), 2048: (1, 4), 4096: (1, 8)}),
+    "add_rms_norm",
+    sm80=forward_rows({512: (4, 4), 1024: (2, 4), 2048: (1, 4), 8192: (1, 8)}),
 )
 configs.register(
-    "mix_rms_norm_backward",
-    sm80=_backward_rows({512: (4, 4, 2), 1024: (1, 4, 4), 2048: (1, 8, 2), 4096: (1, 16, 1)}, stages=3),
+    "add_rms_norm_backward",
+    sm80=backward_rows({512: (4, 4, 4), 1024: (2, 4, 4), 2048: (1, 4, 4), 8192: (1, 16, 1)}, stages=1),
 )
 
 
 @triton.jit
 def _norm_forward_kernel(
-    x, weight, y, inverse, rows, stride_x, scale, eps,
-    WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
+    x, addend, weight, total, y, inverse, rows, stride_x, stride_addend, scale, eps,
+    WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -95,6 +92,11 @@ def _norm_forward_kernel(
     live = row < rows
     inside = live[:, None] & (col < WIDTH)[None, :]
     value = tl.load(x + row[:, None] * stride_x + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ADDED:
+        value += tl.load(addend + row[:, None] * stride_addend + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + row[:, None] * WIDTH + col[None, :], rounded, mask=inside)
+        value = rounded.to(tl.float32)
     r = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)
     out = value * (r * scale)[:, None]
     if WEIGHTED:
@@ -105,8 +107,8 @@ def _norm_forward_kernel(
 
 @triton.jit
 def _norm_backward_kernel(
-    dy, x, weight, inverse, dx, partial, rows, stride_dy, stride_x, scale,
-    WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
+    dy, straight, x, weight, inverse, dx, partial, rows, stride_dy, stride_straight, stride_x, scale,
+    WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PER_SM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -128,71 +130,15 @@ def _norm_backward_kernel(
             total += g * unit
             g *= gain
         back = r[:, None] * (g - unit * (tl.sum(g * unit, 1) / WIDTH)[:, None])
+        if ADDED:
+            past = tl.load(straight + row[:, None] * stride_straight + col[None, :], mask=inside, other=0.0)
+            back += past.to(tl.float32)
         tl.store(dx + row[:, None] * WIDTH + col[None, :], back.to(dx.dtype.element_ty), mask=inside)
     if WEIGHTED:
         tl.store(partial + program * WIDTH + col, tl.sum(total, 0), mask=known)
 
 
-@triton.jit
-def _norm_mix_forward_kernel(
-    x, x0, a, b, m, y, inverse, rows, stride_x, stride_x0, scale, eps,
-    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    col = tl.arange(0, BLOCK)
-    known = col < WIDTH
-    live = row < rows
-    inside = live[:, None] & known[None, :]
-    first = tl.load(x + row[:, None] * stride_x + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(x0 + row[:, None] * stride_x0 + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    of_x = tl.load(a + col, mask=known, other=0.0).to(tl.float32)[None, :]
-    of_x0 = tl.load(b + col, mask=known, other=0.0).to(tl.float32)[None, :]
-    mixed = (of_x * first + of_x0 * other).to(m.dtype.element_ty)
-    value = mixed.to(tl.float32)
-    r = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)
-    tl.store(m + row[:, None] * WIDTH + col[None, :], mixed, mask=inside)
-    tl.store(
-        y + row[:, None] * WIDTH + col[None, :], (value * (r * scale)[:, None]).to(y.dtype.element_ty), mask=inside
-    )
-    tl.store(inverse + row, r, mask=live)
-
-
-@triton.jit
-def _norm_mix_backward_kernel(
-    dm, dy, x, x0, a, b, inverse, dx, dx0, partial_a, partial_b, rows, stride_dm, stride_dy, stride_x, stride_x0, scale,
-    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PER_SM: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    col = tl.arange(0, BLOCK)
-    known = col < WIDTH
-    of_x = tl.load(a + col, mask=known, other=0.0).to(tl.float32)[None, :]
-    of_x0 = tl.load(b + col, mask=known, other=0.0).to(tl.float32)[None, :]
-    total_a = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
-    total_b = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
-    for tile in tl.range(program, tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        live = row < rows
-        inside = live[:, None] & known[None, :]
-        first = tl.load(x + row[:, None] * stride_x + col[None, :], mask=inside, other=0.0)
-        other = tl.load(x0 + row[:, None] * stride_x0 + col[None, :], mask=inside, other=0.0)
-        g = tl.load(dy + row[:, None] * stride_dy + col[None, :], mask=inside, other=0.0)
-        straight = tl.load(dm + row[:, None] * stride_dm + col[None, :], mask=inside, other=0.0)
-        r = tl.load(inverse + row, mask=live, other=0.0)
-        # The mix is computed again, rounded as it was forward: cheaper than reading it, and it need not be kept.
-        mixed = (of_x * first.to(tl.float32) + of_x0 * other.to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
-        unit = mixed * r[:, None]
-        g = g.to(tl.float32) * scale
-        back = straight.to(tl.float32) + r[:, None] * (g - unit * (tl.sum(g * unit, 1) / WIDTH)[:, None])
-        tl.store(dx + row[:, None] * WIDTH + col[None, :], (of_x * back).to(dx.dtype.element_ty), mask=inside)
-        tl.store(dx0 + row[:, None] * WIDTH + col[None, :], (of_x0 * back).to(dx0.dtype.element_ty), mask=inside)
-        total_a += back * first.to(tl.float32)
-        total_b += back * other.to(tl.float32)
-    tl.store(partial_a + program * WIDTH + col, tl.sum(total_a, 0), mask=known)
-    tl.store(partial_b + program * WIDTH + col, tl.sum(total_b, 0), mask=known)
-
-
-def _launch(op: str, width: int, rows: int, device: torch.device, *, persistent: bool) -> tuple[Launch, int]:
+def choose_launch(op: str, width: int, rows: int, device: torch.device, *, persistent: bool) -> tuple[Launch, int]:
     """The config for a row length, and how many programs to start."""
     launch = configs.choose(op, width, device)
     tiles = -(-rows // launch.blocks["BLOCK_ROWS"])
@@ -210,11 +156,11 @@ def _rms_norm(x: Tensor, weight: Tensor | None, scale: float, eps: float) -> tup
     if x.numel():
         flat = as_rows(x)
         rows, width = flat.shape
-        launch, programs = _launch("rms_norm", width, rows, x.device, persistent=False)
+        launch, programs = choose_launch("rms_norm", width, rows, x.device, persistent=False)
         with on_device(x.device):
             _norm_forward_kernel[(programs,)](
-                flat, as_vector(weight), y, inverse, rows, flat.stride(0), scale, eps,
-                WIDTH=width, WEIGHTED=weight is not None, **launch.kwargs(),
+                flat, None, as_vector(weight), None, y, inverse, rows, flat.stride(0), 0, scale, eps,
+                WIDTH=width, WEIGHTED=weight is not None, ADDED=False, **launch.kwargs(),
             )  # fmt: skip
     return y, inverse
 
@@ -234,65 +180,55 @@ def _rms_norm_backward(
         return dx, torch.zeros(x.shape[-1] if weighted else 0, dtype=torch.float32, device=x.device)
     flat, grad = as_rows(x), as_rows(dy)
     rows, width = flat.shape
-    launch, programs = _launch("rms_norm_backward", width, rows, x.device, persistent=weighted)
+    launch, programs = choose_launch("rms_norm_backward", width, rows, x.device, persistent=weighted)
     partial = torch.empty((programs, width) if weighted else 0, dtype=torch.float32, device=x.device)
     with on_device(x.device):
         _norm_backward_kernel[(programs,)](
-            grad, flat, as_vector(weight), inverse, dx, partial, rows, grad.stride(0), flat.stride(0), scale,
-            WIDTH=width, WEIGHTED=weighted, **launch.kwargs(),
+            grad, None, flat, as_vector(weight), inverse, dx, partial, rows, grad.stride(0), 0, flat.stride(0), scale,
+            WIDTH=width, WEIGHTED=weighted, ADDED=False, **launch.kwargs(),
         )  # fmt: skip
     return dx, partial.sum(0) if weighted else partial
 
 
 @torch.library.custom_op(
-    "parbank::mix_rms_norm",
+    "parbank::add_rms_norm",
     mutates_args=(),
-    schema="(Tensor x, Tensor x0, Tensor a, Tensor b, float scale, float eps) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor y, float scale, float eps) -> (Tensor, Tensor, Tensor)",
 )
-def _mix_rms_norm(
-    x: Tensor, x0: Tensor, a: Tensor, b: Tensor, scale: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    m = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _add_rms_norm(x: Tensor, y: Tensor, scale: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if x.numel():
-        flat, flat0 = as_rows(x), as_rows(x0)
+        flat, addend = as_rows(x), as_rows(y)
         rows, width = flat.shape
-        launch, programs = _launch("mix_rms_norm", width, rows, x.device, persistent=False)
+        launch, programs = choose_launch("add_rms_norm", width, rows, x.device, persistent=False)
         with on_device(x.device):
-            _norm_mix_forward_kernel[(programs,)](
-                flat, flat0, as_vector(a), as_vector(b), m, y, inverse, rows, flat.stride(0), flat0.stride(0), scale, eps,
-                WIDTH=width, **launch.kwargs(),
+            _norm_forward_kernel[(programs,)](
+                flat, addend, None, total, normed, inverse, rows, flat.stride(0), addend.stride(0), scale, eps,
+                WIDTH=width, WEIGHTED=False, ADDED=True, **launch.kwargs(),
             )  # fmt: skip
-    return m, y, inverse
+    return total, normed, inverse
 
 
 @torch.library.custom_op(
-    "parbank::mix_rms_norm_backward",
+    "parbank::add_rms_norm_backward",
     mutates_args=(),
-    schema="(Tensor dm, Tensor dy, Tensor x, Tensor x0, Tensor a, Tensor b, Tensor inverse, float scale) "
-    "-> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dtotal, Tensor dnormed, Tensor total, Tensor inverse, float scale) -> Tensor",
 )
-def _mix_rms_norm_backward(
-    dm: Tensor, dy: Tensor, x: Tensor, x0: Tensor, a: Tensor, b: Tensor, inverse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dx0, and (2, width) float32: da over db."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dx0 = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    width = x.shape[-1]
-    if not x.numel():
-        return dx, dx0, torch.zeros(2, width, dtype=torch.float32, device=x.device)
-    flat, flat0, straight, grad = as_rows(x), as_rows(x0), as_rows(dm), as_rows(dy)
-    rows = flat.shape[0]
-    launch, programs = _launch("mix_rms_norm_backward", width, rows, x.device, persistent=True)
-    partial = torch.empty((2, programs, width), dtype=torch.float32, device=x.device)
-    with on_device(x.device):
-        _norm_mix_backward_kernel[(programs,)](
-            straight, grad, flat, flat0, as_vector(a), as_vector(b), inverse, dx, dx0, partial[0], partial[1],
-            rows, straight.stride(0), grad.stride(0), flat.stride(0), flat0.stride(0), scale,
-            WIDTH=width, **launch.kwargs(),
-        )  # fmt: skip
-    return dx, dx0, partial.sum(1)
+def _add_rms_norm_backward(dtotal: Tensor, dnormed: Tensor, total: Tensor, inverse: Tensor, scale: float) -> Tensor:
+    """The gradient of the sum, and so of both that were added."""
+    dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
+    if total.numel():
+        flat, straight, grad = as_rows(total), as_rows(dtotal), as_rows(dnormed)
+        rows, width = flat.shape
+        launch, programs = choose_launch("add_rms_norm_backward", width, rows, total.device, persistent=False)
+        with on_device(total.device):
+            _norm_backward_kernel[(programs,)](
+                grad, straight, flat, None, inverse, dx, None, rows, grad.stride(0), straight.stride(0), flat.stride(0),
+                scale, WIDTH=width, WEIGHTED=False, ADDED=True, **launch.kwargs(),
+            )  # fmt: skip
+    return dx
 
 
 @_rms_norm.register_fake
@@ -305,16 +241,14 @@ def _(dy: Tensor, x: Tensor, weight: Tensor | None, inverse: Tensor, scale: floa
     return x.new_empty(x.shape), x.new_empty(0 if weight is None else x.shape[-1], dtype=torch.float32)
 
 
-@_mix_rms_norm.register_fake
-def _(x: Tensor, x0: Tensor, a: Tensor, b: Tensor, scale: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+@_add_rms_norm.register_fake
+def _(x: Tensor, y: Tensor, scale: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@_mix_rms_norm_backward.register_fake
-def _(
-    dm: Tensor, dy: Tensor, x: Tensor, x0: Tensor, a: Tensor, b: Tensor, inverse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty((2, x.shape[-1]), dtype=torch.float32)
+@_add_rms_norm_backward.register_fake
+def _(dtotal: Tensor, dnormed: Tensor, total: Tensor, inverse: Tensor, scale: float) -> Tensor:
+    return total.new_empty(total.shape)
 
 
 def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -328,48 +262,51 @@ def _differentiate_norm(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None,
     return dx, None if weight is None else dweight.to(weight.dtype), None, None
 
 
-def _save_mix(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, x0, a, b, ctx.scale, _ = inputs
-    ctx.save_for_backward(x, x0, a, b, output[2])
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.scale = inputs[2]
+    ctx.save_for_backward(output[0], output[2])
 
 
-def _differentiate_mix(ctx: Any, dm: Tensor, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    x, x0, a, b, inverse = ctx.saved_tensors
-    dx, dx0, gains = _mix_rms_norm_backward(dm, dy, x, x0, a, b, inverse, ctx.scale)
-    return dx, dx0, gains[0].to(a.dtype), gains[1].to(b.dtype), None, None
+def _differentiate_sum(ctx: Any, dtotal: Tensor, dnormed: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    total, inverse = ctx.saved_tensors
+    dx = _add_rms_norm_backward(dtotal, dnormed, total, inverse, ctx.scale)
+    return dx, dx, None, None
 
 
 _rms_norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
-_mix_rms_norm.register_autograd(_differentiate_mix, setup_context=_save_mix)
+_add_rms_norm.register_autograd(_differentiate_sum, setup_context=_save_sum)
+_add_rms_norm_backward.register_autograd(refuse_double_backward("add_rms_norm"))
 _rms_norm_backward.register_autograd(refuse_double_backward("rms_norm"))
-_mix_rms_norm_backward.register_autograd(refuse_double_backward("mix_rms_norm"))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, scale: float = 1.0, eps: float = NORM_EPS) -> Tensor:
     """scale * weight * x / sqrt(mean(x^2) + eps) over the last dimension, in one pass each way."""
-    _check_channels("rms_norm", x, weight=weight)
+    check_channels("rms_norm", x, weight=weight)
     if not takes_kernel(x, weight) or x.shape[-1] > MAX_WIDTH:
         return reference.rms_norm(x, weight, scale, eps)
     return _rms_norm(x, weight, scale, eps)[0]
 
 
-def mix_rms_norm(
-    x: Tensor, x0: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, eps: float = NORM_EPS
-) -> tuple[Tensor, Tensor]:
-    """The residual mix m = a*x + b*x0 (a, b per channel) and rms_norm(m, scale=scale), in one pass each way."""
-    _check_channels("mix_rms_norm", x, a=a, b=b)
-    if x0.shape != x.shape or x0.dtype != x.dtype or x0.device != x.device:
-        raise ParbankError(
-            f"mix_rms_norm: x0 is {x0.dtype} {tuple(x0.shape)} on {x0.device} and x is {x.dtype} {tuple(x.shape)} on "
-            f"{x.device}; they must agree"
-        )
-    if not takes_kernel(x, x0, a, b) or x.shape[-1] > MAX_MIX_WIDTH:
-        return reference.mix_rms_norm(x, x0, a, b, scale, eps)
-    m, y, _ = _mix_rms_norm(x, x0, a, b, scale, eps)
-    return m, y
+def add_rms_norm(x: Tensor, y: Tensor, scale: float = 1.0, eps: float = NORM_EPS) -> tuple[Tensor, Tensor]:
+    """The residual sum s = x + y and rms_norm(s, scale=scale), in one pass each way."""
+    check_channels("add_rms_norm", x)
+    check_like("add_rms_norm", x, y=y)
+    if not takes_kernel(x, y) or x.shape[-1] > MAX_WIDTH:
+        return reference.add_rms_norm(x, y, scale, eps)
+    total, normed, _ = _add_rms_norm(x, y, scale, eps)
+    return total, normed
 
 
-def _check_channels(op: str, x: Tensor, **channels: Tensor | None) -> None:
+def check_like(op: str, x: Tensor, **others: Tensor) -> None:
+    for name, other in others.items():
+        if other.shape != x.shape or other.dtype != x.dtype or other.device != x.device:
+            raise ParbankError(
+                f"{op}: {name} is {other.dtype} {tuple(other.shape)} on {other.device} and x is {x.dtype} "
+                f"{tuple(x.shape)} on {x.device}; they must agree"
+            )
+
+
+def check_channels(op: str, x: Tensor, **channels: Tensor | None) -> None:
     if x.dim() == 0 or not x.dtype.is_floating_point:
         raise ParbankError(
             f"{op}: x is {x.dtype} {tuple(x.shape)}; it must be floating point with at least one dimension"

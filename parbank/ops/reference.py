@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NORM_EPS = (
-    1e-6  # far under the mean square of any live activation, far over what float32 loses; keeps a zero row at zero
-)
+# Far under the mean square of any live activation, far over what float32 loses; keeps a zero row at zero.
+NORM_EPS = 1e-6
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, scale: float = 1.0, eps: float = NORM_EPS) -> Tensor:
@@ -20,6 +19,12 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, scale: float = 1.0, eps: f
     if weight is not None:
         y = y * weight
     return y.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, scale: float = 1.0, eps: float = NORM_EPS) -> tuple[Tensor, Tensor]:
+    """The residual sum s = x + y and rms_norm(s, scale=scale): both are needed by a block."""
+    total = (_wide(x) + _wide(y)).to(x.dtype)
+    return total, rms_norm(total, scale=scale, eps=eps)
 
 
 def mix_rms_norm(
@@ -85,6 +90,23 @@ def qk_norm_rope(
     if gain is not None:
         new_q = new_q * gain[:, None]
     return new_q.to(q.dtype), new_k.to(k.dtype)
+
+
+def qkv_norm_rope(
+    x: Tensor,
+    w_query: Tensor,
+    w_key: Tensor,
+    w_value: Tensor,
+    heads: int,
+    gain: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = NORM_EPS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of x (B, T, width): three products, then `qk_norm_rope` on the first two."""
+    width = w_query.shape[0] // heads
+    q, k, v = (F.linear(x, w).unflatten(-1, (-1, width)) for w in (w_query, w_key, w_value))
+    return *qk_norm_rope(q, k, gain, cos, sin, eps), v
 
 
 def xxt(x: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ def _rope_forward_kernel(
 @triton.jit
 def _rope_backward_kernel(
     dy, x, gain, cos, sin, dx, partial, tokens, time,
-    dy_b, dy_t, dy_h, x_b, x_t, x_h, eps,
+    dy_b, dy_t, dy_h, x_b, x_t, x_h, dx_b, dx_t, dx_h, eps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_GAIN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
@@ -137,8 +137,8 @@ def _rope_backward_kernel(
         along = tl.sum(back * unit, 1)
         total += along
         out = (r * factor)[:, None] * (back - unit * (along / WIDTH)[:, None])
-        at = (token.to(tl.int64) * HEADS + head)[:, None] * WIDTH + col[None, :]
-        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
+        to_dx = dx + _offset(token, time, head, dx_b, dx_t, dx_h)
+        tl.store(to_dx[:, None] + col[None, :], out.to(dx.dtype.element_ty), mask=inside)
     if HAS_GAIN:
         tl.store(partial + tl.program_id(0) * BLOCK_T * BLOCK_H + row, total)
 
@@ -162,7 +162,7 @@ def _unit_channels(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _rotate_one(x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+def rotate_one(x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return y
@@ -178,13 +178,13 @@ def _rotate_one(x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: f
     return y
 
 
-def _rotate_one_back(
-    dy: Tensor, x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def rotate_one_back(
+    dy: Tensor, x: Tensor, dx: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+) -> Tensor:
+    """Writes dx, which may be a view whose channels are neighbours; returns the gain's gradient (empty without one)."""
     heads = x.shape[2] if gain is not None else 0
     if not x.numel():
-        return dx, torch.zeros(heads, dtype=torch.float32, device=x.device)
+        return torch.zeros(heads, dtype=torch.float32, device=x.device)
     x, dy = _unit_channels(x), _unit_channels(dy)
     batch, time = x.shape[:2]
     size = next_power_of_2(x.shape[2]) * next_power_of_2(x.shape[3])
@@ -196,11 +196,11 @@ def _rotate_one_back(
     partial = torch.empty((programs, lines) if heads else 0, dtype=torch.float32, device=x.device)
     with on_device(x.device):
         _rope_backward_kernel[(programs,)](
-            dy, x, as_vector(gain), cos, sin, dx, partial, batch * time, time, *dy.stride()[:3], *x.stride()[:3], eps,
-            HAS_GAIN=gain is not None, **tile,
+            dy, x, as_vector(gain), cos, sin, dx, partial, batch * time, time,
+            *dy.stride()[:3], *x.stride()[:3], *dx.stride()[:3], eps, HAS_GAIN=gain is not None, **tile,
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
-    return dx, partial.view(-1, tile["BLOCK_H"]).sum(0)[:heads].clone() if heads else partial
+    return partial.view(-1, tile["BLOCK_H"]).sum(0)[:heads].clone() if heads else partial
 
 
 _SCHEMA = "Tensor q, Tensor k, Tensor? gain, Tensor cos, Tensor sin, float eps"
@@ -211,7 +211,7 @@ def _qk_norm_rope(
     q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     cos, sin = cos.contiguous(), sin.contiguous()
-    return _rotate_one(q, gain, cos, sin, eps), _rotate_one(k, None, cos, sin, eps)
+    return rotate_one(q, gain, cos, sin, eps), rotate_one(k, None, cos, sin, eps)
 
 
 @torch.library.custom_op(
@@ -224,8 +224,10 @@ def _qk_norm_rope_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q and k, and of the gain in float32 (empty without one)."""
     cos, sin = cos.contiguous(), sin.contiguous()
-    back_q, dgain = _rotate_one_back(dq, q, gain, cos, sin, eps)
-    return back_q, _rotate_one_back(dk, k, None, cos, sin, eps)[0], dgain
+    back_q, back_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    dgain = rotate_one_back(dq, q, back_q, gain, cos, sin, eps)
+    rotate_one_back(dk, k, back_k, None, cos, sin, eps)
+    return back_q, back_k, dgain
 
 
 @_qk_norm_rope.register_fake
@@ -264,11 +266,15 @@ def qk_norm_rope(
     q (B, T, H, D), k (B, T, KV, D), gain (H,), cos and sin (T, rope_dims / 2), which get no gradient from the kernel.
     """
     _check(q, k, gain, cos, sin)
-    wide = next_power_of_2(q.shape[2]) * next_power_of_2(q.shape[3]) > MAX_TILE
-    needs_table_grad = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    if not takes_kernel(q, k, gain, cos, sin) or wide or needs_table_grad:
+    if not takes_kernel(q, k, gain, cos, sin) or not fits(q.shape[2], q.shape[3], cos, sin):
         return reference.qk_norm_rope(q, k, gain, cos, sin, eps)
     return _qk_norm_rope(q, k, gain, cos, sin, eps)
+
+
+def fits(heads: int, width: int, cos: Tensor, sin: Tensor) -> bool:
+    """Whether a token's heads fit a tile, and nobody asks for the tables' gradients."""
+    needs_table_grad = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    return next_power_of_2(heads) * next_power_of_2(width) <= MAX_TILE and not needs_table_grad
 
 
 def _check(q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor) -> None:

@@ -30,12 +30,14 @@ def cases(device: torch.device) -> dict[str, Case]:
     cos, sin = made(4, 2).cos(), made(4, 2).sin()
     arguments: dict[str, tuple[list[Tensor], tuple[Any, ...]]] = {
         "rms_norm": ([made(4, 8), made(8)], (0.5,)),
+        "add_rms_norm": ([made(4, 8), made(4, 8)], (0.5,)),
         "mix_rms_norm": ([made(4, 8), made(4, 8), made(8), made(8)], (0.5,)),
         "leaky_relu_squared": ([made(4, 8)], (0.5,)),
         "mlp": ([made(4, 8), made(16, 8), made(8, 16)], (0.5,)),
         "softcap_cross_entropy": ([made(4, 5)], (targets, 30.0)),
         "linear_softcap_cross_entropy": ([made(4, 8), made(5, 8)], (targets, 30.0)),
         "qk_norm_rope": ([made(1, 4, 2, 8), made(1, 4, 1, 8), made(2)], (cos, sin)),
+        "qkv_norm_rope": ([made(1, 4, 8), made(16, 8), made(8, 8), made(8, 8)], (2, made(2).detach(), cos, sin)),
     }
 
     def bound(module: Any, name: str, rest: tuple[Any, ...]) -> Callable[..., Any]:
@@ -124,6 +126,8 @@ def opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
     return {
         "rms_norm": (x, made(8), 0.5, 1e-6),
         "rms_norm_backward": (flat, flat, None, row, 0.5),
+        "add_rms_norm": (x, made(4, 8), 0.5, 1e-6),
+        "add_rms_norm_backward": (flat, flat, flat, row, 0.5),
         "mix_rms_norm": (x, made(4, 8), made(8), made(8), 0.5, 1e-6),
         "mix_rms_norm_backward": (flat, flat, flat, flat, flat[0], flat[1], row, 0.5),
         "leaky_relu_squared": (x, 0.5),
@@ -137,6 +141,19 @@ def opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
         "linear_softcap_loss_sum": (x, w, targets, row[0].abs().clone(), 30.0, -100, True, True),
         "qk_norm_rope": (q, k, made(2), cos, sin, 1e-6),
         "qk_norm_rope_backward": (back_q, back_k, q.detach(), k.detach(), flat[0, :2], cos, sin, 1e-6),
+        "split_qkv_norm_rope": (made(1, 4, 32), 2, 1, made(2), cos, sin, 1e-6),
+        "split_qkv_norm_rope_backward": (
+            back_q,
+            back_k,
+            back_k.clone(),
+            made(1, 4, 32).detach(),
+            2,
+            1,
+            flat[0, :2],
+            cos,
+            sin,
+            1e-6,
+        ),
     }
 
 

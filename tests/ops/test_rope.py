@@ -120,7 +120,7 @@ def test_reference_gradients():
 def test_every_config_compiles_without_spills():
     signature = dict.fromkeys(("x", "y", "dy", "dx"), "*bf16")
     signature |= dict.fromkeys(("gain", "cos", "sin", "partial"), "*fp32") | {"eps": "fp32"}
-    strides = [f"{name}_{axis}" for name in ("stride", "x", "dy") for axis in "bth"]
+    strides = [f"{name}_{axis}" for name in ("stride", "x", "dy", "dx") for axis in "bth"]
     signature |= dict.fromkeys(("tokens", "time", *strides), "i32")
     jobs = []
     for arch, capability in configs.ARCHITECTURES.items():

@@ -1,0 +1,146 @@
+"""Queries, keys and values of a layer: one product for the three, norm and rotation read in place, one gradient.
+
+Three products read their input three times, and the two narrow ones leave half the GPU's tensor units idle; going back,
+three gradients of that input have to be added up. Here the three weights are laid side by side (a copy of a megabyte), one
+product makes all heads of a token in one row, and `rope.py`'s kernels read queries and keys from that row. Going back they
+write into one row again, next to the gradient of the values, and one product takes it from there.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parbank.errors import ParbankError
+from parbank.ops import reference
+from parbank.ops.checks import refuse_double_backward, takes_kernel
+from parbank.ops.reference import NORM_EPS
+from parbank.ops.rope import fits, rotate_one, rotate_one_back
+
+_SCHEMA = "Tensor row, SymInt heads, SymInt kv_heads, Tensor? gain, Tensor cos, Tensor sin, float eps"
+
+
+def _parts(row: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """Views (B, T, heads, D) of the queries, keys and values in (B, T, (heads + 2 kv_heads) D)."""
+    batch, time, width = row.shape
+    every = heads + 2 * kv_heads
+    return row.view(batch, time, every, width // every).split([heads, kv_heads, kv_heads], dim=2)
+
+
+@torch.library.custom_op(
+    "parbank::split_qkv_norm_rope", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+)
+def _split_qkv(
+    row: Tensor, heads: int, kv_heads: int, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = _parts(row.contiguous(), heads, kv_heads)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    # A copy of the values, because what an op returns must not be part of what it was given.
+    return (
+        rotate_one(q, gain, cos, sin, eps),
+        rotate_one(k, None, cos, sin, eps),
+        v.clone(memory_format=torch.contiguous_format),
+    )
+
+
+@torch.library.custom_op(
+    "parbank::split_qkv_norm_rope_backward",
+    mutates_args=(),
+    schema=f"(Tensor dq, Tensor dk, Tensor dv, {_SCHEMA}) -> (Tensor, Tensor)",
+)
+def _split_qkv_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    row: Tensor,
+    heads: int,
+    kv_heads: int,
+    gain: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the row, and of the gain in float32 (empty without one)."""
+    q, k, _ = _parts(row.contiguous(), heads, kv_heads)
+    back = torch.empty(row.shape, dtype=row.dtype, device=row.device)
+    back_q, back_k, back_v = _parts(back, heads, kv_heads)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    dgain = rotate_one_back(dq, q, back_q, gain, cos, sin, eps)
+    rotate_one_back(dk, k, back_k, None, cos, sin, eps)
+    back_v.copy_(dv)
+    return back, dgain
+
+
+@_split_qkv.register_fake
+def _(
+    row: Tensor, heads: int, kv_heads: int, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (row.new_empty(part.shape) for part in _parts(row, heads, kv_heads))
+    return q, k, v
+
+
+@_split_qkv_backward.register_fake
+def _(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    row: Tensor,
+    heads: int,
+    kv_heads: int,
+    gain: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    return row.new_empty(row.shape), row.new_empty(0 if gain is None else heads, dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    row, ctx.heads, ctx.kv_heads, gain, cos, sin, ctx.eps = inputs
+    ctx.save_for_backward(row, gain, cos, sin)
+
+
+def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+    row, gain, cos, sin = ctx.saved_tensors
+    back, dgain = _split_qkv_backward(dq, dk, dv, row, ctx.heads, ctx.kv_heads, gain, cos, sin, ctx.eps)
+    return back, None, None, None if gain is None else dgain.to(gain.dtype), None, None, None
+
+
+_split_qkv.register_autograd(_differentiate, setup_context=_save)
+_split_qkv_backward.register_autograd(refuse_double_backward("qkv_norm_rope"))
+
+
+def qkv_norm_rope(
+    x: Tensor,
+    w_query: Tensor,
+    w_key: Tensor,
+    w_value: Tensor,
+    heads: int,
+    gain: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = NORM_EPS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (B, T, heads, D), keys and values (B, T, KV, D) of x (B, T, width): three products, then `qk_norm_rope`.
+
+    w_query (heads D, width), w_key and w_value (KV D, width); gain, cos and sin as in `qk_norm_rope`.
+    """
+    _check(x, w_query, w_key, w_value, heads)
+    width = w_query.shape[0] // heads
+    if not takes_kernel(x, w_query, w_key, w_value, gain, cos, sin) or not fits(heads, width, cos, sin):
+        return reference.qkv_norm_rope(x, w_query, w_key, w_value, heads, gain, cos, sin, eps)
+    row = F.linear(x, torch.cat([w_query, w_key, w_value]))
+    return _split_qkv(row, heads, w_key.shape[0] // width, gain, cos, sin, eps)
+
+
+def _check(x: Tensor, w_query: Tensor, w_key: Tensor, w_value: Tensor, heads: int) -> None:
+    weights = (w_query, w_key, w_value)
+    sound = x.dim() == 3 and all(w.dim() == 2 and w.shape[1] == x.shape[2] for w in weights)
+    sound = sound and heads >= 1 and w_query.shape[0] >= heads and w_query.shape[0] % heads == 0
+    sound = sound and w_key.shape == w_value.shape and w_key.shape[0] % (w_query.shape[0] // heads) == 0
+    if not sound:
+        raise ParbankError(
+            f"qkv_norm_rope: x is {tuple(x.shape)}, the weights {', '.join(str(tuple(w.shape)) for w in weights)}, with {heads} "
+            "query heads; x must be (B, T, width), the weights (heads D, width), (KV D, width) and (KV D, width)"
+        )
