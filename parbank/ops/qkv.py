@@ -21,11 +21,12 @@ from parbank.ops.rope import fits, rotate_one, rotate_one_back
 _SCHEMA = "Tensor row, SymInt heads, SymInt kv_heads, Tensor? gain, Tensor cos, Tensor sin, float eps"
 
 
-def _parts(row: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """Views (B, T, heads, D) of the queries, keys and values in (B, T, (heads + 2 kv_heads) D)."""
+def _parts(row: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Views (B, T, heads, D) of the queries, and of keys and values side by side, in (B, T, (heads + 2 kv_heads) D)."""
     batch, time, width = row.shape
     every = heads + 2 * kv_heads
-    return row.view(batch, time, every, width // every).split([heads, kv_heads, kv_heads], dim=2)
+    queries, rest = row.view(batch, time, every, width // every).split([heads, 2 * kv_heads], dim=2)
+    return queries, rest
 
 
 @torch.library.custom_op(
@@ -34,14 +35,11 @@ def _parts(row: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
 def _split_qkv(
     row: Tensor, heads: int, kv_heads: int, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = _parts(row.contiguous(), heads, kv_heads)
+    queries, rest = _parts(row.contiguous(), heads, kv_heads)
     cos, sin = cos.contiguous(), sin.contiguous()
-    # A copy of the values, because what an op returns must not be part of what it was given.
-    return (
-        rotate_one(q, gain, cos, sin, eps),
-        rotate_one(k, None, cos, sin, eps),
-        v.clone(memory_format=torch.contiguous_format),
-    )
+    # Values are copied out, because what an op returns must not be part of what it was given.
+    k, v = rotate_one(rest, None, cos, sin, eps, passed=kv_heads)
+    return rotate_one(queries, gain, cos, sin, eps)[0], k, v
 
 
 @torch.library.custom_op(
@@ -62,13 +60,12 @@ def _split_qkv_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of the row, and of the gain in float32 (empty without one)."""
-    q, k, _ = _parts(row.contiguous(), heads, kv_heads)
+    queries, rest = _parts(row.contiguous(), heads, kv_heads)
     back = torch.empty(row.shape, dtype=row.dtype, device=row.device)
-    back_q, back_k, back_v = _parts(back, heads, kv_heads)
+    back_queries, back_rest = _parts(back, heads, kv_heads)
     cos, sin = cos.contiguous(), sin.contiguous()
-    dgain = rotate_one_back(dq, q, back_q, gain, cos, sin, eps)
-    rotate_one_back(dk, k, back_k, None, cos, sin, eps)
-    back_v.copy_(dv)
+    dgain = rotate_one_back(dq, queries, back_queries, gain, cos, sin, eps)
+    rotate_one_back(dk, rest, back_rest, None, cos, sin, eps, dpassed=dv)
     return back, dgain
 
 
@@ -76,7 +73,9 @@ def _split_qkv_backward(
 def _(
     row: Tensor, heads: int, kv_heads: int, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (row.new_empty(part.shape) for part in _parts(row, heads, kv_heads))
+    batch, time, width = row.shape
+    width //= heads + 2 * kv_heads
+    q, k, v = (row.new_empty((batch, time, n, width)) for n in (heads, kv_heads, kv_heads))
     return q, k, v
 
 
@@ -128,7 +127,9 @@ def qkv_norm_rope(
     """
     _check(x, w_query, w_key, w_value, heads)
     width = w_query.shape[0] // heads
-    if not takes_kernel(x, w_query, w_key, w_value, gain, cos, sin) or not fits(heads, width, cos, sin):
+    if not takes_kernel(x, w_query, w_key, w_value, gain, cos, sin) or not fits(
+        max(heads, 2 * w_key.shape[0] // width), width, cos, sin
+    ):
         return reference.qkv_norm_rope(x, w_query, w_key, w_value, heads, gain, cos, sin, eps)
     row = F.linear(x, torch.cat([w_query, w_key, w_value]))
     return _split_qkv(row, heads, w_key.shape[0] // width, gain, cos, sin, eps)

@@ -11,6 +11,8 @@ product, gradients may come transposed from attention); only the channels of a h
 
 A tile is BLOCK_T tokens by all heads (padded to a power of two), so that a row of the tile is the same head in every
 iteration and the gain's gradient stays in registers; one float32 line per program is added up in a second, fixed pass.
+
+The last PASSED heads of a tile are passed on as they are, to a tensor of their own: values that lie beside their keys.
 """
 
 from typing import Any
@@ -76,8 +78,8 @@ def _partner(col, HALF: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def _rope_forward_kernel(
-    x, gain, cos, sin, y, tokens, time, stride_b, stride_t, stride_h, eps,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_GAIN: tl.constexpr,
+    x, gain, cos, sin, y, passed, tokens, time, stride_b, stride_t, stride_h, eps,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_GAIN: tl.constexpr, PASSED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_T * BLOCK_H)
@@ -98,15 +100,19 @@ def _rope_forward_kernel(
         out = value * own + other * across
     if HAS_GAIN:
         r *= tl.load(gain + head, mask=live, other=0.0).to(tl.float32)
-    at = (token.to(tl.int64) * HEADS + head)[:, None] * WIDTH + col[None, :]
-    tl.store(y + at, (out * r[:, None]).to(y.dtype.element_ty), mask=inside)
+    kept = head < HEADS - PASSED
+    at = (token.to(tl.int64) * (HEADS - PASSED) + head)[:, None] * WIDTH + col[None, :]
+    tl.store(y + at, (out * r[:, None]).to(y.dtype.element_ty), mask=inside & kept[:, None])
+    if PASSED > 0:
+        at = (token.to(tl.int64) * PASSED + (head - (HEADS - PASSED)))[:, None] * WIDTH + col[None, :]
+        tl.store(passed + at, value.to(passed.dtype.element_ty), mask=inside & ~kept[:, None])
 
 
 @triton.jit
 def _rope_backward_kernel(
-    dy, x, gain, cos, sin, dx, partial, tokens, time,
-    dy_b, dy_t, dy_h, x_b, x_t, x_h, dx_b, dx_t, dx_h, eps,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_GAIN: tl.constexpr,
+    dy, dpassed, x, gain, cos, sin, dx, partial, tokens, time,
+    dy_b, dy_t, dy_h, dp_b, dp_t, dp_h, x_b, x_t, x_h, dx_b, dx_t, dx_h, eps,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_GAIN: tl.constexpr, PASSED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_T * BLOCK_H)
@@ -116,10 +122,12 @@ def _rope_backward_kernel(
     if HAS_GAIN:
         factor = tl.load(gain + head, mask=head < HEADS, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK_T * BLOCK_H,), tl.float32)
+    kept = head < HEADS - PASSED
     for tile in range(tl.program_id(0), tl.cdiv(tokens, BLOCK_T), tl.num_programs(0)):
         token = tile * BLOCK_T + row // BLOCK_H
         live = (token < tokens) & (head < HEADS)
-        inside = live[:, None] & (col < WIDTH)[None, :]
+        known = live[:, None] & (col < WIDTH)[None, :]
+        inside = known & kept[:, None]
         from_x = x + _offset(token, time, head, x_b, x_t, x_h)
         from_dy = dy + _offset(token, time, head, dy_b, dy_t, dy_h)
         value = tl.load(from_x[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -137,8 +145,14 @@ def _rope_backward_kernel(
         along = tl.sum(back * unit, 1)
         total += along
         out = (r * factor)[:, None] * (back - unit * (along / WIDTH)[:, None])
+        if PASSED > 0:
+            from_passed = dpassed + _offset(token, time, head - (HEADS - PASSED), dp_b, dp_t, dp_h)
+            straight = tl.load(from_passed[:, None] + col[None, :], mask=known & ~kept[:, None], other=0.0).to(
+                tl.float32
+            )
+            out = tl.where(kept[:, None], out, straight)
         to_dx = dx + _offset(token, time, head, dx_b, dx_t, dx_h)
-        tl.store(to_dx[:, None] + col[None, :], out.to(dx.dtype.element_ty), mask=inside)
+        tl.store(to_dx[:, None] + col[None, :], out.to(dx.dtype.element_ty), mask=known)
     if HAS_GAIN:
         tl.store(partial + tl.program_id(0) * BLOCK_T * BLOCK_H + row, total)
 
@@ -162,30 +176,43 @@ def _unit_channels(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def rotate_one(x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def rotate_one(
+    x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float, passed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The normed and rotated heads of x (B, T, H, D), and its last `passed` heads as they are."""
+    batch, time, heads, width = x.shape
+    y, rest = (torch.empty((batch, time, n, width), dtype=x.dtype, device=x.device) for n in (heads - passed, passed))
     if not x.numel():
-        return y
+        return y, rest
     x = _unit_channels(x)
-    batch, time = x.shape[:2]
-    launch = configs.choose("qk_norm_rope", next_power_of_2(x.shape[2]) * next_power_of_2(x.shape[3]), x.device)
+    launch = configs.choose("qk_norm_rope", next_power_of_2(heads) * next_power_of_2(width), x.device)
     tile = _tile(launch, x, cos.shape[-1])
     with on_device(x.device):
         _rope_forward_kernel[(triton.cdiv(batch * time, tile["BLOCK_T"]),)](
-            x, as_vector(gain), cos, sin, y, batch * time, time, *x.stride()[:3], eps,
-            HAS_GAIN=gain is not None, **tile, num_warps=launch.num_warps, num_stages=launch.num_stages,
+            x, as_vector(gain), cos, sin, y, rest, batch * time, time, *x.stride()[:3], eps,
+            HAS_GAIN=gain is not None, PASSED=passed, **tile, num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
-    return y
+    return y, rest
 
 
 def rotate_one_back(
-    dy: Tensor, x: Tensor, dx: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+    dy: Tensor,
+    x: Tensor,
+    dx: Tensor,
+    gain: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    dpassed: Tensor | None = None,
 ) -> Tensor:
-    """Writes dx, which may be a view whose channels are neighbours; returns the gain's gradient (empty without one)."""
+    """Writes dx, which may be a view whose channels are neighbours; returns the gain's gradient (empty without one).
+
+    `dpassed` is the gradient of the last heads of x, where some were passed on."""
     heads = x.shape[2] if gain is not None else 0
     if not x.numel():
         return torch.zeros(heads, dtype=torch.float32, device=x.device)
     x, dy = _unit_channels(x), _unit_channels(dy)
+    rest = dy if dpassed is None else _unit_channels(dpassed)
     batch, time = x.shape[:2]
     size = next_power_of_2(x.shape[2]) * next_power_of_2(x.shape[3])
     launch = configs.choose("qk_norm_rope_backward", size, x.device)
@@ -196,8 +223,9 @@ def rotate_one_back(
     partial = torch.empty((programs, lines) if heads else 0, dtype=torch.float32, device=x.device)
     with on_device(x.device):
         _rope_backward_kernel[(programs,)](
-            dy, x, as_vector(gain), cos, sin, dx, partial, batch * time, time,
-            *dy.stride()[:3], *x.stride()[:3], *dx.stride()[:3], eps, HAS_GAIN=gain is not None, **tile,
+            dy, rest, x, as_vector(gain), cos, sin, dx, partial, batch * time, time,
+            *dy.stride()[:3], *rest.stride()[:3], *x.stride()[:3], *dx.stride()[:3], eps,
+            HAS_GAIN=gain is not None, PASSED=0 if dpassed is None else dpassed.shape[2], **tile,
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
     return partial.view(-1, tile["BLOCK_H"]).sum(0)[:heads].clone() if heads else partial
@@ -211,7 +239,7 @@ def _qk_norm_rope(
     q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     cos, sin = cos.contiguous(), sin.contiguous()
-    return rotate_one(q, gain, cos, sin, eps), rotate_one(k, None, cos, sin, eps)
+    return rotate_one(q, gain, cos, sin, eps)[0], rotate_one(k, None, cos, sin, eps)[0]
 
 
 @torch.library.custom_op(

@@ -118,9 +118,9 @@ def test_reference_gradients():
 
 @pytest.mark.slow
 def test_every_config_compiles_without_spills():
-    signature = dict.fromkeys(("x", "y", "dy", "dx"), "*bf16")
+    signature = dict.fromkeys(("x", "y", "dy", "dx", "passed", "dpassed"), "*bf16")
     signature |= dict.fromkeys(("gain", "cos", "sin", "partial"), "*fp32") | {"eps": "fp32"}
-    strides = [f"{name}_{axis}" for name in ("stride", "x", "dy", "dx") for axis in "bth"]
+    strides = [f"{name}_{axis}" for name in ("stride", "x", "dy", "dx", "dp") for axis in "bth"]
     signature |= dict.fromkeys(("tokens", "time", *strides), "i32")
     jobs = []
     for arch, capability in configs.ARCHITECTURES.items():
@@ -129,8 +129,9 @@ def test_every_config_compiles_without_spills():
             ("qk_norm_rope_backward", "_rope_backward_kernel"),
         ):
             for _, launch in configs.tables()[op][arch]:
-                for heads, width, half in ((8, 64, 8), (32, 128, 64)):
-                    constexprs = {"HEADS": heads, "WIDTH": width, "HALF": half, "HAS_GAIN": True, "VECTOR": 8}
+                for heads, width, half, passed in ((8, 64, 8, 0), (8, 64, 8, 4), (32, 128, 64, 0)):
+                    constexprs = {"HEADS": heads, "WIDTH": width, "HALF": half, "VECTOR": 8}
+                    constexprs |= {"HAS_GAIN": not passed, "PASSED": passed}
                     tokens = max(1, launch.blocks["TILE"] // (heads * width))
                     constexprs |= {"BLOCK_T": tokens, "BLOCK_H": heads, "BLOCK_D": width}
                     jobs.append(

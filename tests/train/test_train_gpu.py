@@ -72,7 +72,9 @@ def test_graphs_change_nothing(compiled: bool, text_spec: str, tmp_path: Path) -
         trainer.close()
         assert trainer.passes.captures == int(graph), "once, while warming up"
         losses[graph] = [reading.loss for reading in readings]
-    assert losses[True] == losses[False]
+    # Before the first update the numbers are the same; then sums by atomic addition (embedding gradients) go their own way.
+    assert losses[True][0] == losses[False][0]
+    assert losses[True] == pytest.approx(losses[False], rel=5e-3)
 
 
 def train_ranks(world: int, text_spec: str, out: Path) -> list[dict[str, float]]:
