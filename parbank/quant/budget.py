@@ -13,6 +13,7 @@ from parbank.artifact import encode_artifact
 from parbank.errors import ConfigError
 from parbank.quant.config import QuantConfig
 from parbank.quant.contents import HALVES, INTEGERS, SCALES, TABLE, Shape, Spec, table_bytes
+from parbank.quant.entropy import require_coder
 from parbank.quant.pack import plan
 from parbank.quant.streams import fixed_bytes
 
@@ -52,7 +53,8 @@ def expected_bytes(shapes: Mapping[str, Shape], config: QuantConfig, *, overhead
 def check_fits(
     shapes: Mapping[str, Shape], config: QuantConfig, max_bytes: int, *, overhead: int, code_bytes: int = 0
 ) -> None:
-    """Refuses, before training, a model that might not fit the cap afterwards."""
+    """Refuses, before training, a model that might not fit the cap afterwards, or could not be packed at all."""
+    require_coder()
     worst = worst_case_bytes(shapes, config, overhead=overhead) + code_bytes
     if worst <= max_bytes:
         return

@@ -93,6 +93,31 @@ def butterfly(x: npt.NDArray[np.float64], block: int) -> npt.NDArray[np.float64]
     return x
 
 
+def recover_rows(weights: Floats) -> Quantised | None:
+    """The integers and scales that dequantise to exactly these weights, one scale a row; None where there are none.
+
+    The product of 7 bits and 11 bits is exact in float32, so a row's largest weight is k times its scale for some k up
+    to 127, and the scale is found by trying every k: the least that fits, which makes the integers small.
+    """
+    largest = np.abs(weights).max(axis=1, initial=0.0)
+    values, scales = np.zeros(weights.shape, np.int8), np.zeros(largest.shape, np.float16)
+    open_rows = np.flatnonzero(largest)
+    for k in range(1, 128):
+        with np.errstate(over="ignore"):
+            tried = (largest[open_rows] / np.float32(k)).astype(np.float16)
+        wide = tried.astype(np.float32)
+        likely = (wide * np.float32(k) == largest[open_rows]) & np.isfinite(tried)
+        candidates = open_rows[likely]
+        integers = np.rint(weights[candidates] / wide[likely, None])
+        fits = (integers * wide[likely, None] == weights[candidates]).all(axis=1)
+        rows = candidates[fits]
+        values[rows], scales[rows] = integers[fits].astype(np.int8), tried[likely][fits]
+        open_rows = np.setdiff1d(open_rows, rows, assume_unique=True)
+    if open_rows.size:
+        return None
+    return Quantised(values, scales[:, None], max(int(np.abs(values).max(initial=0)), 1))
+
+
 def to_half(weights: Floats, *, name: str = "tensor") -> Halves:
     """float16, refusing what it cannot hold."""
     with np.errstate(over="ignore"):

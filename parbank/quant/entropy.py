@@ -112,6 +112,11 @@ def decode_scales(stream: bytes, counts: Sequence[int], *, source: str) -> list[
     return found
 
 
+def require_coder() -> None:
+    """An ArtifactError if the coder cannot be imported: known before training, not after."""
+    _load()
+
+
 def may_expand(packed: int, count: int) -> bool:
     return count <= max(_FREE_EXPANSION, _MAX_EXPANSION * packed)
 

@@ -43,6 +43,8 @@ class TensorRow:
     estimate whose sum over tensors is exact."""
     entropy_bits: float
     """Bits of its integers under their own histogram: what coding them one by one, all alike, cannot beat."""
+    extras: str = ""
+    """Groups, rotation and low rank, where it has them."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -143,9 +145,17 @@ def describe_tensors(artifact: Artifact) -> list[TensorRow]:
                 packed_bytes=(stored.integer_bits + stored.side_bits) / 8,
                 integer_bits=stored.integer_bits,
                 entropy_bits=entropy_bits(content.values) if isinstance(content, Quantised) else 0.0,
+                extras=_extras(spec),
             )
         )
     return rows
+
+
+def _extras(spec: Spec) -> str:
+    found = [f"{spec.groups} scales a row"] if spec.groups > 1 else []
+    found += [f"rotation {spec.rotation}"] if spec.rotation else []
+    found += [f"rank {spec.rank}"] if spec.rank else []
+    return ", ".join(found)
 
 
 class _Packer:

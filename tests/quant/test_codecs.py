@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from parbank.errors import ArtifactError
-from parbank.quant.codecs import Quantised, butterfly, dequantise, quantise_rows, to_half
+from parbank.quant.codecs import Quantised, butterfly, dequantise, quantise_rows, recover_rows, to_half
 from parbank.quant.config import QuantConfig
 
 RANGES = [1, 2, 3, 5, 7, 8, 15, 20, 31, 63, 100, 127]
@@ -127,3 +127,17 @@ def test_low_rank_is_added_after_the_rotation_rank_by_rank():
     found = dequantise(Quantised(values, scales, 7, rotation=8, low_rank=(left, right)))
     assert np.abs(found - expected).max() < 1e-6
     assert not np.array_equal(found, dequantise(Quantised(values, scales, 7, rotation=8)))
+
+
+@given(weights=matrices, q=st.sampled_from(RANGES))
+def test_integers_are_found_again_in_the_weights_they_made(weights, q):
+    made = dequantise(quantise_rows(weights, q))
+    found = recover_rows(made)
+    assert found is not None
+    assert found.q <= q
+    assert np.array_equal(dequantise(found), made)
+
+
+def test_weights_that_no_integers_made_are_not_recovered():
+    assert recover_rows(np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)) is None
+    assert recover_rows(np.array([[1.0, np.pi]], np.float32)) is None
