@@ -1,9 +1,7 @@
 """Integers and scales to few bytes: asymmetric numeral systems under models fitted to each tensor.
 
-The rows of a tensor differ in spread, and so do its columns (an input that is loud needs small weights). Every row and
-every column gets a small whole number, the logarithm of its spread in quarters of an octave; their sum at a weight says
-which class it belongs to, and each class has a model of its own (models.py). That beats the entropy of the tensor's
-histogram, which takes all weights for alike.
+The weights of a tensor are divided into classes by row and column (division.py), and each class has a model of its own
+(models.py). That beats the entropy of the tensor's histogram, which takes all weights for alike.
 
 One stack coder (`constriction`) holds a whole stream. What it reads from garbage is garbage, but always within the
 alphabet asked for, and every number asked for is bounded by what was read before: no input can make the reader fail
@@ -19,7 +17,8 @@ import numpy.typing as npt
 
 from parbank.errors import ArtifactError
 from parbank.quant import models
-from parbank.quant.models import Array, Piece, choose_model, flat_piece, flat_weights, piece_bits
+from parbank.quant.division import CODES, divide, find_classes
+from parbank.quant.models import Array, Piece, describe_numbers, flat_piece, flat_weights, piece_bits
 
 Integers = npt.NDArray[np.int8]
 Halves = npt.NDArray[np.float16]
@@ -28,15 +27,6 @@ Halves = npt.NDArray[np.float16]
 # byte. The writer keeps to it (an eighth of a bit a weight is far below any use) and falls back to fixed width.
 _FREE_EXPANSION = 1 << 20
 _MAX_EXPANSION = 64
-# Numbers of rows and of columns: steps to an octave of spread, and how many. A spread wrong by an eighth of an octave
-# costs 0.01 bits a weight; finer steps save less than their own description takes in a row of 512.
-_STEPS = 4
-_CODES = 32
-# Which numbers are used, as shifts (rows, columns): none, rows, columns, both, both in steps of half an octave.
-_DIVISIONS = ((5, 5), (0, 5), (5, 0), (0, 0), (1, 1))
-# Neighbouring classes are joined until each has this many weights: fewer don't pay for a model of their own.
-_MIN_CLASS = 512
-_FLOOR = 1 / 16  # added to a mean |i| before the logarithm: rows of zeros are at -4 octaves
 _SCALE_LIMIT = 0x7C00  # float16 patterns below it are finite and not negative
 _FINE = 6  # lowest bits of a scale, sent as they are: below 1/16 of an octave there is nothing to model
 _COARSE = _SCALE_LIMIT >> _FINE
@@ -50,7 +40,7 @@ Pull = Callable[[Array, int], npt.NDArray[np.int32]]  # weights, count -> symbol
 
 def encode_tensors(tensors: Sequence[tuple[Integers, int]]) -> bytes | None:
     """Matrices of integers within -q..q as one stream; None where a reader would take it for a bomb."""
-    pieces = [piece for values, q in tensors for piece in _describe(values, q)[1]]
+    pieces = [piece for values, q in tensors for piece in _describe(values, q)]
     stream = _push(pieces)
     return stream if may_expand(len(stream), sum(values.size for values, _ in tensors)) else None
 
@@ -69,14 +59,16 @@ def decode_tensors(
     return found
 
 
-def coded_bits(values: Integers, q: int | None = None) -> float:
+def coded_bits(values: Integers, q: int | None = None, *, quick: bool = False) -> float:
     """What `encode_tensors` takes for one matrix (2-D), description of the models included, without coding it.
 
-    The range defaults to the largest value there is. Exact but for the coder's own rounding, under 0.001%.
+    The range defaults to the largest value there is. Exact but for the coder's own rounding, under 0.001%; `quick` takes
+    a third of the time and is up to 1% too high, as the classes are not refined.
     """
     if not values.size:
         return 0.0
-    return _divide(values, q or max(int(np.abs(values.astype(np.int16)).max()), 1))[0]
+    q = q or max(int(np.abs(values.astype(np.int16)).max()), 1)
+    return divide(values, q, refine=not quick).bits
 
 
 def encode_scales(tensors: Sequence[Halves]) -> bytes | None:
@@ -89,7 +81,7 @@ def encode_scales(tensors: Sequence[Halves]) -> bytes | None:
         listed = [*flat_piece(1, 2), *flat_piece(len(distinct) - 1, _MAX_DISTINCT)]
         listed.append(Piece(distinct, flat_weights(_SCALE_LIMIT)))
         places = (np.searchsorted(distinct, p) for p in patterns)
-        plans.append([*listed, *(piece for p in places for piece in _describe_numbers(p, len(distinct)))])
+        plans.append([*listed, *(piece for p in places for piece in describe_numbers(p, len(distinct)))])
     stream = _push(min(plans, key=piece_bits))
     return stream if may_expand(len(stream), sum(p.size for p in patterns)) else None
 
@@ -121,62 +113,19 @@ def may_expand(packed: int, count: int) -> bool:
     return count <= max(_FREE_EXPANSION, _MAX_EXPANSION * packed)
 
 
-def _describe(values: Integers, q: int) -> tuple[float, list[Piece]]:
-    """The cheapest way to send one matrix: total bits, and its pieces in the order of the reader."""
-    total, pieces, rows, cols, weights = _divide(values, q)
-    classes = _classes(rows, cols).astype(np.uint8)[rows[:, None] + cols[None, :]]
+def _describe(values: Integers, q: int) -> list[Piece]:
+    """One matrix in pieces, in the order of the reader."""
+    found = divide(values, q)
+    rows, cols = found.rows, found.cols
+    classes = find_classes(rows, cols).astype(np.uint8)[rows[:, None] + cols[None, :]]
     symbols = (values.astype(np.int16) + q).astype(np.uint8)
-    return total, pieces + [Piece(symbols[classes == index], model) for index, model in enumerate(weights)]
-
-
-def _divide(values: Integers, q: int) -> tuple[float, list[Piece], Array, Array, list[Array]]:
-    """The best division into classes: total bits, its description, numbers of rows and columns, frequencies by class."""
-    magnitudes = np.abs(values.astype(np.int16))
-    rows, cols = (_codes(np.log2(magnitudes.mean(axis=axis) + _FLOOR)) for axis in (1, 0))
-    cells = _count(values, rows, cols, q)
-    best = None
-    for row_shift, col_shift in _DIVISIONS if values.size > _MIN_CLASS else _DIVISIONS[:1]:
-        total, pieces, weights = _describe_division(cells, rows >> row_shift, cols >> col_shift, row_shift, col_shift)
-        if best is None or total < best[0]:
-            best = total, pieces, rows >> row_shift, cols >> col_shift, weights
-    assert best is not None
-    return best
-
-
-def _count(values: Integers, rows: Array, cols: Array, q: int) -> npt.NDArray[np.float64]:
-    """(row's number, column's number) x symbol: one count from which every division's histograms are sums."""
-    n = 2 * q + 1
-    cells = np.zeros(_CODES * _CODES * n, np.int64)
-    block = max(1, (1 << 20) // values.shape[1])
-    for start in range(0, len(rows), block):
-        here = slice(start, start + block)
-        joint = (rows[here, None] * _CODES + cols[None, :]) * n + q + values[here]
-        cells += np.bincount(joint.ravel(), minlength=cells.size)
-    return cells.reshape(-1, n).astype(np.float64)  # whole numbers below 2^53: sums stay exact in any order
-
-
-def _describe_division(
-    cells: npt.NDArray[np.float64], rows: Array, cols: Array, row_shift: int, col_shift: int
-) -> tuple[float, list[Piece], list[Array]]:
-    """One way to divide a matrix: total bits, the description of classes and models, and the frequencies by class."""
-    pieces = [*_describe_codes(rows), *_describe_codes(cols)]
-    every = np.arange(_CODES)
-    classes = _classes(rows, cols)
-    of_cell = classes[(every[:, None] >> row_shift) + (every[None, :] >> col_shift)].ravel()
-    member = of_cell[None, :] == np.arange(classes.max() + 1)[:, None]
-    total, weights = piece_bits(pieces), []
-    for histogram in (member.astype(np.float64) @ cells).astype(np.int64):
-        cost, model, about = choose_model(histogram, cells.shape[1] // 2)
-        total += cost
-        pieces += about
-        weights.append(model)
-    return total, pieces, weights
+    return [*found.pieces, *(Piece(symbols[classes == k], model) for k, model in enumerate(found.weights))]
 
 
 def _read_tensor(pull: Pull, rows: int, cols: int, q: int) -> Integers:
     n = 2 * q + 1
     row_codes, col_codes = _read_codes(pull, rows), _read_codes(pull, cols)
-    classes = _classes(row_codes, col_codes)
+    classes = find_classes(row_codes, col_codes)
     count = int(classes.max()) + 1
     weights = [_read_model(pull, n, q) for _ in range(count)]
     if count == 1:
@@ -189,48 +138,8 @@ def _read_tensor(pull: Pull, rows: int, cols: int, q: int) -> Integers:
     return values
 
 
-def _codes(spread: npt.NDArray[np.float64]) -> Array:
-    """Whole numbers from 0 for the least spread; the least ones share a number if the range is too wide."""
-    codes = np.rint(spread * _STEPS).astype(np.int64)
-    codes = np.maximum(codes - codes.max() + _CODES - 1, 0)
-    return codes - codes.min()
-
-
-def _describe_codes(codes: Array) -> list[Piece]:
-    used = bool(codes.any())
-    return [*flat_piece(int(used), 2), *(_describe_numbers(codes, _CODES) if used else [])]
-
-
 def _read_codes(pull: Pull, count: int) -> Array:
-    return _read_numbers(pull, count, _CODES) if _pull_flat(pull, 2) else np.zeros(count, np.int64)
-
-
-def _classes(rows: Array, cols: Array) -> Array:
-    """The class of each sum of a row's and a column's number: neighbours joined until each class is large enough."""
-    sizes = np.convolve(np.bincount(rows, minlength=_CODES), np.bincount(cols, minlength=_CODES))
-    classes, current, filled = np.zeros(len(sizes), np.int64), 0, 0
-    rest = int(sizes.sum())
-    for index, size in enumerate(sizes.tolist()):
-        if filled >= _MIN_CLASS and rest >= _MIN_CLASS and size:
-            current, filled = current + 1, 0
-        classes[index] = current
-        filled += size
-        rest -= size
-    return classes
-
-
-def _describe_numbers(numbers: Array, limit: int) -> list[Piece]:
-    """Whole numbers below a limit: the range they use, then a model over it."""
-    if not numbers.size:
-        return []
-    low, high = int(numbers.min()), int(numbers.max())
-    pieces = [*flat_piece(low, limit), *flat_piece(high - low, limit - low)]
-    n = high - low + 1
-    if n == 1:
-        return pieces
-    centre = int(np.sort(numbers)[numbers.size // 2]) - low
-    _, weights, about = choose_model(np.bincount(numbers - low, minlength=n), centre)
-    return [*pieces, *flat_piece(centre, n), *about, Piece(numbers - low, weights)]
+    return _read_numbers(pull, count, CODES) if _pull_flat(pull, 2) else np.zeros(count, np.int64)
 
 
 def _read_numbers(pull: Pull, count: int, limit: int) -> Array:
@@ -246,7 +155,7 @@ def _read_numbers(pull: Pull, count: int, limit: int) -> Array:
 
 def _describe_fine(patterns: Array) -> list[Piece]:
     coarse, fine = patterns >> _FINE, patterns & (1 << _FINE) - 1
-    return [*_describe_numbers(coarse, _COARSE), *_describe_numbers(fine, 1 << _FINE)]
+    return [*describe_numbers(coarse, _COARSE), *describe_numbers(fine, 1 << _FINE)]
 
 
 def _read_model(pull: Pull, n: int, centre: int) -> Array:

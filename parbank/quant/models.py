@@ -112,6 +112,20 @@ def choose_model(counts: Array, centre: int) -> tuple[float, Array, list[Piece]]
     return best
 
 
+def describe_numbers(numbers: Array, limit: int) -> list[Piece]:
+    """Whole numbers below a limit: the range they use, then a model over it."""
+    if not numbers.size:
+        return []
+    low, high = int(numbers.min()), int(numbers.max())
+    pieces = [*flat_piece(low, limit), *flat_piece(high - low, limit - low)]
+    n = high - low + 1
+    if n == 1:
+        return pieces
+    centre = int(np.sort(numbers)[numbers.size // 2]) - low
+    _, weights, about = choose_model(np.bincount(numbers - low, minlength=n), centre)
+    return [*pieces, *flat_piece(centre, n), *about, Piece(numbers - low, weights)]
+
+
 def _candidates(counts: Array, centre: int) -> list[tuple[int, Array, list[Piece]]]:
     n = len(counts)
     distances = _distances(centre, n)
