@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from parbank import __version__
+from parbank import __version__, cli_artifact
 from parbank.errors import ConfigError, ParbankError
 
-console = Console(highlight=False)
 app = typer.Typer(
     name="parbank",
     help="Train small language models against two hard budgets, minutes and megabytes.\n\n"
@@ -277,35 +274,7 @@ def pack(
     )
 
 
-@app.command()
-def inspect(artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .pbk file.")]) -> None:
-    """Show what an artifact holds: config, sections, and every tensor with its bits and bytes."""
-    from parbank.artifact import read_artifact
-    from parbank.quant import describe_tensors
-
-    found = read_artifact(artifact)
-    _print_pairs({"file": str(artifact), "bytes": f"{artifact.stat().st_size:,}"})
-    print(json.dumps(found.meta, indent=2, sort_keys=True))
-    sections = Table("section", "bytes")
-    for name, size in found.sizes.items():
-        sections.add_row(name, f"{size:,}")
-    tensors = Table("tensor", "shape", "role", "bits", "levels", "raw bytes", "packed bytes", "bits/weight")
-    for row in describe_tensors(found):
-        shape = " x ".join(map(str, row.shape)) or "scalar"
-        packed = f"{row.packed_bytes:,.0f}"
-        tensors.add_row(
-            row.name,
-            shape,
-            row.role,
-            str(row.bits),
-            str(row.levels or "-"),
-            f"{row.raw_bytes:,}",
-            packed,
-            f"{row.bits_per_weight:.2f}",
-        )
-    wide = Console(highlight=False, width=None if console.is_terminal else 160)
-    wide.print(sections)
-    wide.print(tensors)
+cli_artifact.register(app)
 
 
 @data_app.command("prepare")

@@ -177,7 +177,13 @@ def _cache() -> Finding:
 
 
 def _extras() -> Finding:
-    uses = {"zstandard": ".zst files", "tensorboard": "training curves", "huggingface_hub": "data fetch fineweb"}
+    uses = {
+        "constriction": "packing and reading models",
+        "safetensors": "export and import",
+        "zstandard": ".zst files",
+        "tensorboard": "training curves",
+        "huggingface_hub": "data fetch fineweb",
+    }
     missing = []
     for package, use in uses.items():
         try:

@@ -79,7 +79,7 @@ def commands() -> Iterator[tuple[list[str], Any]]:
 def test_every_command_and_every_option_explains_itself(call: Call) -> None:
     found = dict((" ".join(path), command) for path, command in commands())
     assert found.keys() == {
-        "", "train", "eval", "sample", "pack", "inspect", "recipes", "doctor",
+        "", "train", "eval", "sample", "pack", "inspect", "export", "import", "recipes", "doctor",
         "data", "data prepare", "data info", "data fetch",
     }  # fmt: skip
     for name, command in found.items():
@@ -99,6 +99,8 @@ def test_the_options_are_those_that_were_promised() -> None:
         "eval": "--data --json",
         "sample": "--prompt --tokens --temperature --top-k --seed",
         "pack": "--max-bytes --out",
+        "export": "--format --out --dtype",
+        "import": "--out --tokenizer --max-bytes",
         "data prepare": "--out --vocab",
         "data fetch": "--shards",
     }
@@ -371,7 +373,30 @@ def test_pack_under_another_cap_and_inspect(call: Call, trained: Path, tmp_path:
     ):
         assert part in shown.out, part
     assert "\x1b" not in shown.out
+    for part in ("format  version 2", "coded", "entropy", "total"):
+        assert part in shown.out, part
     assert call("inspect", trained).code == 2
+
+
+def test_export_a_run_and_import_it_again(call: Call, trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.safetensors"
+    answer = call("export", trained, "--out", out)
+    assert answer.code == 0
+    assert str(out) in answer.out
+    assert (tmp_path / "model.model").exists()
+    answer = call("import", out, "--out", tmp_path / "back.pbk")
+    assert answer.code == 0
+    from parbank.artifact import read_artifact
+    from parbank.quant import unpack_tensors
+
+    found, weights = (unpack_tensors(read_artifact(p)) for p in (tmp_path / "back.pbk", trained / "model.pbk"))
+    assert found.keys() == weights.keys()
+    assert all(found[name].equal(weights[name]) for name in weights)
+    wrong = call("export", trained, "--format", "gguf")
+    assert wrong.code == 2
+    assert "there is safetensors" in wrong.err
+    (checkpoint,) = sorted((trained / "checkpoint").glob("*.pt"))[-1:]
+    assert call("export", checkpoint, "--out", tmp_path / "raw.safetensors", "--dtype", "bfloat16").code == 0
 
 
 def test_prepare_then_train_on_the_shards(call: Call, text_spec: str, tmp_path: Path) -> None:

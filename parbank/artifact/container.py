@@ -22,7 +22,8 @@ from parbank.errors import ArtifactError
 
 # A byte outside ASCII and both line ends: a transfer in text mode breaks the magic and is seen at once.
 MAGIC = b"\x89PBK\r\n\x1a\n"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # what is written; the container is the same since version 1, the weights inside are not
+READABLE_VERSIONS = (1, 2)
 # A whole golf model needs about 3 KB; the limit is what a damaged or hostile length can make us allocate.
 MAX_HEADER_BYTES = 1 << 20
 DIGEST_BYTES = 16
@@ -44,6 +45,8 @@ class Artifact:
     """The file it came from: errors found further up name it."""
     size: int = 0
     """Bytes of the whole file."""
+    version: int = FORMAT_VERSION
+    """The format it was written in."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -147,7 +150,7 @@ def is_artifact(path: str | Path) -> bool:
 
 
 def _read(file: BinaryIO, size: int, source: str) -> Artifact:
-    header = _read_header(file, size, source)
+    header, version = _read_header(file, size, source)
     meta, table = header["meta"], header["sections"]
     if not isinstance(meta, dict) or not isinstance(table, list):
         _refuse(source, "its header is malformed")
@@ -164,10 +167,10 @@ def _read(file: BinaryIO, size: int, source: str) -> Artifact:
         if _digest(data).hex() != entry["checksum"]:
             _refuse(source, f"section {entry['name']} does not match its checksum")
         sections[entry["name"]] = data
-    return Artifact(meta=meta, sections=sections, source=source, size=size)
+    return Artifact(meta=meta, sections=sections, source=source, size=size, version=version)
 
 
-def _read_header(file: BinaryIO, size: int, source: str) -> dict[str, Any]:
+def _read_header(file: BinaryIO, size: int, source: str) -> tuple[dict[str, Any], int]:
     prefix = file.read(_PREFIX.size)
     if not prefix:
         raise ArtifactError(f"{source} is empty; {_AGAIN}")
@@ -178,9 +181,9 @@ def _read_header(file: BinaryIO, size: int, source: str) -> dict[str, Any]:
             source, f"it is cut short: {size} bytes are there, the first {_PREFIX.size} are needed to read any further"
         )
     _, version, length, digest = _PREFIX.unpack(prefix)
-    if version != FORMAT_VERSION:
+    if version not in READABLE_VERSIONS:
         raise ArtifactError(
-            f"{source} says format version {version}, this parbank reads version {FORMAT_VERSION}; "
+            f"{source} says format version {version}, this parbank reads versions up to {FORMAT_VERSION}; "
             f"it was made by a newer parbank (upgrade this one) or is damaged ({_AGAIN})"
         )
     if length > MAX_HEADER_BYTES or _PREFIX.size + length > size:
@@ -197,7 +200,7 @@ def _read_header(file: BinaryIO, size: int, source: str) -> dict[str, Any]:
         _refuse(source, "its header is not valid JSON")
     if not isinstance(header, dict) or set(header) != {"meta", "sections"}:
         _refuse(source, "its header is malformed")
-    return header
+    return header, version
 
 
 def _check_table(table: list[Any], source: str) -> int:

@@ -1,6 +1,6 @@
 """What a model will weigh, from its shapes alone: the bound that is promised, and the size to expect.
 
-The bound is proven, not measured: every stream is stored at fixed width where lzma would be larger, so a model whose
+The bound is proven, not measured: every stream is stored at fixed width where its coder would be larger, so a model whose
 bound is under the cap packs under it whatever its weights turn out to be.
 """
 
@@ -11,15 +11,17 @@ from typing import Any
 
 from parbank.artifact import encode_artifact
 from parbank.errors import ConfigError
-from parbank.quant.codecs import fixed_bytes
 from parbank.quant.config import QuantConfig
-from parbank.quant.pack import HALVES, SCALES, TABLE, Shape, Spec, plan, stream_name, table_bytes
+from parbank.quant.contents import HALVES, INTEGERS, SCALES, TABLE, Shape, Spec, table_bytes
+from parbank.quant.entropy import require_coder
+from parbank.quant.pack import plan
+from parbank.quant.streams import fixed_bytes
 
 # One entry of the container's section table beside its name: field names, punctuation and checksum 76, and two numbers
 # of at most 12 digits.
 _ENTRY_BYTES = 100
-# lzma over the entropy of Gaussian integers: 2.3% at 6 bits, 3.1% at 5, 1.6% at 4 (docs/quantisation.md).
-_LZMA_MARGIN = 1.025
+# The coders over the entropy of Gaussian integers: lzma 2.3% at 6 bits, 3.1% at 5, 1.6% at 4; ans hits it.
+_MARGINS = {"ans": 1.0, "lzma": 1.025}
 
 
 def overhead_bytes(meta: Mapping[str, Any], extra_sections: Mapping[str, bytes]) -> int:
@@ -31,8 +33,7 @@ def worst_case_bytes(shapes: Mapping[str, Shape], config: QuantConfig, *, overhe
     """No weights of these shapes pack to more than this at the coarsest setting."""
     specs = plan(shapes, config, config.min_matrix_q)
     sections = {TABLE: 1 + len(table_bytes(specs))}
-    for q in {spec.q for spec in specs if spec.q}:
-        sections[stream_name(q)] = fixed_bytes(sum(spec.count for spec in specs if spec.q == q), q)
+    sections[INTEGERS] = fixed_bytes([(spec.count, spec.q) for spec in specs if spec.q])
     sections.update(_float_sections(specs))
     return overhead + sum(size + _ENTRY_BYTES + len(name) for name, size in sections.items())
 
@@ -45,14 +46,15 @@ def expected_bytes(shapes: Mapping[str, Shape], config: QuantConfig, *, overhead
     """
     specs = plan(shapes, config, config.matrix_q)
     bits = sum(spec.count * _gaussian_bits(spec) for spec in specs if spec.q)
-    total = math.ceil(bits * _LZMA_MARGIN / 8) + sum(_float_sections(specs).values())
-    return overhead + total + 5 * _ENTRY_BYTES
+    total = math.ceil(bits * _MARGINS[config.coder] / 8) + sum(_float_sections(specs).values())
+    return overhead + total + 4 * _ENTRY_BYTES
 
 
 def check_fits(
     shapes: Mapping[str, Shape], config: QuantConfig, max_bytes: int, *, overhead: int, code_bytes: int = 0
 ) -> None:
-    """Refuses, before training, a model that might not fit the cap afterwards."""
+    """Refuses, before training, a model that might not fit the cap afterwards, or could not be packed at all."""
+    require_coder()
     worst = worst_case_bytes(shapes, config, overhead=overhead) + code_bytes
     if worst <= max_bytes:
         return
@@ -74,8 +76,8 @@ def check_fits(
 
 
 def _float_sections(specs: list[Spec]) -> dict[str, int]:
-    scales = sum(spec.rows for spec in specs)
-    halves = sum(spec.count for spec in specs if not spec.q)
+    scales = sum(spec.scales for spec in specs)
+    halves = sum(spec.halves for spec in specs)
     return {SCALES: 1 + 2 * scales, HALVES: 1 + 2 * halves}
 
 

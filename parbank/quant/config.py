@@ -1,6 +1,7 @@
 """How many levels each kind of weight gets."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from parbank.config import require
 
@@ -15,6 +16,8 @@ class QuantConfig:
     """Bits of a matrix weight at the coarsest setting a byte cap may force; every level count between is tried."""
     embedding_bits: int = 8
     """Bits of an embedding weight, 2 to 8. A cap does not change it."""
+    coder: Literal["ans", "lzma"] = "ans"
+    """How integers become bytes: ans, an entropy coder under models fitted to each tensor; lzma, to compare with."""
     clip_steps: int = 7
     """How many clip points are tried for each row, from its largest value down to clip_floor of it; 1 never clips."""
     clip_floor: float = 0.7

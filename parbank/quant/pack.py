@@ -1,69 +1,24 @@
 """A state dict as one artifact under a byte cap, and back.
 
-Every tensor has a role: matrices and embeddings become integers per row, the rest float16. Integers of one range share
-one stream, so do all scales and all float16 numbers; a table says what lies where. A cap that the configured range
-misses moves the matrices down a ladder of ranges, one level at a time if need be, until the file fits.
+Every tensor has a role: matrices and embeddings become integers per row, the rest float16. A cap that the configured
+range misses moves the matrices down a ladder of ranges, one level at a time if need be, until the file fits.
 """
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from parbank.artifact import Artifact, decode_artifact, encode_artifact, write_file
+from parbank.artifact import Artifact, decode_artifact, write_file
 from parbank.errors import ArtifactError
-from parbank.quant.codecs import (
-    Floats,
-    Halves,
-    Quantised,
-    decode_bytes,
-    decode_halves,
-    decode_integers,
-    dequantise_rows,
-    encode_bytes,
-    encode_halves,
-    encode_integers,
-    entropy_bits,
-    integer_bits,
-    quantise_rows,
-    to_half,
-)
+from parbank.quant.codecs import Floats, Quantised, dequantise, quantise_rows, to_half
 from parbank.quant.config import QuantConfig
-
-Role = Literal["matrix", "embedding", "other"]
-Shape = tuple[int, ...]
-ROLES = ("matrix", "embedding", "other")
-PREFIX = "weights/"
-TABLE, SCALES, HALVES = PREFIX + "table", PREFIX + "scales", PREFIX + "float16"
-_MAX_RANK = 8
-_MAX_Q = 127
-# A golf model's table has 6 KB; JSON grows some thirtyfold as Python objects, so it is limited before it is parsed.
-_MAX_TABLE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What is stored for one tensor."""
-
-    name: str
-    shape: Shape
-    role: Role
-    q: int
-    """Integers -q..q per row, or 0 for float16."""
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def rows(self) -> int:
-        """Scales stored for it."""
-        return self.shape[0] if self.q else 0
+from parbank.quant.contents import Content, Role, Shape, Spec, pack_contents, read_contents
+from parbank.quant.streams import entropy_bits, integer_bits
 
 
 @dataclass(frozen=True)
@@ -82,7 +37,14 @@ class TensorRow:
     raw_bytes: int
     """Bytes before entropy coding: fixed width and scales."""
     packed_bytes: float
-    """Its part of the compressed streams, split by empirical entropy: an estimate, whose sum over tensors is exact."""
+    """Its part of the compressed streams. The sum over tensors is all of them, less some bytes at their ends."""
+    integer_bits: float
+    """Bits its integers take in the file, description of their models included; 0 for float16. Where lzma coded them, an
+    estimate whose sum over tensors is exact."""
+    entropy_bits: float
+    """Bits of its integers under their own histogram: what coding them one by one, all alike, cannot beat."""
+    extras: str = ""
+    """Groups, rotation and low rank, where it has them."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -135,23 +97,6 @@ def plan(shapes: Mapping[str, Shape], config: QuantConfig, matrix_q: int) -> lis
     return [Spec(n, tuple(s), r := role(n, tuple(s)), ranges[r]) for n, s in sorted(shapes.items())]
 
 
-def stream_name(q: int) -> str:
-    """The section that holds all integers of one range."""
-    return f"{PREFIX}integers/{q}"
-
-
-def table_bytes(specs: list[Spec]) -> bytes:
-    """The table as it is stored, before compression."""
-    rows = [[spec.name, list(spec.shape), spec.role, spec.q] for spec in specs]
-    text = json.dumps(rows, separators=(",", ":")).encode("ascii")
-    if len(text) > _MAX_TABLE_BYTES:
-        raise ArtifactError(
-            f"the names of the tensors need {len(text):,} bytes, at most {_MAX_TABLE_BYTES:,} are allowed; "
-            f"pack fewer tensors or shorten their names"
-        )
-    return text
-
-
 def pack_tensors(
     tensors: Mapping[str, torch.Tensor],
     config: QuantConfig,
@@ -166,9 +111,6 @@ def pack_tensors(
     `max_bytes` caps the file plus `code_bytes`, which a recipe may count. Nothing is written here, so nothing over the
     cap ever reaches the disk.
     """
-    for name in extra_sections or {}:
-        if name.startswith(PREFIX):
-            raise ArtifactError(f"extra section {name!r} collides with the weights; choose a name outside {PREFIX}")
     packer = _Packer(tensors, config, meta or {}, extra_sections or {})
     cap = None if max_bytes is None else max_bytes - code_bytes
     return _search(packer, config, cap, code_bytes)
@@ -177,35 +119,43 @@ def pack_tensors(
 def unpack_tensors(artifact: Artifact) -> dict[str, torch.Tensor]:
     """The float32 tensors that `pack_tensors` stored, names and shapes as they were."""
     tensors = {}
-    for spec, content in _decode(artifact):
-        weights = dequantise_rows(content) if isinstance(content, Quantised) else content.astype(np.float32)
-        tensors[spec.name] = torch.from_numpy(weights.reshape(spec.shape))
+    for stored in read_contents(artifact):
+        content = stored.content
+        weights = dequantise(content) if isinstance(content, Quantised) else content.astype(np.float32)
+        tensors[stored.spec.name] = torch.from_numpy(weights.reshape(stored.spec.shape))
     return tensors
 
 
 def describe_tensors(artifact: Artifact) -> list[TensorRow]:
     """What is inside, tensor by tensor, in the order of the file."""
-    decoded = list(_decode(artifact))
-    entropies = {s.name: entropy_bits(c.values) for s, c in decoded if isinstance(c, Quantised)}
-    totals: dict[int, float] = {}
-    counts: dict[int, int] = {}
-    for spec, _ in decoded:
-        totals[spec.q] = totals.get(spec.q, 0.0) + entropies.get(spec.name, 0.0)
-        counts[spec.q] = counts.get(spec.q, 0) + spec.count
-    sizes, scale_count = artifact.sizes, sum(spec.rows for spec, _ in decoded)
     rows = []
-    for spec, _ in decoded:
-        by_count = spec.count / max(counts[spec.q], 1)
-        if spec.q:
-            share = entropies[spec.name] / totals[spec.q] if totals[spec.q] else by_count
-            packed = share * sizes[stream_name(spec.q)] + spec.rows / scale_count * sizes[SCALES]
-        else:
-            packed = by_count * sizes[HALVES]
+    for stored in read_contents(artifact):
+        spec, content = stored.spec, stored.content
         bits = integer_bits(spec.q) if spec.q else 16
-        raw = -(-spec.count * bits // 8) + 2 * spec.rows
-        levels = 2 * spec.q + 1 if spec.q else 0
-        rows.append(TensorRow(spec.name, spec.shape, spec.role, spec.count, bits, levels, spec.q, raw, packed))
+        rows.append(
+            TensorRow(
+                name=spec.name,
+                shape=spec.shape,
+                role=spec.role,
+                count=spec.count,
+                bits=bits,
+                levels=2 * spec.q + 1 if spec.q else 0,
+                q=spec.q,
+                raw_bytes=-(-spec.count * bits // 8) + 2 * (spec.scales + spec.rank * sum(spec.shape)),
+                packed_bytes=(stored.integer_bits + stored.side_bits) / 8,
+                integer_bits=stored.integer_bits,
+                entropy_bits=entropy_bits(content.values) if isinstance(content, Quantised) else 0.0,
+                extras=_extras(spec),
+            )
+        )
     return rows
+
+
+def _extras(spec: Spec) -> str:
+    found = [f"{spec.groups} scales a row"] if spec.groups > 1 else []
+    found += [f"rotation {spec.rotation}"] if spec.rotation else []
+    found += [f"rank {spec.rank}"] if spec.rank else []
+    return ", ".join(found)
 
 
 class _Packer:
@@ -222,25 +172,16 @@ class _Packer:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.config, self.meta, self.extra = config, meta, extra
         self.matrix_count = sum(spec.count for spec in plan(self.shapes, config, 1) if spec.role == "matrix")
-        self._fixed: dict[str, Quantised | Halves] = {}
+        self._fixed: dict[str, Content] = {}
 
     def build(self, matrix_q: int, *, clip: bool) -> bytes:
         """The whole file with matrices in -q..q, with or without the clip search."""
         specs = plan(self.shapes, self.config, matrix_q)
-        contents = [self._content(spec, clip) for spec in specs]
-        integers = [content for content in contents if isinstance(content, Quantised)]
-        sections = {TABLE: encode_bytes(table_bytes(specs))}
-        for q in sorted({content.q for content in integers}):
-            values = np.concatenate([content.values.ravel() for content in integers if content.q == q])
-            sections[stream_name(q)] = encode_integers(values, q)
-        scales = [content.scales for content in integers]
-        halves = [content.ravel() for content in contents if not isinstance(content, Quantised)]
-        for name, numbers in ((SCALES, scales), (HALVES, halves)):
-            if numbers:
-                sections[name] = encode_halves(np.concatenate(numbers))
-        return encode_artifact(self.meta, {**self.extra, **sections})
+        contents = {spec.name: self._content(spec, clip) for spec in specs}
+        roles = {spec.name: spec.role for spec in specs}
+        return pack_contents(contents, roles, self.meta, self.extra, coder=self.config.coder)
 
-    def _content(self, spec: Spec, clip: bool) -> Quantised | Halves:
+    def _content(self, spec: Spec, clip: bool) -> Content:
         weights = self.weights[spec.name]
         if spec.role == "matrix":
             return quantise_rows(weights, spec.q, self.config.clip_fractions if clip else (1.0,), name=spec.name)
@@ -301,75 +242,3 @@ def _to_numpy(name: str, tensor: torch.Tensor) -> Floats:
     if not tensor.dtype.is_floating_point:
         raise ArtifactError(f"{name} has dtype {tensor.dtype}; only floating-point tensors can be packed")
     return tensor.detach().to("cpu", torch.float32).contiguous().numpy()
-
-
-def _decode(artifact: Artifact) -> Iterator[tuple[Spec, Quantised | Halves]]:
-    """Every tensor of the file. All sizes are checked before any weight is decoded, and sections are decoded whole."""
-    specs = _read_table(artifact)
-    streams = _read_streams(artifact, specs)
-    position = dict.fromkeys(streams, 0)
-
-    def take(section: str, count: int) -> Any:
-        position[section] += count
-        return streams[section][position[section] - count : position[section]]
-
-    for spec in specs:
-        if spec.q:
-            values = take(stream_name(spec.q), spec.count).reshape(spec.shape)
-            yield spec, Quantised(values=values, scales=take(SCALES, spec.rows), q=spec.q)
-        else:
-            yield spec, take(HALVES, spec.count)
-
-
-def _read_streams(artifact: Artifact, specs: list[Spec]) -> dict[str, np.ndarray]:
-    counts: dict[str, int] = {}
-    for spec in specs:
-        section = stream_name(spec.q) if spec.q else HALVES
-        counts[section] = counts.get(section, 0) + spec.count
-        if spec.q:
-            counts[SCALES] = counts.get(SCALES, 0) + spec.rows
-    found = {name for name in artifact.sections if name.startswith(PREFIX)}
-    if found != {TABLE, *counts}:
-        raise _damaged(artifact, f"its weight sections are {sorted(found)}, its table needs {sorted({TABLE, *counts})}")
-    streams: dict[str, np.ndarray] = {}
-    for section, count in counts.items():
-        source, stream = f"{artifact.source} ({section})", artifact.sections[section]
-        if section in (SCALES, HALVES):
-            streams[section] = decode_halves(stream, count, source=source)
-        else:
-            streams[section] = decode_integers(stream, count, int(section.rpartition("/")[2]), source=source)
-    if SCALES in streams and np.signbit(streams[SCALES]).any():
-        raise _damaged(artifact, "it holds a negative scale")
-    return streams
-
-
-def _read_table(artifact: Artifact) -> list[Spec]:
-    if TABLE not in artifact.sections:
-        raise ArtifactError(
-            f"{artifact.source} holds no weights (sections: {sorted(artifact.sections)}); give a packed model"
-        )
-    try:
-        text = decode_bytes(artifact.sections[TABLE], None, source=f"{artifact.source} ({TABLE})")
-        if len(text) > _MAX_TABLE_BYTES:
-            raise ValueError("too long")
-        specs = [_read_spec(row) for row in json.loads(text)]
-    except (ValueError, TypeError, RecursionError):
-        raise _damaged(artifact, "its table of tensors is malformed") from None
-    names = [spec.name for spec in specs]
-    if names != sorted(set(names)):
-        raise _damaged(artifact, "its table of tensors is out of order or repeats a name")
-    return specs
-
-
-def _read_spec(row: Any) -> Spec:
-    name, shape, kind, q = row
-    sizes = [q, *shape]
-    sound = isinstance(name, str) and kind in ROLES and len(shape) <= _MAX_RANK
-    sound = sound and all(type(n) is int and 0 <= n < 2**40 for n in sizes) and q <= _MAX_Q
-    if not sound or (q and (len(shape) != 2 or 0 in shape)):
-        raise ValueError("malformed row")
-    return Spec(name, tuple(shape), kind, q)
-
-
-def _damaged(artifact: Artifact, what: str) -> ArtifactError:
-    return ArtifactError(f"{artifact.source} is damaged: {what}; copy it again, or write it anew with `parbank pack`")
