@@ -47,8 +47,13 @@ class Quantised:
     values: Integers
     """(rows, cols), within -q..q."""
     scales: Halves
-    """(rows,), not negative; 0 for a row of zeros."""
+    """(rows, groups), not negative; 0 for zeros. Group g covers cols / groups columns; one group is a scale per row."""
     q: int
+    """1..127."""
+    rotation: int = 0
+    """Hadamard block, a power of two dividing cols, applied to the columns before quantising; 0: none."""
+    low_rank: tuple[Halves, Halves] | None = None
+    """(rows, r) and (r, cols): their product is added after the rotation is undone."""
 
 
 def quantise_rows(
@@ -75,12 +80,46 @@ def quantise_rows(
         tried, tried_error = _round(weights, tried_scales, q)
         better = tried_error < error
         values[better], scales[better], error[better] = tried[better], tried_scales[better], tried_error[better]
-    return Quantised(values=values, scales=scales, q=q)
+    return Quantised(values=values, scales=scales[:, None], q=q)
+
+
+def dequantise(quantised: Quantised) -> Floats:
+    """The weights that evaluation uses, bit for bit the same on every machine.
+
+    integer * scale is one rounding; the rotation is undone by additions in float64 in a fixed order and an exact power
+    of two; the low-rank product is summed rank by rank in float64.
+    """
+    rows, cols = quantised.values.shape
+    groups = quantised.scales.shape[1]
+    grouped = quantised.values.reshape(rows, groups, cols // groups).astype(np.float32)
+    weights = (grouped * quantised.scales.astype(np.float32)[:, :, None]).reshape(rows, cols)
+    if not quantised.rotation and quantised.low_rank is None:
+        return weights
+    wide = weights.astype(np.float64)
+    if quantised.rotation:
+        wide = butterfly(wide, quantised.rotation) / quantised.rotation
+    if quantised.low_rank is not None:
+        left, right = (factor.astype(np.float64) for factor in quantised.low_rank)
+        for rank in range(left.shape[1]):
+            wide += left[:, rank, None] * right[rank]
+    return wide.astype(np.float32)
+
+
+def butterfly(x: npt.NDArray[np.float64], block: int) -> npt.NDArray[np.float64]:
+    """x times the Hadamard matrix of ones and minus ones (Sylvester's order) on every block of columns."""
+    rows, cols = x.shape
+    half = 1
+    while half < block:
+        pairs = x.reshape(rows, cols // (2 * half), 2, half)
+        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        x = np.stack([first + second, first - second], axis=2).reshape(rows, cols)
+        half *= 2
+    return x
 
 
 def dequantise_rows(quantised: Quantised) -> Floats:
-    """The weights that evaluation uses."""
-    return quantised.values.astype(np.float32) * quantised.scales.astype(np.float32)[:, None]
+    """`dequantise` under its first name."""
+    return dequantise(quantised)
 
 
 def to_half(weights: Floats, *, name: str = "tensor") -> Halves:

@@ -24,7 +24,7 @@ from parbank.quant.codecs import (
     decode_bytes,
     decode_halves,
     decode_integers,
-    dequantise_rows,
+    dequantise,
     encode_bytes,
     encode_halves,
     encode_integers,
@@ -55,6 +55,9 @@ class Spec:
     role: Role
     q: int
     """Integers -q..q per row, or 0 for float16."""
+    groups: int = 1
+    rotation: int = 0
+    rank: int = 0
 
     @property
     def count(self) -> int:
@@ -63,7 +66,12 @@ class Spec:
     @property
     def rows(self) -> int:
         """Scales stored for it."""
-        return self.shape[0] if self.q else 0
+        return self.shape[0] * self.groups if self.q else 0
+
+    @property
+    def factors(self) -> int:
+        """float16 numbers of its low-rank correction."""
+        return self.rank * sum(self.shape) if self.rank else 0
 
 
 @dataclass(frozen=True)
@@ -142,7 +150,11 @@ def stream_name(q: int) -> str:
 
 def table_bytes(specs: list[Spec]) -> bytes:
     """The table as it is stored, before compression."""
-    rows = [[spec.name, list(spec.shape), spec.role, spec.q] for spec in specs]
+    rows = [
+        [s.name, list(s.shape), s.role, s.q]
+        + ([s.groups, s.rotation, s.rank] if (s.groups, s.rotation, s.rank) != (1, 0, 0) else [])
+        for s in specs
+    ]
     text = json.dumps(rows, separators=(",", ":")).encode("ascii")
     if len(text) > _MAX_TABLE_BYTES:
         raise ArtifactError(
@@ -174,11 +186,46 @@ def pack_tensors(
     return _search(packer, config, cap, code_bytes)
 
 
+def pack_contents(
+    contents: Mapping[str, Quantised | Halves],
+    roles: Mapping[str, Role],
+    meta: Mapping[str, Any],
+    extra_sections: Mapping[str, bytes],
+) -> bytes:
+    """The whole file of tensors already quantised, the same bytes for the same contents."""
+    ordered = {name: contents[name] for name in sorted(contents)}
+    specs = [_spec_of(name, content, roles[name]) for name, content in ordered.items()]
+    integers = [content for content in ordered.values() if isinstance(content, Quantised)]
+    sections = {TABLE: encode_bytes(table_bytes(specs))}
+    for q in sorted({content.q for content in integers}):
+        values = np.concatenate([content.values.ravel() for content in integers if content.q == q])
+        sections[stream_name(q)] = encode_integers(values, q)
+    scales = [content.scales.ravel() for content in integers]
+    halves = [half.ravel() for content in ordered.values() for half in _halves_of(content)]
+    for section, numbers in ((SCALES, scales), (HALVES, halves)):
+        if numbers:
+            sections[section] = encode_halves(np.concatenate(numbers))
+    return encode_artifact(meta, {**extra_sections, **sections})
+
+
+def _spec_of(name: str, content: Quantised | Halves, kind: Role) -> Spec:
+    if not isinstance(content, Quantised):
+        return Spec(name, content.shape, kind, 0)
+    rank = content.low_rank[0].shape[1] if content.low_rank else 0
+    return Spec(name, content.values.shape, kind, content.q, content.scales.shape[1], content.rotation, rank)
+
+
+def _halves_of(content: Quantised | Halves) -> tuple[Halves, ...]:
+    if isinstance(content, Quantised):
+        return content.low_rank or ()
+    return (content,)
+
+
 def unpack_tensors(artifact: Artifact) -> dict[str, torch.Tensor]:
     """The float32 tensors that `pack_tensors` stored, names and shapes as they were."""
     tensors = {}
     for spec, content in _decode(artifact):
-        weights = dequantise_rows(content) if isinstance(content, Quantised) else content.astype(np.float32)
+        weights = dequantise(content) if isinstance(content, Quantised) else content.astype(np.float32)
         tensors[spec.name] = torch.from_numpy(weights.reshape(spec.shape))
     return tensors
 
@@ -200,7 +247,7 @@ def describe_tensors(artifact: Artifact) -> list[TensorRow]:
             share = entropies[spec.name] / totals[spec.q] if totals[spec.q] else by_count
             packed = share * sizes[stream_name(spec.q)] + spec.rows / scale_count * sizes[SCALES]
         else:
-            packed = by_count * sizes[HALVES]
+            packed = by_count * sizes[HALVES]  # low-rank factors are not told apart
         bits = integer_bits(spec.q) if spec.q else 16
         raw = -(-spec.count * bits // 8) + 2 * spec.rows
         levels = 2 * spec.q + 1 if spec.q else 0
@@ -227,18 +274,8 @@ class _Packer:
     def build(self, matrix_q: int, *, clip: bool) -> bytes:
         """The whole file with matrices in -q..q, with or without the clip search."""
         specs = plan(self.shapes, self.config, matrix_q)
-        contents = [self._content(spec, clip) for spec in specs]
-        integers = [content for content in contents if isinstance(content, Quantised)]
-        sections = {TABLE: encode_bytes(table_bytes(specs))}
-        for q in sorted({content.q for content in integers}):
-            values = np.concatenate([content.values.ravel() for content in integers if content.q == q])
-            sections[stream_name(q)] = encode_integers(values, q)
-        scales = [content.scales for content in integers]
-        halves = [content.ravel() for content in contents if not isinstance(content, Quantised)]
-        for name, numbers in ((SCALES, scales), (HALVES, halves)):
-            if numbers:
-                sections[name] = encode_halves(np.concatenate(numbers))
-        return encode_artifact(self.meta, {**self.extra, **sections})
+        contents = {spec.name: self._content(spec, clip) for spec in specs}
+        return pack_contents(contents, {spec.name: spec.role for spec in specs}, self.meta, self.extra)
 
     def _content(self, spec: Spec, clip: bool) -> Quantised | Halves:
         weights = self.weights[spec.name]
@@ -316,7 +353,15 @@ def _decode(artifact: Artifact) -> Iterator[tuple[Spec, Quantised | Halves]]:
     for spec in specs:
         if spec.q:
             values = take(stream_name(spec.q), spec.count).reshape(spec.shape)
-            yield spec, Quantised(values=values, scales=take(SCALES, spec.rows), q=spec.q)
+            scales = take(SCALES, spec.rows).reshape(spec.shape[0], spec.groups)
+            low_rank = None
+            if spec.rank:
+                rows, cols = spec.shape
+                low_rank = (
+                    take(HALVES, rows * spec.rank).reshape(rows, spec.rank),
+                    take(HALVES, spec.rank * cols).reshape(spec.rank, cols),
+                )
+            yield spec, Quantised(values, scales, spec.q, spec.rotation, low_rank)
         else:
             yield spec, take(HALVES, spec.count)
 
@@ -328,6 +373,8 @@ def _read_streams(artifact: Artifact, specs: list[Spec]) -> dict[str, np.ndarray
         counts[section] = counts.get(section, 0) + spec.count
         if spec.q:
             counts[SCALES] = counts.get(SCALES, 0) + spec.rows
+        if spec.factors:
+            counts[HALVES] = counts.get(HALVES, 0) + spec.factors
     found = {name for name in artifact.sections if name.startswith(PREFIX)}
     if found != {TABLE, *counts}:
         raise _damaged(artifact, f"its weight sections are {sorted(found)}, its table needs {sorted({TABLE, *counts})}")
@@ -362,13 +409,16 @@ def _read_table(artifact: Artifact) -> list[Spec]:
 
 
 def _read_spec(row: Any) -> Spec:
-    name, shape, kind, q = row
-    sizes = [q, *shape]
+    name, shape, kind, q, *more = row
+    groups, rotation, rank = more or (1, 0, 0)
+    sizes = [q, *shape, groups, rotation, rank]
     sound = isinstance(name, str) and kind in ROLES and len(shape) <= _MAX_RANK
     sound = sound and all(type(n) is int and 0 <= n < 2**40 for n in sizes) and q <= _MAX_Q
     if not sound or (q and (len(shape) != 2 or 0 in shape)):
         raise ValueError("malformed row")
-    return Spec(name, tuple(shape), kind, q)
+    if q and (not groups or shape[1] % groups or (rotation and (rotation & (rotation - 1) or shape[1] % rotation))):
+        raise ValueError("malformed row")
+    return Spec(name, tuple(shape), kind, q, groups, rotation, rank)
 
 
 def _damaged(artifact: Artifact, what: str) -> ArtifactError:
