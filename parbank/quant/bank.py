@@ -1,0 +1,161 @@
+"""Tensors of one shape, rounded together at one price of a bit: see parbank.quant.solver for where the steps come from."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ArtifactError
+from parbank.quant.codecs import Halves, Quantised
+from parbank.quant.gptq import Factors, factorise, round_bank
+from parbank.quant.low_rank import correct
+from parbank.quant.pruning import prices
+from parbank.quant.rate import measure
+from parbank.quant.rotation import block_size, rotate, rotate_hessian
+
+Contents = dict[str, Quantised | Halves]
+MAX_Q = 127
+GRID = 8  # steps of scales an octave
+_SMALLEST_HALF = 2.0**-24
+# A sensitivity far below its tensor's mean is mostly noise of the calibration: it is not taken for a licence to drop.
+_FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """One bank at one multiplier."""
+
+    values: Tensor
+    scales: Tensor
+    """(N, rows, 1), float16."""
+    distortion: Tensor
+    """(N,): nats a token."""
+    bits: Tensor
+    """(N,)"""
+    low_rank: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Tensors of one shape and treatment, stacked."""
+
+    names: tuple[str, ...]
+    weights: Tensor
+    """(N, rows, cols), rotated where the bank is."""
+    hessians: Tensor
+    sensitivity: Tensor
+    """(N, rows)"""
+    factors: Factors
+    rotation: int = 0
+    rank: int = 0
+
+    @classmethod
+    def stack(
+        cls, names: tuple[str, ...], weights: Tensor, hessians: Tensor, sensitivity: Tensor, damping: float
+    ) -> "Bank":
+        floor = _FLOOR * sensitivity.mean(1, keepdim=True)
+        sensitivity = torch.maximum(sensitivity, floor.clamp(min=torch.finfo(torch.float32).tiny))
+        return cls(names, weights, hessians, sensitivity, factorise(hessians, damping=damping))
+
+    def rotated(self, damping: float) -> "Bank":
+        block = block_size(self.weights.shape[2])
+        weights, hessians = rotate(self.weights, block), rotate_hessian(self.hessians, block)
+        return replace(Bank.stack(self.names, weights, hessians, self.sensitivity, damping), rotation=block)
+
+    def pick(self, chosen: list[bool], *, rank: int = 0) -> "Bank | None":
+        """The tensors chosen, as a bank of their own."""
+        if not any(chosen):
+            return None
+        index = torch.tensor([i for i, flag in enumerate(chosen) if flag], device=self.weights.device)
+        factors = Factors(self.factors.order[index], self.factors.upper[index], self.factors.curvature[index])
+        return Bank(
+            tuple(name for name, flag in zip(self.names, chosen) if flag),
+            self.weights[index],
+            self.hessians[index],
+            self.sensitivity[index],
+            factors,
+            self.rotation,
+            rank,
+        )
+
+    @property
+    def stiffness(self) -> Tensor:
+        """(N, rows): g c."""
+        return self.sensitivity * self.factors.curvature.mean(1)[:, None]
+
+    @property
+    def largest(self) -> Tensor:
+        return self.weights.abs().amax(2)
+
+    def bounds(self) -> tuple[float, float]:
+        """log2 of the multipliers under which every row is at its finest step, and over which all of it is zero."""
+        unit = math.log(2) / 12 * self.stiffness.double() * self.largest.double().square()
+        unit = unit[unit > 0]
+        if not unit.numel():
+            return 0.0, 0.0
+        return math.log2(float(unit.min())) - 2 * math.log2(MAX_Q), math.log2(float(unit.max())) + 4.0
+
+    def steps(self, multiplier: float) -> Tensor:
+        """(N, rows, 1), float16 on the log grid; see the top of this file."""
+        unit = math.sqrt(12 * multiplier / math.log(2))
+        largest = self.largest.double()
+        exponent = torch.round(-GRID / 2 * torch.log2(self.stiffness.double()))
+        finest = torch.ceil(GRID * torch.log2(largest / (MAX_Q * unit)))
+        # beyond four times its largest weight a row is zero whatever the step
+        coarsest = torch.ceil(GRID * torch.log2(4 * largest / unit))
+        exponent = torch.maximum(torch.minimum(exponent, coarsest), finest)
+        scales = (unit * torch.exp2(exponent / GRID)).clamp(min=_SMALLEST_HALF).half()
+        scales = torch.where(largest > 0, scales, torch.zeros_like(scales))
+        if not scales.isfinite().all():
+            raise ArtifactError(
+                f"{', '.join(self.names)}: weights up to {float(largest.max()):.3g} are too large for float16 scales; the "
+                "run diverged, pack an earlier checkpoint"
+            )
+        return scales[:, :, None]
+
+    def guess(self, multiplier: float) -> Tensor:
+        """Integers by plain rounding: close to what `round` gives, at a fraction of the time."""
+        scales = self.steps(multiplier).float()
+        scaled = self.weights / torch.where(scales > 0, scales, torch.inf)
+        return scaled.round_().clamp_(-MAX_Q, MAX_Q).to(torch.int8)
+
+    def round(self, multiplier: float) -> Rounded:
+        """GPTQ on the steps of this multiplier, rate-aware at the same price."""
+        scales = self.steps(multiplier)
+        rate = measure(self.guess(multiplier))
+        thresholds = prices(rate, scales, self.sensitivity, multiplier, MAX_Q)
+        values, error = round_bank(self.weights, scales, MAX_Q, self.factors, thresholds)
+        distortion = 0.5 * (self.sensitivity.double() * error.double()).sum(1)
+        bits, low_rank = measure(values).bits, None
+        if self.rank:
+            low_rank, distortion = self._correct(values, scales)
+            bits = bits + 16 * self.rank * sum(self.weights.shape[1:])
+        return Rounded(values, scales, distortion, bits, low_rank)
+
+    def _correct(self, values: Tensor, scales: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        error = self.weights - values.float() * scales.float()
+        hessians = self.hessians
+        if self.rotation:  # the correction is added after the rotation is undone
+            error, hessians = rotate(error, self.rotation) / self.rotation, self._plain_hessians()
+        tall, flat = correct(error, hessians, self.sensitivity, self.rank)
+        left = error - tall.float() @ flat.float()
+        rows = ((left @ hessians) * left).sum(2)
+        return (tall, flat), 0.5 * (self.sensitivity.double() * rows.double()).sum(1)
+
+    def _plain_hessians(self) -> Tensor:
+        return rotate_hessian(self.hessians, self.rotation) * self.rotation**2
+
+    def contents(self, rounded: Rounded) -> Contents:
+        """What the file stores of each tensor."""
+        found: Contents = {}
+        values, scales = rounded.values.cpu(), rounded.scales.cpu()
+        for i, name in enumerate(self.names):
+            integers = values[i].numpy()
+            halves = torch.where(values[i].any(1, keepdim=True), scales[i], torch.zeros_like(scales[i])).numpy()
+            low_rank = None
+            if rounded.low_rank is not None:
+                low_rank = rounded.low_rank[0][i].cpu().numpy(), rounded.low_rank[1][i].cpu().numpy()
+            q = max(1, int(abs(integers.astype("int16")).max(initial=0)))
+            found[name] = Quantised(integers, halves, q, self.rotation, low_rank)
+        return found

@@ -1,0 +1,262 @@
+"""The byte budget as one search: of all ways to spend the bytes, the one that is expected to cost the least loss.
+
+A tensor's loss increase D (nats a token) and its rate R (bits) trade against each other, and at the best allocation under
+a cap every row of every tensor trades at the same price lambda = -dD/dR. In a row of n weights with step s, rounding
+errors of variance s^2 / 12 cost D = 1/2 g n c s^2 / 12, with g the row's sensitivity and c the mean curvature that GPTQ
+leaves its columns (parbank.quant.gptq); an entropy coder takes R = n (h - log2 s) bits, h depending on the weights alone.
+dD/ds = -lambda dR/ds then gives
+
+    s^2 = 12 lambda / (ln 2 * g * c):
+
+the step, not a number of bits, is the knob, and one lambda sets all of them. Rows that matter little get steps wider than
+their weights and vanish by themselves. Steps lie on a grid of eight an octave, where a scale costs about five bits; being
+off by 2^(1/16) at most costs nothing that can be measured, since D + lambda R is flat at its minimum. The grid moves with
+lambda, so that sizes do too, without jumps. No step is so fine that integers leave -127..127.
+
+lambda is found by bisection: on predicted sizes first (plain rounding, entropies), then on real files.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ArtifactError
+from parbank.quant.bank import Bank, Contents
+from parbank.quant.calibration import Calibration
+from parbank.quant.codecs import Quantised, to_half
+from parbank.quant.config import QuantConfig
+from parbank.quant.pack import Packed, pack_contents, pack_tensors, role
+from parbank.quant.rate import measure
+
+_GUIDED = 5  # builds that follow the prediction; after that plain halving, which nothing misleads
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The file found, and what it is expected to cost."""
+
+    data: bytes
+    contents: Contents
+    multiplier: float
+    expected_loss: float
+    """Nats a token; in arbitrary units where nothing was calibrated."""
+    builds: tuple[int, ...]
+    """Sizes of the files built on the way."""
+
+
+def pack_solved(
+    tensors: Mapping[str, Tensor],
+    config: QuantConfig,
+    calibration: Calibration,
+    *,
+    max_bytes: int,
+    meta: Mapping[str, Any] | None = None,
+    extra_sections: Mapping[str, bytes] | None = None,
+    code_bytes: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Packed:
+    """Like `pack_tensors`, by the solver. Where the solver cannot reach the cap the ladder of `pack_tensors` is tried: what
+    was promised before training holds whatever the weights are."""
+    roles = {name: role(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+    def build(contents: Contents) -> bytes:
+        return pack_contents(contents, {name: roles[name] for name in contents}, meta or {}, extra_sections or {})
+
+    try:
+        solved = Solver(tensors, roles, calibration, config, say=say).solve(build, max_bytes - code_bytes)
+    except CannotFit as failure:
+        try:
+            return pack_tensors(
+                tensors, config, max_bytes=max_bytes, meta=meta, extra_sections=extra_sections, code_bytes=code_bytes
+            )
+        except ArtifactError:
+            raise failure from None
+    ranges = [c.q for n, c in solved.contents.items() if isinstance(c, Quantised) and roles[n] == "matrix"]
+    widest = max(ranges, default=0)
+    return Packed(solved.data, widest, False, tuple((widest, size) for size in solved.builds))
+
+
+class CannotFit(ArtifactError):
+    """The cap is under the smallest file of this model."""
+
+
+class Solver:
+    """One model, solved for as many caps as one likes: Hessians are factorised once."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        roles: Mapping[str, str],
+        calibration: Calibration,
+        config: QuantConfig,
+        *,
+        device: torch.device | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.config, self.say = config, say
+        self.floats: Contents = {
+            name: to_half(tensor.detach().float().cpu().contiguous().numpy(), name=name)
+            for name, tensor in tensors.items()
+            if roles[name] == "other"
+        }
+        chosen = {name: tensor for name, tensor in sorted(tensors.items()) if roles[name] != "other"}
+        device = device or next(iter(tensors.values())).device
+        if not calibration.tokens:
+            say("no training text at hand: packing by the weights alone, as if all of them mattered alike")
+        self.banks = _stack_banks(chosen, calibration, config, device)
+        self.grid: dict[int, float] = {}
+        self.chosen_at: float | None = None
+
+    def solve(self, build: Callable[[Contents], bytes], max_bytes: int) -> Solved:
+        """The best file of at most `max_bytes`: within `config.tolerance` under it, unless all weights are at their finest."""
+        return _Search(self, build, max_bytes).run()
+
+    def bounds(self) -> tuple[float, float]:
+        found = [bank.bounds() for bank in self.banks]
+        return min((low for low, _ in found), default=0.0), max((high for _, high in found), default=0.0)
+
+    def predicted_bits(self, log_multiplier: float) -> float:
+        """Between two points of a grid of half octaves: sizes are nearly straight lines over log2 lambda."""
+        below = math.floor(2 * log_multiplier)
+        share = 2 * log_multiplier - below
+        return (1 - share) * self._grid_bits(below) + (share * self._grid_bits(below + 1) if share else 0.0)
+
+    def _grid_bits(self, index: int) -> float:
+        if index not in self.grid:
+            guesses = (measure(bank.guess(2.0 ** (index / 2))).bits.sum() for bank in self.banks)
+            self.grid[index] = sum(float(bits) for bits in guesses)
+        return self.grid[index]
+
+    def contents(self, multiplier: float) -> tuple[Contents, float]:
+        """All tensors at one multiplier, with the expected loss increase."""
+        found, loss = dict(self.floats), 0.0
+        for bank in self.banks:
+            rounded = bank.round(multiplier)
+            found |= bank.contents(rounded)
+            loss += float(rounded.distortion.sum())
+        return found, loss
+
+    def choose(self, multiplier: float) -> bool:
+        """Rotation and low rank, tensor by tensor, where D + lambda R is smaller with them; once, at the first lambda."""
+        if self.chosen_at is not None or not (self.config.rotation or self.config.low_rank):
+            return False
+        self.chosen_at = multiplier
+        banks: list[Bank] = []
+        for bank in self.banks:
+            ways = [bank] + ([bank.rotated(self.config.damping)] if self.config.rotation else [])
+            ways += [replace(way, rank=self.config.low_rank) for way in ways if self.config.low_rank]
+            costs = []
+            for way in ways:
+                rounded = way.round(multiplier)
+                costs.append(rounded.distortion + multiplier * rounded.bits)
+            best = torch.stack(costs).argmin(0).tolist()
+            picked = (way.pick([b == i for b in best], rank=way.rank) for i, way in enumerate(ways))
+            banks += [way for way in picked if way is not None]
+        turned = sum(len(bank.names) for bank in banks if bank.rotation)
+        corrected = sum(len(bank.names) for bank in banks if bank.rank)
+        total = sum(len(bank.names) for bank in banks)
+        self.say(f"of {total} tensors {turned} are rotated and {corrected} get a low-rank correction")
+        self.banks = banks
+        self.grid.clear()
+        return True
+
+
+class _Search:
+    """The multiplier whose file just fits."""
+
+    def __init__(self, solver: Solver, build: Callable[[Contents], bytes], cap: int) -> None:
+        self.solver, self.build, self.cap = solver, build, cap
+        self.fixed = len(build(dict(solver.floats)))
+        self.ratio = 1.0  # real over predicted bytes of the integers
+        self.sizes: list[int] = []
+        self.best: Solved | None = None
+        self._open_bracket()
+
+    def run(self) -> Solved:
+        config = self.solver.config
+        if self.solver.choose(2.0 ** self._aim(0)):
+            self._open_bracket()
+        for attempt in range(config.max_builds):
+            place = self._aim(attempt)
+            size = self._try(place)
+            if size <= self.cap and (size >= (1 - config.tolerance) * self.cap or place <= self.low):
+                break
+            if place >= self.high and size > self.cap:
+                break
+        if self.best is None and (size := self._try(self.high)) > self.cap:
+            raise CannotFit(
+                f"the model does not fit: the smallest artifact is {size:,} bytes, with every weight at zero, and the cap "
+                f"leaves {self.cap:,}; raise --max-bytes, or train fewer or narrower layers"
+            )
+        assert self.best is not None
+        return replace(self.best, builds=tuple(self.sizes))
+
+    def _open_bracket(self) -> None:
+        """log2 lambda on either side of the answer, both still to be proven."""
+        self.low, self.high = self.solver.bounds()
+        self.too_large, self.fits = self.low - 1.0, self.high + 1.0
+
+    def _aim(self, attempt: int) -> float:
+        """log2 lambda for the middle of the tolerated band, by prediction; halving where that leaves the bracket."""
+        target = (1 - 0.4 * self.solver.config.tolerance) * self.cap
+        wanted = 8 * (target - self.fixed) / self.ratio
+        low, high = self.low, self.high
+        if self.solver.predicted_bits(low) <= wanted:
+            high = low
+        while high - low > 1e-4:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.solver.predicted_bits(middle) > wanted else (low, middle)
+        if attempt < _GUIDED and self.too_large < high < self.fits:
+            return high
+        return min(max((self.too_large + self.fits) / 2, self.low), self.high)
+
+    def _try(self, place: float) -> int:
+        contents, loss = self.solver.contents(2.0**place)
+        data = self.build(contents)
+        size = len(data)
+        self.sizes.append(size)
+        self.solver.say(f"{size:,} bytes of {self.cap:,}, expected to cost {loss:.5f} nats a token")
+        predicted = self.solver.predicted_bits(place) / 8
+        if size > self.fixed and predicted > 0:
+            self.ratio = (size - self.fixed) / predicted
+        if size > self.cap:
+            self.too_large = max(self.too_large, place)
+        else:
+            self.fits = min(self.fits, place)
+            if self.best is None or size > len(self.best.data):
+                self.best = Solved(data, contents, 2.0**place, loss, ())
+        return size
+
+
+def _stack_banks(
+    tensors: Mapping[str, Tensor], calibration: Calibration, config: QuantConfig, device: torch.device
+) -> list[Bank]:
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ArtifactError(
+                f"{name} holds values that are not finite; the run diverged, pack an earlier checkpoint"
+            )
+        groups.setdefault(tuple(tensor.shape), []).append(name)
+    usual = _usual_stiffness(calibration)
+    banks = []
+    for (rows, cols), names in groups.items():
+        eye, ones = torch.eye(cols), torch.full((rows,), usual)
+        weights = torch.stack([tensors[name].detach().float().to(device) for name in names])
+        hessians = torch.stack([calibration.hessians.get(name, eye).to(device) for name in names])
+        sensitivity = torch.stack([calibration.sensitivity.get(name, ones).to(device) for name in names])
+        banks.append(Bank.stack(tuple(names), weights, hessians, sensitivity, config.damping))
+    return banks
+
+
+def _usual_stiffness(calibration: Calibration) -> float:
+    """What a tensor that was not calibrated is taken to have, with H = 1: the mean over the others, or 1."""
+    found = [
+        float(calibration.sensitivity[name].mean() * hessian.diagonal().mean())
+        for name, hessian in calibration.hessians.items()
+    ]
+    return sum(found) / len(found) if found and sum(found) > 0 else 1.0
