@@ -33,7 +33,6 @@ class Rounded:
     """(N,): nats a token."""
     bits: Tensor
     """(N,)"""
-    low_rank: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,14 @@ class Bank:
 
     names: tuple[str, ...]
     weights: Tensor
-    """(N, rows, cols), rotated where the bank is."""
+    """(N, rows, cols): what is left to round, rotated where the bank is."""
     hessians: Tensor
     sensitivity: Tensor
     """(N, rows)"""
     factors: Factors
     rotation: int = 0
-    rank: int = 0
+    low_rank: tuple[Tensor, Tensor] | None = None
+    """(N, rows, r) and (N, r, cols), float16: already taken out of the weights."""
 
     @classmethod
     def stack(
@@ -59,24 +59,34 @@ class Bank:
         return cls(names, weights, hessians, sensitivity, factorise(hessians, damping=damping))
 
     def rotated(self, damping: float) -> "Bank":
+        """The same tensors with their columns rotated: outlying columns are shared out, and curvatures evened."""
         block = block_size(self.weights.shape[2])
         weights, hessians = rotate(self.weights, block), rotate_hessian(self.hessians, block)
-        return replace(Bank.stack(self.names, weights, hessians, self.sensitivity, damping), rotation=block)
+        turned = Bank.stack(self.names, weights, hessians, self.sensitivity, damping)
+        return replace(turned, rotation=block, low_rank=self.low_rank)
 
-    def pick(self, chosen: list[bool], *, rank: int = 0) -> "Bank | None":
+    def lowered(self, rank: int) -> "Bank":
+        """The same tensors with their strongest directions taken out as factors: what is left has less to code.
+
+        Correcting the error after rounding (LQER) is the weaker order of the two here: the error of a uniform step is
+        white, and no few directions hold much of it.
+        """
+        tall, flat = correct(self.weights, self.hessians, self.sensitivity, rank)
+        return replace(self, weights=self.weights - tall.float() @ flat.float(), low_rank=(tall, flat))
+
+    def pick(self, chosen: list[bool]) -> "Bank | None":
         """The tensors chosen, as a bank of their own."""
         if not any(chosen):
             return None
         index = torch.tensor([i for i, flag in enumerate(chosen) if flag], device=self.weights.device)
-        factors = Factors(self.factors.order[index], self.factors.upper[index], self.factors.curvature[index])
-        return Bank(
-            tuple(name for name, flag in zip(self.names, chosen) if flag),
-            self.weights[index],
-            self.hessians[index],
-            self.sensitivity[index],
-            factors,
-            self.rotation,
-            rank,
+        return replace(
+            self,
+            names=tuple(name for name, flag in zip(self.names, chosen) if flag),
+            weights=self.weights[index],
+            hessians=self.hessians[index],
+            sensitivity=self.sensitivity[index],
+            factors=Factors(self.factors.order[index], self.factors.upper[index], self.factors.curvature[index]),
+            low_rank=None if self.low_rank is None else (self.low_rank[0][index], self.low_rank[1][index]),
         )
 
     @property
@@ -114,8 +124,7 @@ class Bank:
             )
         return scales[:, :, None]
 
-    def guess(self, multiplier: float) -> Tensor:
-        """Integers by plain rounding: close to what `round` gives, at a fraction of the time."""
+    def _guess(self, multiplier: float) -> Tensor:
         scales = self.steps(multiplier).float()
         scaled = self.weights / torch.where(scales > 0, scales, torch.inf)
         return scaled.round_().clamp_(-MAX_Q, MAX_Q).to(torch.int8)
@@ -123,28 +132,18 @@ class Bank:
     def round(self, multiplier: float) -> Rounded:
         """GPTQ on the steps of this multiplier, rate-aware at the same price."""
         scales = self.steps(multiplier)
-        rate = measure(self.guess(multiplier))
+        rate = measure(self._guess(multiplier))
         thresholds = prices(rate, scales, self.sensitivity, multiplier, MAX_Q)
         values, error = round_bank(self.weights, scales, MAX_Q, self.factors, thresholds)
         distortion = 0.5 * (self.sensitivity.double() * error.double()).sum(1)
-        bits, low_rank = measure(values).bits, None
-        if self.rank:
-            low_rank, distortion = self._correct(values, scales)
-            bits = bits + 16 * self.rank * sum(self.weights.shape[1:])
-        return Rounded(values, scales, distortion, bits, low_rank)
+        return Rounded(values, scales, distortion, self._with_factors(measure(values).bits))
 
-    def _correct(self, values: Tensor, scales: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        error = self.weights - values.float() * scales.float()
-        hessians = self.hessians
-        if self.rotation:  # the correction is added after the rotation is undone
-            error, hessians = rotate(error, self.rotation) / self.rotation, self._plain_hessians()
-        tall, flat = correct(error, hessians, self.sensitivity, self.rank)
-        left = error - tall.float() @ flat.float()
-        rows = ((left @ hessians) * left).sum(2)
-        return (tall, flat), 0.5 * (self.sensitivity.double() * rows.double()).sum(1)
+    def predicted_bits(self, multiplier: float) -> float:
+        """The rate by plain rounding: close to that of `round`, at a fraction of the time."""
+        return float(self._with_factors(measure(self._guess(multiplier)).bits).sum())
 
-    def _plain_hessians(self) -> Tensor:
-        return rotate_hessian(self.hessians, self.rotation) * self.rotation**2
+    def _with_factors(self, bits: Tensor) -> Tensor:
+        return bits if self.low_rank is None else bits + 16 * sum(factor[0].numel() for factor in self.low_rank)
 
     def contents(self, rounded: Rounded) -> Contents:
         """What the file stores of each tensor."""
@@ -154,8 +153,8 @@ class Bank:
             integers = values[i].numpy()
             halves = torch.where(values[i].any(1, keepdim=True), scales[i], torch.zeros_like(scales[i])).numpy()
             low_rank = None
-            if rounded.low_rank is not None:
-                low_rank = rounded.low_rank[0][i].cpu().numpy(), rounded.low_rank[1][i].cpu().numpy()
+            if self.low_rank is not None:
+                low_rank = self.low_rank[0][i].cpu().numpy(), self.low_rank[1][i].cpu().numpy()
             q = max(1, int(abs(integers.astype("int16")).max(initial=0)))
             found[name] = Quantised(integers, halves, q, self.rotation, low_rank)
         return found

@@ -19,7 +19,7 @@ class QuantConfig:
     rotation: bool = True
     """Let the solver rotate tensors (Hadamard) where that pays."""
     low_rank: int = 0
-    """Rank of the correction the solver may add to a tensor where it pays; 0 leaves it out."""
+    """Rank of the factors the solver may take out of a tensor where that pays; 0 leaves them out."""
     tolerance: float = 0.0025
     """How far under the cap the solver may end, as a share of it."""
     max_builds: int = 10

@@ -1,4 +1,4 @@
-"""A low-rank correction of the quantisation error (LQER): the directions of it that cost the most loss, in float16."""
+"""Low-rank factors in float16: the directions of weights, or of a quantisation error (LQER), that cost the most loss."""
 
 import torch
 from torch import Tensor

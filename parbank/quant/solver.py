@@ -30,7 +30,6 @@ from parbank.quant.calibration import Calibration
 from parbank.quant.codecs import Quantised, to_half
 from parbank.quant.config import QuantConfig
 from parbank.quant.pack import Packed, pack_contents, pack_tensors, role
-from parbank.quant.rate import measure
 
 _GUIDED = 5  # builds that follow the prediction; after that plain halving, which nothing misleads
 
@@ -107,13 +106,24 @@ class Solver:
         device = device or next(iter(tensors.values())).device
         if not calibration.tokens:
             say("no training text at hand: packing by the weights alone, as if all of them mattered alike")
-        self.banks = _stack_banks(chosen, calibration, config, device)
-        self.grid: dict[int, float] = {}
-        self.chosen_at: float | None = None
+        self.plain = _stack_banks(chosen, calibration, config, device)
+        self.ways: list[list[Bank]] = []
+        self._use(self.plain)
 
     def solve(self, build: Callable[[Contents], bytes], max_bytes: int) -> Solved:
         """The best file of at most `max_bytes`: within `config.tolerance` under it, unless all weights are at their finest."""
-        return _Search(self, build, max_bytes).run()
+        self._use(self.plain)
+        try:
+            return _Search(self, build, max_bytes).run()
+        except CannotFit:
+            if self.banks is self.plain:
+                raise
+        self._use(self.plain)  # factors and rotations have a size of their own, which a very small file does not have
+        return _Search(self, build, max_bytes).run(choose=False)
+
+    def _use(self, banks: list[Bank]) -> None:
+        self.banks = banks
+        self.grid: dict[int, float] = {}
 
     def bounds(self) -> tuple[float, float]:
         found = [bank.bounds() for bank in self.banks]
@@ -127,8 +137,7 @@ class Solver:
 
     def _grid_bits(self, index: int) -> float:
         if index not in self.grid:
-            guesses = (measure(bank.guess(2.0 ** (index / 2))).bits.sum() for bank in self.banks)
-            self.grid[index] = sum(float(bits) for bits in guesses)
+            self.grid[index] = sum(bank.predicted_bits(2.0 ** (index / 2)) for bank in self.banks)
         return self.grid[index]
 
     def contents(self, multiplier: float) -> tuple[Contents, float]:
@@ -141,28 +150,27 @@ class Solver:
         return found, loss
 
     def choose(self, multiplier: float) -> bool:
-        """Rotation and low rank, tensor by tensor, where D + lambda R is smaller with them; once, at the first lambda."""
-        if self.chosen_at is not None or not (self.config.rotation or self.config.low_rank):
+        """Rotation and low rank, tensor by tensor, where D + lambda R is smaller with them."""
+        if not (self.config.rotation or self.config.low_rank):
             return False
-        self.chosen_at = multiplier
+        if not self.ways:
+            self.ways = [self._ways(bank) for bank in self.plain]
         banks: list[Bank] = []
-        for bank in self.banks:
-            ways = [bank] + ([bank.rotated(self.config.damping)] if self.config.rotation else [])
-            ways += [replace(way, rank=self.config.low_rank) for way in ways if self.config.low_rank]
-            costs = []
-            for way in ways:
-                rounded = way.round(multiplier)
-                costs.append(rounded.distortion + multiplier * rounded.bits)
-            best = torch.stack(costs).argmin(0).tolist()
-            picked = (way.pick([b == i for b in best], rank=way.rank) for i, way in enumerate(ways))
+        for ways in self.ways:
+            rounded = [way.round(multiplier) for way in ways]
+            best = torch.stack([r.distortion + multiplier * r.bits for r in rounded]).argmin(0).tolist()
+            picked = (way.pick([b == i for b in best]) for i, way in enumerate(ways))
             banks += [way for way in picked if way is not None]
         turned = sum(len(bank.names) for bank in banks if bank.rotation)
-        corrected = sum(len(bank.names) for bank in banks if bank.rank)
+        corrected = sum(len(bank.names) for bank in banks if bank.low_rank)
         total = sum(len(bank.names) for bank in banks)
-        self.say(f"of {total} tensors {turned} are rotated and {corrected} get a low-rank correction")
-        self.banks = banks
-        self.grid.clear()
+        self.say(f"of {total} tensors {turned} are rotated and {corrected} get low-rank factors")
+        self._use(banks)
         return True
+
+    def _ways(self, bank: Bank) -> list[Bank]:
+        ways = [bank] + ([bank.lowered(self.config.low_rank)] if self.config.low_rank else [])
+        return ways + [way.rotated(self.config.damping) for way in ways if self.config.rotation]
 
 
 class _Search:
@@ -176,9 +184,9 @@ class _Search:
         self.best: Solved | None = None
         self._open_bracket()
 
-    def run(self) -> Solved:
+    def run(self, *, choose: bool = True) -> Solved:
         config = self.solver.config
-        if self.solver.choose(2.0 ** self._aim(0)):
+        if choose and self.solver.choose(2.0 ** self._aim(0)):
             self._open_bracket()
         for attempt in range(config.max_builds):
             place = self._aim(attempt)

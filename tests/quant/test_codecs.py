@@ -81,7 +81,9 @@ def test_rows_of_zeros_and_of_tiny_weights():
     assert quantised.scales[0] == 0
     assert (back[0] == 0).all()
     assert (quantised.scales[1:] >= 2.0**-24).all()
-    assert (np.abs(back - weights).max(axis=1) <= np.maximum(quantised.scales[:, 0].astype(np.float32), 2.0**-24) / 2).all()
+    assert (
+        np.abs(back - weights).max(axis=1) <= np.maximum(quantised.scales[:, 0].astype(np.float32), 2.0**-24) / 2
+    ).all()
     assert np.allclose(back[4], weights[4], rtol=0.02)
 
 
