@@ -18,6 +18,7 @@ Contents = dict[str, Quantised | Halves]
 MAX_Q = 127
 GRID = 8  # steps of scales an octave
 _SMALLEST_HALF = 2.0**-24
+_SAMPLE = 1 << 20  # weights of a bank that a prediction looks at: entropies are then right to a tenth of a percent
 # A sensitivity far below its tensor's mean is mostly noise of the calibration: it is not taken for a licence to drop.
 _FLOOR = 1e-3
 
@@ -124,9 +125,9 @@ class Bank:
             )
         return scales[:, :, None]
 
-    def _guess(self, multiplier: float) -> Tensor:
+    def _guess(self, multiplier: float, stride: int = 1) -> Tensor:
         scales = self.steps(multiplier).float()
-        scaled = self.weights / torch.where(scales > 0, scales, torch.inf)
+        scaled = self.weights[:, :, ::stride] / torch.where(scales > 0, scales, torch.inf)
         return scaled.round_().clamp_(-MAX_Q, MAX_Q).to(torch.int8)
 
     def round(self, multiplier: float) -> Rounded:
@@ -139,8 +140,10 @@ class Bank:
         return Rounded(values, scales, distortion, self._with_factors(measure(values).bits))
 
     def predicted_bits(self, multiplier: float) -> float:
-        """The rate by plain rounding: close to that of `round`, at a fraction of the time."""
-        return float(self._with_factors(measure(self._guess(multiplier)).bits).sum())
+        """The rate by plain rounding of evenly spaced columns: close to that of `round`, at a fraction of the time."""
+        stride = max(1, min(self.weights.numel() // _SAMPLE, self.weights.shape[2] // 16))
+        bits = measure(self._guess(multiplier, stride)).bits * stride
+        return float(self._with_factors(bits).sum())
 
     def _with_factors(self, bits: Tensor) -> Tensor:
         return bits if self.low_rank is None else bits + 16 * sum(factor[0].numel() for factor in self.low_rank)

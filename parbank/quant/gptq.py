@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 128  # columns between two large products: inside, every step writes rows x 128, outside nothing
+BLOCK = 64  # columns between two large products: a step writes what is left of its block, and nothing outside
 
 
 @dataclass(frozen=True)
@@ -68,29 +68,28 @@ def round_bank(
     midpoint a magnitude must lie to be rounded up to m instead of m - 1 (see parbank.quant.pruning.prices).
     """
     n, rows, cols = weights.shape
-    order = factors.order
-    work = weights.float().gather(2, order[:, None, :].expand(n, rows, cols))
-    steps = _column_scales(scales, order)
-    values = torch.empty(n, rows, cols, dtype=torch.int8, device=weights.device)
+    order = factors.order[:, :, None].expand(n, cols, rows)
+    work = weights.float().mT.gather(1, order)  # (N, cols, rows): a step works on whole lines of memory
+    steps = _column_scales(scales, factors.order)
+    values = torch.empty(n, cols, rows, dtype=torch.int8, device=weights.device)
     error = torch.zeros(n, rows, device=weights.device)
+    table = None if prices is None else prices.mT.contiguous()
     for first in range(0, cols, BLOCK):
         last = min(first + BLOCK, cols)
-        block = work[:, :, first:last].clone()
-        upper = factors.upper[:, first:last]
-        scaled_errors = torch.empty_like(block)
+        block = work[:, first:last]
+        errors = torch.empty_like(block)
         for j in range(last - first):
-            column, step = block[:, :, j], steps(first + j)
-            rounded = _round(column, step, q, prices, factors.curvature[:, first + j, None])
-            row = upper[:, j, first + j : last]
-            scaled = (column - rounded * step) / row[:, :1]
-            block[:, :, j:] -= scaled[:, :, None] * row[:, None, :]
-            scaled_errors[:, :, j] = scaled
-            values[:, :, first + j] = rounded.to(torch.int8)
-        error += scaled_errors.square().sum(2)
-        work[:, :, last:] -= scaled_errors @ upper[:, :, last:]
-    back = torch.empty_like(values)
-    back.scatter_(2, order[:, None, :].expand(n, rows, cols), values)
-    return back, error
+            place = first + j
+            column, step = block[:, j], steps(place)
+            rounded = _round(column, step, q, table, factors.curvature[:, place, None])
+            row = factors.upper[:, place, place:last, None]
+            errors[:, j] = (column - rounded * step) / row[:, 0]
+            block[:, j + 1 :] -= row[:, 1:] * errors[:, None, j]
+            values[:, place] = rounded.to(torch.int8)
+        error += errors.square().sum(1)
+        work[:, last:] -= factors.upper[:, first:last, last:].mT @ errors
+    back = torch.empty_like(values).scatter_(1, order, values)
+    return back.mT.contiguous(), error
 
 
 def _column_scales(scales: Tensor, order: Tensor) -> Callable[[int], Tensor]:
@@ -110,6 +109,6 @@ def _round(column: Tensor, step: Tensor, q: int, prices: Tensor | None, curvatur
         return scaled.round().clamp(-q, q)
     size = scaled.abs()
     near = size.round().clamp(max=q)
-    toll = prices.gather(2, near.long()[:, :, None])[:, :, 0] / curvature
+    toll = prices.gather(1, near.long()[:, None])[:, 0] / curvature
     near = torch.where((near > 0) & (size - near + 0.5 < toll), near - 1, near)
     return near * scaled.sign()
