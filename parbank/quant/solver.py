@@ -31,7 +31,8 @@ from parbank.quant.codecs import Quantised, to_half
 from parbank.quant.config import QuantConfig
 from parbank.quant.pack import Packed, pack_contents, pack_tensors, role
 
-_GUIDED = 5  # builds that follow the prediction; after that plain halving, which nothing misleads
+_GUIDED = 6  # builds that follow the sizes' line; after that plain halving, which nothing misleads
+_NARROW = 0.004  # octaves of lambda: sizes jump by more than the rest of the way where scales change in float16
 
 
 @dataclass(frozen=True)
@@ -181,19 +182,23 @@ class _Search:
         self.fixed = len(build(dict(solver.floats)))
         self.ratio = 1.0  # real over predicted bytes of the integers
         self.sizes: list[int] = []
+        self.over: tuple[float, int] | None = None  # (log2 lambda, size) of the last file over the cap,
+        self.under: tuple[float, int] | None = None  # and of the last one under it
         self.best: Solved | None = None
-        self._open_bracket()
+        self.low, self.high = solver.bounds()
 
     def run(self, *, choose: bool = True) -> Solved:
         config = self.solver.config
-        if choose and self.solver.choose(2.0 ** self._aim(0)):
-            self._open_bracket()
-        for attempt in range(config.max_builds):
-            place = self._aim(attempt)
+        if choose and self.solver.choose(2.0 ** self._aim()):
+            self.low, self.high = self.solver.bounds()
+        for _ in range(config.max_builds):
+            place = self._aim()
             size = self._try(place)
             if size <= self.cap and (size >= (1 - config.tolerance) * self.cap or place <= self.low):
                 break
             if place >= self.high and size > self.cap:
+                break
+            if self.over and self.under and abs(self.under[0] - self.over[0]) < _NARROW:
                 break
         if self.best is None and (size := self._try(self.high)) > self.cap:
             raise CannotFit(
@@ -203,24 +208,30 @@ class _Search:
         assert self.best is not None
         return replace(self.best, builds=tuple(self.sizes))
 
-    def _open_bracket(self) -> None:
-        """log2 lambda on either side of the answer, both still to be proven."""
-        self.low, self.high = self.solver.bounds()
-        self.too_large, self.fits = self.low - 1.0, self.high + 1.0
+    def _aim(self) -> float:
+        """log2 lambda for a file in the tolerated band: by prediction until real files lie on both sides, then between
+        them. Files that came out too large make the next aim lower, so that a drifting prediction ends on the other side."""
+        tolerance = self.solver.config.tolerance
+        if self.over and self.under:
+            target = (1 - 0.4 * tolerance) * self.cap
+            share = (self.over[1] - target) / (self.over[1] - self.under[1])
+            share = min(max(share, 0.1), 0.9) if len(self.sizes) < _GUIDED else 0.5
+            return self.over[0] + share * (self.under[0] - self.over[0])
+        misses = len(self.sizes) if self.over else 0
+        target = (1 - (0.4 + 0.3 * misses) * tolerance) * self.cap
+        place = self._predict(8 * (target - self.fixed) / self.ratio)
+        if self.over and place <= self.over[0]:
+            place = self.over[0] + 0.02 * 2.0**misses
+        return min(place, self.high)
 
-    def _aim(self, attempt: int) -> float:
-        """log2 lambda for the middle of the tolerated band, by prediction; halving where that leaves the bracket."""
-        target = (1 - 0.4 * self.solver.config.tolerance) * self.cap
-        wanted = 8 * (target - self.fixed) / self.ratio
+    def _predict(self, wanted: float) -> float:
         low, high = self.low, self.high
         if self.solver.predicted_bits(low) <= wanted:
-            high = low
+            return low
         while high - low > 1e-4:
             middle = (low + high) / 2
             low, high = (middle, high) if self.solver.predicted_bits(middle) > wanted else (low, middle)
-        if attempt < _GUIDED and self.too_large < high < self.fits:
-            return high
-        return min(max((self.too_large + self.fits) / 2, self.low), self.high)
+        return high
 
     def _try(self, place: float) -> int:
         contents, loss = self.solver.contents(2.0**place)
@@ -232,9 +243,9 @@ class _Search:
         if size > self.fixed and predicted > 0:
             self.ratio = (size - self.fixed) / predicted
         if size > self.cap:
-            self.too_large = max(self.too_large, place)
+            self.over = (place, size)
         else:
-            self.fits = min(self.fits, place)
+            self.under = (place, size)
             if self.best is None or size > len(self.best.data):
                 self.best = Solved(data, contents, 2.0**place, loss, ())
         return size
