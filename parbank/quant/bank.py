@@ -50,6 +50,8 @@ class Bank:
     rotation: int = 0
     low_rank: tuple[Tensor, Tensor] | None = None
     """(N, rows, r) and (N, r, cols), float16: already taken out of the weights."""
+    pruning: float = 1.0
+    """The price of a bit in rounding, over the price in choosing steps; 0 rounds to nearest."""
 
     @classmethod
     def stack(
@@ -64,7 +66,7 @@ class Bank:
         block = block_size(self.weights.shape[2])
         weights, hessians = rotate(self.weights, block), rotate_hessian(self.hessians, block)
         turned = Bank.stack(self.names, weights, hessians, self.sensitivity, damping)
-        return replace(turned, rotation=block, low_rank=self.low_rank)
+        return replace(turned, rotation=block, low_rank=self.low_rank, pruning=self.pruning)
 
     def lowered(self, rank: int) -> "Bank":
         """The same tensors with their strongest directions taken out as factors: what is left has less to code.
@@ -133,8 +135,10 @@ class Bank:
     def round(self, multiplier: float) -> Rounded:
         """GPTQ on the steps of this multiplier, rate-aware at the same price."""
         scales = self.steps(multiplier)
-        rate = measure(self._guess(multiplier))
-        thresholds = prices(rate, scales, self.sensitivity, multiplier, MAX_Q)
+        thresholds = None
+        if self.pruning:
+            rate = measure(self._guess(multiplier))
+            thresholds = prices(rate, scales, self.sensitivity, self.pruning * multiplier, MAX_Q)
         values, error = round_bank(self.weights, scales, MAX_Q, self.factors, thresholds)
         distortion = 0.5 * (self.sensitivity.double() * error.double()).sum(1)
         return Rounded(values, scales, distortion, self._with_factors(measure(values).bits))

@@ -18,6 +18,8 @@ class QuantConfig:
     """Added to the Hessians' diagonals, as a share of their mean."""
     rotation: bool = True
     """Let the solver rotate tensors (Hadamard) where that pays."""
+    pruning: float = 1.0
+    """How far the solver rounds towards zero to save bits: 1 where D + lambda R says so, 0 always to nearest."""
     low_rank: int = 0
     """Rank of the factors the solver may take out of a tensor where that pays; 0 leaves them out."""
     tolerance: float = 0.0025
@@ -48,6 +50,7 @@ class QuantConfig:
             f"quant.calibration_tokens must be 0 (off) or positive, got {self.calibration_tokens}",
         )
         require(self.damping > 0, f"quant.damping must be positive, got {self.damping}")
+        require(0 <= self.pruning <= 2, f"quant.pruning must lie in 0..2, got {self.pruning}")
         require(0 <= self.low_rank <= 256, f"quant.low_rank must be 0 (off) to 256, got {self.low_rank}")
         require(0 < self.tolerance <= 0.1, f"quant.tolerance must be above 0 and at most 0.1, got {self.tolerance}")
         require(2 <= self.max_builds <= 100, f"quant.max_builds must be 2 to 100, got {self.max_builds}")

@@ -268,7 +268,8 @@ def _stack_banks(
         weights = torch.stack([tensors[name].detach().float().to(device) for name in names])
         hessians = torch.stack([calibration.hessians.get(name, eye).to(device) for name in names])
         sensitivity = torch.stack([calibration.sensitivity.get(name, ones).to(device) for name in names])
-        banks.append(Bank.stack(tuple(names), weights, hessians, sensitivity, config.damping))
+        bank = Bank.stack(tuple(names), weights, hessians, sensitivity, config.damping)
+        banks.append(replace(bank, pruning=config.pruning))
     return banks
 
 
