@@ -26,6 +26,7 @@ import harness  # noqa: E402
 
 from parbank.artifact import decode_artifact  # noqa: E402
 from parbank.data.dataset import open_dataset  # noqa: E402
+from parbank.errors import ArtifactError  # noqa: E402
 from parbank.eval.calibrate import calibrate  # noqa: E402
 from parbank.eval.load import TOKENIZER  # noqa: E402
 from parbank.eval.score import score_chunked  # noqa: E402
@@ -241,7 +242,10 @@ def run(bench: Bench, caps: list[int]) -> None:
         contents = apply(technique, solver.plain, rows, bench.roles)
         bench.record(f"int6 rows, {name}", contents, began)
     for cap in caps or [cap if fp16.bytes > GOLF_FP16 * 0.9 else fp16.bytes * cap // GOLF_FP16 for cap in CAPS]:
-        solve(bench, solver, cap, f"solver at {cap:,}")
+        try:
+            solve(bench, solver, cap, f"solver at {cap:,}")
+        except ArtifactError as error:  # a small model's tokenizer and floats may leave nothing of a small cap
+            print(f"solver at {cap:,}: {error}", flush=True)
 
 
 def solve(bench: Bench, solver: Solver, cap: int, name: str) -> float:
@@ -287,6 +291,13 @@ def rows_of(bench: Bench) -> list[harness.Row]:
     return rows
 
 
+def table(results: list[Result]) -> str:
+    """All digits: the table above has four, and what is lost begins behind them."""
+    lines = ["", "| method | bytes | val bpb | lost | seconds |", "| --- | --- | --- | --- | --- |"]
+    lines += [f"| {r.method} | {r.bytes:,} | {r.bpb:.5f} | {r.lost:+.5f} | {r.seconds:.1f} |" for r in results]
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
@@ -300,7 +311,9 @@ def main() -> None:
     extra = {"results": [asdict(result) for result in bench.results], "float32_bpb": bench.base}
     path = harness.write("quantisation", rows_of(bench), out=arguments.out, extra=extra)
     draw(bench.results, bench.base, path.with_suffix(".png"))
-    print(path.with_suffix(".md").read_text())
+    page = path.with_suffix(".md")
+    page.write_text(page.read_text() + table(bench.results))
+    print(page.read_text())
 
 
 if __name__ == "__main__":

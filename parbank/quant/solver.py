@@ -83,6 +83,13 @@ def pack_solved(
 class CannotFit(ArtifactError):
     """The cap is under the smallest file of this model."""
 
+    def __init__(self, smallest: int, cap: int) -> None:
+        super().__init__(
+            f"the model does not fit: the smallest artifact is {smallest:,} bytes, with every weight at zero, and the cap "
+            f"leaves {cap:,}; raise --max-bytes, or train fewer or narrower layers"
+        )
+        self.smallest = smallest
+
 
 class Solver:
     """One model, solved for as many caps as one likes: Hessians are factorised once."""
@@ -116,11 +123,15 @@ class Solver:
         self._use(self.plain)
         try:
             return _Search(self, build, max_bytes).run()
-        except CannotFit:
+        except CannotFit as failure:
             if self.banks is self.plain:
                 raise
+            first = failure
         self._use(self.plain)  # factors and rotations have a size of their own, which a very small file does not have
-        return _Search(self, build, max_bytes).run(choose=False)
+        try:
+            return _Search(self, build, max_bytes).run(choose=False)
+        except CannotFit as failure:
+            raise min(first, failure, key=lambda error: error.smallest) from None
 
     def _use(self, banks: list[Bank]) -> None:
         self.banks = banks
@@ -201,10 +212,7 @@ class _Search:
             if self.over and self.under and abs(self.under[0] - self.over[0]) < _NARROW:
                 break
         if self.best is None and (size := self._try(self.high)) > self.cap:
-            raise CannotFit(
-                f"the model does not fit: the smallest artifact is {size:,} bytes, with every weight at zero, and the cap "
-                f"leaves {self.cap:,}; raise --max-bytes, or train fewer or narrower layers"
-            )
+            raise CannotFit(min(self.sizes), self.cap)
         assert self.best is not None
         return replace(self.best, builds=tuple(self.sizes))
 
