@@ -264,11 +264,22 @@ def pack(
     out: Annotated[
         Path | None, typer.Option(help="File to write; model-BYTES.pbk in the run folder if not given.")
     ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Training text to calibrate on, where it is not that of the run: " + DataHelp)
+    ] = None,
+    device: DeviceOption = "auto",
 ) -> None:
-    """Pack a checkpoint into an artifact of at most so many bytes."""
-    from parbank.train.load import pack_checkpoint
+    """Pack a checkpoint into an artifact of at most so many bytes.
 
-    target, packed = pack_checkpoint(checkpoint, max_bytes, out)
+    The bytes go where the loss needs them: a few training windows are run through the model to see where that is.
+    """
+    from parbank import runtime
+    from parbank.train.load import pack_checkpoint
+    from parbank.train.metrics import Display
+
+    with runtime.start(device) as place:
+        display = Display(enabled=place.is_main, file=sys.stderr)
+        target, packed = pack_checkpoint(checkpoint, max_bytes, out, data=data, runtime=place, display=display)
     print(
         f"{target}: {packed.size:,} bytes of {max_bytes:,}; matrices as integers -{packed.matrix_q}..{packed.matrix_q}"
     )

@@ -11,6 +11,7 @@ from dataclasses import replace
 from parbank.errors import ConfigError
 from parbank.model import ModelConfig
 from parbank.optim.averaging import AverageConfig
+from parbank.quant import QuantConfig
 from parbank.train.config import BatchConfig, BudgetConfig, OptimConfig, RunConfig, TrainConfig
 
 GOLF_MODEL = ModelConfig(
@@ -86,6 +87,7 @@ def demo() -> RunConfig:
         optim=OptimConfig(momentum=0.95, momentum_start=0.85, momentum_steps=100, warmdown=0.6),
         average=AverageConfig(ema_decay=0.98),
         train=TrainConfig(warmup_steps=1, log_every=50),
+        quant=QuantConfig(calibration_tokens=32_768),  # ten seconds of this CPU
     )
 
 
@@ -113,6 +115,7 @@ def nano() -> RunConfig:
         optim=OptimConfig(momentum=0.95, momentum_start=0.85, momentum_steps=10),
         average=AverageConfig(ema_decay=0.9),
         train=TrainConfig(warmup_steps=1, log_every=5),
+        quant=QuantConfig(calibration_tokens=8192),
     )
 
 

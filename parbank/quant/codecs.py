@@ -93,29 +93,42 @@ def butterfly(x: npt.NDArray[np.float64], block: int) -> npt.NDArray[np.float64]
     return x
 
 
-def recover_rows(weights: Floats) -> Quantised | None:
-    """The integers and scales that dequantise to exactly these weights, one scale a row; None where there are none.
+def recover(weights: Floats) -> Quantised | None:
+    """The integers and scales that dequantise to exactly these weights, one scale a row, rotated or not; None where there
+    are none."""
+    for rotation in (0, weights.shape[1] & -weights.shape[1]):  # the largest power of two that divides the columns
+        wide = butterfly(weights.astype(np.float64), rotation) if rotation else weights.astype(np.float64)
+        grid = _find_grid(wide, tolerance=1e-4 if rotation else 0.0)  # float32 and a rotation round off 2e-5 of a step
+        if grid is None:
+            continue
+        values, scales = grid
+        found = Quantised(values, scales[:, None], max(int(np.abs(values).max(initial=0)), 1), rotation)
+        if np.array_equal(dequantise(found), weights):
+            return found
+    return None
 
-    The product of 7 bits and 11 bits is exact in float32, so a row's largest weight is k times its scale for some k up
-    to 127, and the scale is found by trying every k: the least that fits, which makes the integers small.
+
+def _find_grid(wide: npt.NDArray[np.float64], tolerance: float) -> tuple[Integers, Halves] | None:
+    """Integers within -127..127 and a scale for each row whose products are the row, to `tolerance` of a scale.
+
+    A row's largest weight is k times its scale for some k up to 127, and the scale is found by trying every k: the least
+    that fits, which makes the integers small.
     """
-    largest = np.abs(weights).max(axis=1, initial=0.0)
-    values, scales = np.zeros(weights.shape, np.int8), np.zeros(largest.shape, np.float16)
+    largest = np.abs(wide).max(axis=1, initial=0.0)
+    values, scales = np.zeros(wide.shape, np.int8), np.zeros(largest.shape, np.float16)
     open_rows = np.flatnonzero(largest)
     for k in range(1, 128):
         with np.errstate(over="ignore"):
-            tried = (largest[open_rows] / np.float32(k)).astype(np.float16)
-        wide = tried.astype(np.float32)
-        likely = (wide * np.float32(k) == largest[open_rows]) & np.isfinite(tried)
-        candidates = open_rows[likely]
-        integers = np.rint(weights[candidates] / wide[likely, None])
-        fits = (integers * wide[likely, None] == weights[candidates]).all(axis=1)
-        rows = candidates[fits]
+            tried = (largest[open_rows] / k).astype(np.float16)
+        likely = (tried > 0) & np.isfinite(tried)
+        steps = tried[likely].astype(np.float64)[:, None]
+        integers = np.rint(wide[open_rows[likely]] / steps)
+        fits = (np.abs(integers * steps - wide[open_rows[likely]]) <= tolerance * steps).all(axis=1)
+        fits &= np.abs(integers).max(axis=1, initial=0.0) <= 127
+        rows = open_rows[likely][fits]
         values[rows], scales[rows] = integers[fits].astype(np.int8), tried[likely][fits]
         open_rows = np.setdiff1d(open_rows, rows, assume_unique=True)
-    if open_rows.size:
-        return None
-    return Quantised(values, scales[:, None], max(int(np.abs(values).max(initial=0)), 1))
+    return None if open_rows.size else (values, scales)
 
 
 def to_half(weights: Floats, *, name: str = "tensor") -> Halves:

@@ -1,4 +1,4 @@
-"""How many levels each kind of weight gets."""
+"""How weights become integers: by the solver, or at a fixed number of levels for each kind."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +10,22 @@ from parbank.config import require
 class QuantConfig:
     """Integers per row for matrices and embeddings; everything else is stored as float16."""
 
+    method: Literal["solver", "rows"] = "solver"
+    """solver: GPTQ on steps that spend the byte cap where the loss needs it; rows: plain rounding at the bits below."""
+    calibration_tokens: int = 131_072
+    """Training tokens the solver measures the loss's curvature on; 0 packs by the weights alone."""
+    damping: float = 0.01
+    """Added to the Hessians' diagonals, as a share of their mean."""
+    rotation: bool = True
+    """Let the solver rotate tensors (Hadamard) where that pays."""
+    pruning: float = 1.0
+    """How far the solver rounds towards zero to save bits: 1 where D + lambda R says so, 0 always to nearest."""
+    low_rank: int = 0
+    """Rank of the factors the solver may take out of a tensor where that pays; 0 leaves them out."""
+    tolerance: float = 0.0025
+    """How far under the cap the solver may end, as a share of it."""
+    max_builds: int = 10
+    """Files the solver builds at most on its way to the cap."""
     matrix_bits: int = 6
     """Bits of a matrix weight, 2 to 8: the finest setting, used when it fits the cap."""
     min_matrix_bits: int = 4
@@ -31,6 +47,15 @@ class QuantConfig:
             self.min_matrix_bits <= self.matrix_bits,
             f"quant.min_matrix_bits must not exceed quant.matrix_bits, got {self.min_matrix_bits} > {self.matrix_bits}",
         )
+        require(
+            self.calibration_tokens >= 0,
+            f"quant.calibration_tokens must be 0 (off) or positive, got {self.calibration_tokens}",
+        )
+        require(self.damping > 0, f"quant.damping must be positive, got {self.damping}")
+        require(0 <= self.pruning <= 2, f"quant.pruning must lie in 0..2, got {self.pruning}")
+        require(0 <= self.low_rank <= 256, f"quant.low_rank must be 0 (off) to 256, got {self.low_rank}")
+        require(0 < self.tolerance <= 0.1, f"quant.tolerance must be above 0 and at most 0.1, got {self.tolerance}")
+        require(2 <= self.max_builds <= 100, f"quant.max_builds must be 2 to 100, got {self.max_builds}")
         require(1 <= self.clip_steps <= 100, f"quant.clip_steps must be 1 to 100, got {self.clip_steps}")
         require(0 < self.clip_floor <= 1, f"quant.clip_floor must be above 0 and at most 1, got {self.clip_floor}")
 

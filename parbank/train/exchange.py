@@ -20,7 +20,7 @@ from parbank.errors import ArtifactError, ConfigError, ParbankError
 from parbank.eval.load import KIND, TOKENIZER, artifact_meta
 from parbank.model import GPT, ModelConfig
 from parbank.quant import QuantConfig, pack_contents, pack_tensors, role, unpack_tensors
-from parbank.quant.codecs import quantise_rows, recover_rows, to_half
+from parbank.quant.codecs import quantise_rows, recover, to_half
 from parbank.quant.contents import Content
 from parbank.train.checkpoint import find_checkpoint
 from parbank.train.load import load_trained
@@ -200,7 +200,7 @@ def _pack(
             exact += bool((halves.astype(weights.dtype) == weights).all())
             continue
         q = quant.matrix_q if roles[name] == "matrix" else quant.embedding_q
-        found = recover_rows(weights)
+        found = recover(weights)
         exact += found is not None
         contents[name] = found or quantise_rows(weights, q, quant.clip_fractions, name=name)
     data = pack_contents(contents, roles, meta, extra, coder=quant.coder)

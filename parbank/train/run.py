@@ -5,7 +5,7 @@ import lzma
 import re
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +17,26 @@ import parbank
 from parbank.artifact import read_artifact
 from parbank.config import from_dict, override, require, to_dict
 from parbank.data.dataset import Dataset, open_dataset
+from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import CheckpointError, ConfigError, DataError
 from parbank.eval.baselines import compressor_bpb
+from parbank.eval.calibrate import calibrate
 from parbank.eval.load import TOKENIZER, artifact_meta
 from parbank.eval.sample import sample_tokens
 from parbank.eval.score import Score, score_chunked
 from parbank.model import GPT
 from parbank.model.gpt import MAX_POSITIONS
-from parbank.quant import Packed, check_fits, expected_bytes, overhead_bytes, pack_tensors, unpack_tensors
+from parbank.quant import (
+    Calibration,
+    Packed,
+    check_fits,
+    expected_bytes,
+    overhead_bytes,
+    pack_solved,
+    pack_tensors,
+    unpack_tensors,
+)
 from parbank.runtime import Runtime, check_seed, versions
 from parbank.train.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from parbank.train.config import RunConfig
@@ -90,7 +101,10 @@ def finish(trainer: Trainer, setup_seconds: float, wait_seconds: float, display:
         before = _score(trainer, display, "scoring")
         display.say(f"val bpb {before.bpb:.4f} before packing; packing")
         path = trainer.out / "model.pbk"
-        packed = pack_model(trainer.model, config, dataset.tokenizer) if runtime.is_main else None
+        measured = calibrate_model(trainer.model, config, dataset.train, runtime, display)
+        packed = (
+            pack_model(trainer.model, config, dataset.tokenizer, measured, say=display.say) if runtime.is_main else None
+        )
         if packed is not None:
             packed.write(path)
             trainer.model.load_state_dict(unpack_tensors(read_artifact(path)))
@@ -106,15 +120,48 @@ def finish(trainer: Trainer, setup_seconds: float, wait_seconds: float, display:
     return summary
 
 
-def pack_model(model: GPT, config: RunConfig, tokenizer: Tokenizer, *, max_bytes: int | None = None) -> Packed:
+def calibrate_model(
+    model: GPT, config: RunConfig, tokens: TokenSet, runtime: Runtime, display: Display
+) -> Calibration | None:
+    """What the solver needs to know of the loss; nothing where it is not asked for. Every rank takes part."""
+    if config.quant.method != "solver" or not config.quant.calibration_tokens:
+        return None
+    with display.progress("calibrating") as progress:
+        return calibrate(
+            model,
+            tokens,
+            context=config.batch.sequence_length,
+            count=config.quant.calibration_tokens,
+            runtime=runtime,
+            progress=progress,
+        )
+
+
+def pack_model(
+    model: GPT,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    calibration: Calibration | None = None,
+    *,
+    max_bytes: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Packed:
     """The artifact of a model's current weights, under the run's cap or another."""
-    return pack_tensors(
-        model.state_dict(),
+    cap = config.budget.max_bytes if max_bytes is None else max_bytes
+    extra = {TOKENIZER: tokenizer.to_bytes()}
+    code = code_bytes() if config.budget.count_code else 0
+    tensors, meta = model.state_dict(), _meta(config)
+    if config.quant.method == "rows":
+        return pack_tensors(tensors, config.quant, max_bytes=cap, meta=meta, extra_sections=extra, code_bytes=code)
+    return pack_solved(
+        tensors,
         config.quant,
-        max_bytes=config.budget.max_bytes if max_bytes is None else max_bytes,
-        meta=_meta(config),
-        extra_sections={TOKENIZER: tokenizer.to_bytes()},
-        code_bytes=code_bytes() if config.budget.count_code else 0,
+        calibration or Calibration(),
+        max_bytes=cap,
+        meta=meta,
+        extra_sections=extra,
+        code_bytes=code,
+        say=say,
     )
 
 

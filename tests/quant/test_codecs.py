@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from parbank.errors import ArtifactError
-from parbank.quant.codecs import Quantised, butterfly, dequantise, quantise_rows, recover_rows, to_half
+from parbank.quant.codecs import Quantised, butterfly, dequantise, quantise_rows, recover, to_half
 from parbank.quant.config import QuantConfig
 
 RANGES = [1, 2, 3, 5, 7, 8, 15, 20, 31, 63, 100, 127]
@@ -132,12 +132,24 @@ def test_low_rank_is_added_after_the_rotation_rank_by_rank():
 @given(weights=matrices, q=st.sampled_from(RANGES))
 def test_integers_are_found_again_in_the_weights_they_made(weights, q):
     made = dequantise(quantise_rows(weights, q))
-    found = recover_rows(made)
+    found = recover(made)
     assert found is not None
     assert found.q <= q
     assert np.array_equal(dequantise(found), made)
 
 
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(3, 8), (5, 24), (16, 512)]), st.sampled_from([3, 31, 127]))
+@settings(max_examples=30)
+def test_rotated_integers_are_found_again_too(seed, shape, q):
+    rng = np.random.default_rng(seed)
+    values = rng.integers(-q, q + 1, shape).astype(np.int8)
+    scales = np.exp2(rng.integers(-60, 8, (shape[0], 1)) / 8).astype(np.float16)
+    made = dequantise(Quantised(values, scales, q, rotation=shape[1] & -shape[1]))
+    found = recover(made)
+    assert found is not None
+    assert np.array_equal(dequantise(found), made)
+
+
 def test_weights_that_no_integers_made_are_not_recovered():
-    assert recover_rows(np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)) is None
-    assert recover_rows(np.array([[1.0, np.pi]], np.float32)) is None
+    assert recover(np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)) is None
+    assert recover(np.array([[1.0, np.pi]], np.float32)) is None

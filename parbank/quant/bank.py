@@ -1,0 +1,167 @@
+"""Tensors of one shape, rounded together at one price of a bit: see parbank.quant.solver for where the steps come from."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ArtifactError
+from parbank.quant.codecs import Halves, Quantised
+from parbank.quant.gptq import Factors, factorise, round_bank
+from parbank.quant.low_rank import correct
+from parbank.quant.pruning import prices
+from parbank.quant.rate import measure
+from parbank.quant.rotation import block_size, rotate, rotate_hessian
+
+Contents = dict[str, Quantised | Halves]
+MAX_Q = 127
+GRID = 8  # steps of scales an octave
+_SMALLEST_HALF = 2.0**-24
+_SAMPLE = 1 << 20  # weights of a bank that a prediction looks at: entropies are then right to a tenth of a percent
+# A sensitivity far below its tensor's mean is mostly noise of the calibration: it is not taken for a licence to drop.
+_FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """One bank at one multiplier."""
+
+    values: Tensor
+    scales: Tensor
+    """(N, rows, 1), float16."""
+    distortion: Tensor
+    """(N,): nats a token."""
+    bits: Tensor
+    """(N,)"""
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Tensors of one shape and treatment, stacked."""
+
+    names: tuple[str, ...]
+    weights: Tensor
+    """(N, rows, cols): what is left to round, rotated where the bank is."""
+    hessians: Tensor
+    sensitivity: Tensor
+    """(N, rows)"""
+    factors: Factors
+    rotation: int = 0
+    low_rank: tuple[Tensor, Tensor] | None = None
+    """(N, rows, r) and (N, r, cols), float16: already taken out of the weights."""
+    pruning: float = 1.0
+    """The price of a bit in rounding, over the price in choosing steps; 0 rounds to nearest."""
+
+    @classmethod
+    def stack(
+        cls, names: tuple[str, ...], weights: Tensor, hessians: Tensor, sensitivity: Tensor, damping: float
+    ) -> "Bank":
+        floor = _FLOOR * sensitivity.mean(1, keepdim=True)
+        sensitivity = torch.maximum(sensitivity, floor.clamp(min=torch.finfo(torch.float32).tiny))
+        return cls(names, weights, hessians, sensitivity, factorise(hessians, damping=damping))
+
+    def rotated(self, damping: float) -> "Bank":
+        """The same tensors with their columns rotated: outlying columns are shared out, and curvatures evened."""
+        block = block_size(self.weights.shape[2])
+        weights, hessians = rotate(self.weights, block), rotate_hessian(self.hessians, block)
+        turned = Bank.stack(self.names, weights, hessians, self.sensitivity, damping)
+        return replace(turned, rotation=block, low_rank=self.low_rank, pruning=self.pruning)
+
+    def lowered(self, rank: int) -> "Bank":
+        """The same tensors with their strongest directions taken out as factors: what is left has less to code.
+
+        Correcting the error after rounding (LQER) is the weaker order of the two here: the error of a uniform step is
+        white, and no few directions hold much of it.
+        """
+        tall, flat = correct(self.weights, self.hessians, self.sensitivity, rank)
+        return replace(self, weights=self.weights - tall.float() @ flat.float(), low_rank=(tall, flat))
+
+    def pick(self, chosen: list[bool]) -> "Bank | None":
+        """The tensors chosen, as a bank of their own."""
+        if not any(chosen):
+            return None
+        index = torch.tensor([i for i, flag in enumerate(chosen) if flag], device=self.weights.device)
+        return replace(
+            self,
+            names=tuple(name for name, flag in zip(self.names, chosen) if flag),
+            weights=self.weights[index],
+            hessians=self.hessians[index],
+            sensitivity=self.sensitivity[index],
+            factors=Factors(self.factors.order[index], self.factors.upper[index], self.factors.curvature[index]),
+            low_rank=None if self.low_rank is None else (self.low_rank[0][index], self.low_rank[1][index]),
+        )
+
+    @property
+    def stiffness(self) -> Tensor:
+        """(N, rows): g c."""
+        return self.sensitivity * self.factors.curvature.mean(1)[:, None]
+
+    @property
+    def largest(self) -> Tensor:
+        return self.weights.abs().amax(2)
+
+    def bounds(self) -> tuple[float, float]:
+        """log2 of the multipliers under which every row is at its finest step, and over which all of it is zero."""
+        unit = math.log(2) / 12 * self.stiffness.double() * self.largest.double().square()
+        unit = unit[unit > 0]
+        if not unit.numel():
+            return 0.0, 0.0
+        return math.log2(float(unit.min())) - 2 * math.log2(MAX_Q), math.log2(float(unit.max())) + 4.0
+
+    def steps(self, multiplier: float) -> Tensor:
+        """(N, rows, 1), float16 on the log grid; see the top of this file."""
+        unit = math.sqrt(12 * multiplier / math.log(2))
+        largest = self.largest.double()
+        exponent = torch.round(-GRID / 2 * torch.log2(self.stiffness.double()))
+        finest = torch.ceil(GRID * torch.log2(largest / (MAX_Q * unit)))
+        # beyond four times its largest weight a row is zero whatever the step
+        coarsest = torch.ceil(GRID * torch.log2(4 * largest / unit))
+        exponent = torch.maximum(torch.minimum(exponent, coarsest), finest)
+        scales = (unit * torch.exp2(exponent / GRID)).clamp(min=_SMALLEST_HALF).half()
+        scales = torch.where(largest > 0, scales, torch.zeros_like(scales))
+        if not scales.isfinite().all():
+            raise ArtifactError(
+                f"{', '.join(self.names)}: weights up to {float(largest.max()):.3g} are too large for float16 scales; the "
+                "run diverged, pack an earlier checkpoint"
+            )
+        return scales[:, :, None]
+
+    def _guess(self, multiplier: float, stride: int = 1) -> Tensor:
+        scales = self.steps(multiplier).float()
+        scaled = self.weights[:, :, ::stride] / torch.where(scales > 0, scales, torch.inf)
+        return scaled.round_().clamp_(-MAX_Q, MAX_Q).to(torch.int8)
+
+    def round(self, multiplier: float) -> Rounded:
+        """GPTQ on the steps of this multiplier, rate-aware at the same price."""
+        scales = self.steps(multiplier)
+        thresholds = None
+        if self.pruning:
+            rate = measure(self._guess(multiplier))
+            thresholds = prices(rate, scales, self.sensitivity, self.pruning * multiplier, MAX_Q)
+        values, error = round_bank(self.weights, scales, MAX_Q, self.factors, thresholds)
+        distortion = 0.5 * (self.sensitivity.double() * error.double()).sum(1)
+        return Rounded(values, scales, distortion, self._with_factors(measure(values).bits))
+
+    def predicted_bits(self, multiplier: float) -> float:
+        """The rate by plain rounding of evenly spaced columns: close to that of `round`, at a fraction of the time."""
+        stride = max(1, min(self.weights.numel() // _SAMPLE, self.weights.shape[2] // 16))
+        bits = measure(self._guess(multiplier, stride)).bits * stride
+        return float(self._with_factors(bits).sum())
+
+    def _with_factors(self, bits: Tensor) -> Tensor:
+        return bits if self.low_rank is None else bits + 16 * sum(factor[0].numel() for factor in self.low_rank)
+
+    def contents(self, rounded: Rounded) -> Contents:
+        """What the file stores of each tensor."""
+        found: Contents = {}
+        values, scales = rounded.values.cpu(), rounded.scales.cpu()
+        for i, name in enumerate(self.names):
+            integers = values[i].numpy()
+            halves = torch.where(values[i].any(1, keepdim=True), scales[i], torch.zeros_like(scales[i])).numpy()
+            low_rank = None
+            if self.low_rank is not None:
+                low_rank = self.low_rank[0][i].cpu().numpy(), self.low_rank[1][i].cpu().numpy()
+            q = max(1, int(abs(integers.astype("int16")).max(initial=0)))
+            found[name] = Quantised(integers, halves, q, self.rotation, low_rank)
+        return found
