@@ -182,9 +182,17 @@ def check_context(context: int) -> None:
 
 
 def make_window_scorer(
-    model: GPT, runtime: Runtime, *, targets: int, context: int, stride: int, batch_tokens: int | None, compiled: bool
+    model: GPT,
+    runtime: Runtime,
+    *,
+    targets: int,
+    piece: int | None = None,
+    context: int,
+    stride: int,
+    batch_tokens: int | None,
+    compiled: bool,
 ) -> WindowScorer:
-    """For a text, or for pieces of one, of `targets` targets at most."""
+    """For a text of so many targets that comes whole, or in pieces of at most so many."""
     check_context(context)
     width = min(context, targets)
     require(
@@ -195,8 +203,9 @@ def make_window_scorer(
         f"a stride must lie in 1..{context}, the context: with {stride} tokens would be left out; lower --stride",
     )
     together = batch_tokens or tokens_together(model.config.vocab_size, runtime)
-    rows = min(max(1, together // width), len(plan_windows(0, targets, width, min(stride, width))))
-    return WindowScorer(model, runtime, width=width, stride=min(stride, width), rows=rows, compiled=compiled)
+    stride = min(stride, width)
+    rows = min(max(1, together // width), 1 + (piece or targets) // stride)  # never more than there are windows to fill
+    return WindowScorer(model, runtime, width=width, stride=stride, rows=rows, compiled=compiled)
 
 
 def score_windows(
