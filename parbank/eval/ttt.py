@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from parbank.config import require
 from parbank.data.shards import TokenSet
 from parbank.eval.adapt import AdaptConfig, Adapter, make_adapter, restored
 from parbank.eval.score import (
@@ -28,6 +29,7 @@ from parbank.eval.score import (
 )
 from parbank.eval.streaming import StreamScorer, even_segment
 from parbank.model import GPT
+from parbank.model.gpt import MAX_POSITIONS
 from parbank.runtime import Runtime
 
 
@@ -77,6 +79,8 @@ def score_ttt(
     assert config.chunk is not None
     text = Text.load(tokens, runtime)
     chunk = min(config.chunk, text.targets)
+    width = min(context, chunk)  # of the sequences an adapter learns from, through the model's plain forward pass
+    require(width <= MAX_POSITIONS, f"ttt learns from windows of {width} tokens; a model has {MAX_POSITIONS} positions")
     nats = text.new_nats()
     training = model.training
     with restored(model):
