@@ -94,11 +94,11 @@ def test_the_breakdown_is_tables_and_a_picture(call: Call, trained: Path, page: 
     ],
 )
 def test_what_cannot_be_done_is_said(
-    call: Call,
-    trained: Path,
+    call: Call,  # noqa: F811
+    trained: Path,  # noqa: F811
     page: str,
     arguments: tuple[object, ...],
-    message: str,  # noqa: F811
+    message: str,
 ) -> None:
     answer = call("eval", trained, "--data", page, *arguments)
     assert answer.code == 2

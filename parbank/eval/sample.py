@@ -66,12 +66,12 @@ def _continue(
     stream, read = Stream(model, context), 0
     try:
         for _ in range(tokens):
-            written = np.array(window)
-            while read < len(written):
-                piece = _cut(written, read, min(read + PREFILL, len(written)), end)
+            while read < len(window):
+                first, read = read, min(read + PREFILL, len(window))
+                documents = np.flatnonzero(np.array(window) == end) if model.config.isolate_documents else None
+                ids = torch.tensor(window, device=device)
                 with autocast(device):
-                    logits = stream.read(piece, last=True)[-1]
-                read += piece.count
+                    logits = stream.read(Segment.cut(ids, first, read, documents=documents), last=True)[-1]
             chosen = _choose(logits.double().cpu(), temperature, top_k, generator)
             if chosen == end:
                 return
@@ -79,11 +79,6 @@ def _continue(
             yield chosen
     finally:
         model.train(training)
-
-
-def _cut(written: np.ndarray, start: int, stop: int, bos_id: int) -> Segment:
-    """A prompt may hold documents; `bos_id` opens each."""
-    return Segment.cut(written, start, stop, document=int(np.flatnonzero(written[: start + 1] == bos_id)[-1]))
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from parbank.config import require
@@ -35,45 +36,33 @@ class StreamScorer:
         check_context(context)
         require(segment >= 1, f"a segment has at least 1 token, got {segment}; raise --segment")
         self._runtime, self._segment, self._padded = runtime, segment, compiled
-        self._bos = model.config.bos_id
+        self._bos = model.config.bos_id if model.config.isolate_documents else None
         self._ring = RingCarry(model, context, runtime) if runtime.world > 1 else None
         carry: Carry = LocalCarry() if self._ring is None else self._ring
         self._stream = Stream(model, context, carry=carry, compiled=compiled)
         self._number = 0  # segments read so far, by all ranks
-        self._document = 0  # where the last document began
 
     @torch.inference_mode()
     def score(self, text: Text, first: int, nats: Tensor, *, more: bool, progress: Progress = silent) -> None:
         last = text.targets
+        documents = None if self._bos is None else np.flatnonzero(text.tokens == self._bos)
         for start in range(first, last, self._segment):
             end = min(start + self._segment, last)
-            self._find_document(text.tokens, start)
             if self._number % self._runtime.world == self._runtime.rank:
                 if self._ring is not None:
                     self._ring.begin(first=self._number == 0, last=end == last and not more)
-                self._score_segment(text.tokens, start, end, nats)
+                self._score_segment(text.ids, start, end, documents, nats)
                 progress((end - first) / (last - first))
-            self._note_documents(text.tokens, start, end)
             self._number += 1
         if self._ring is not None and not more:
             self._ring.finish()
 
-    def _score_segment(self, tokens: np.ndarray, start: int, end: int, nats: Tensor) -> None:
+    def _score_segment(self, ids: Tensor, start: int, end: int, documents: np.ndarray | None, nats: Tensor) -> None:
         length = self._segment if self._padded else end - start
-        segment = Segment.cut(tokens, start, end, length=length, document=self._document)
-        targets = np.full(length, IGNORED, dtype=np.int64)
-        targets[: end - start] = tokens[start + 1 : end + 1]
+        segment = Segment.cut(ids, start, end, length=length, documents=documents)
+        targets = F.pad(ids[start + 1 : end + 1].long(), (0, length - (end - start)), value=IGNORED)
         with autocast(nats.device):
             nats[start:end] = self._stream.read(segment, targets)[: end - start].float()
-
-    def _find_document(self, tokens: np.ndarray, start: int) -> None:
-        if tokens[start] == self._bos:
-            self._document = start
-
-    def _note_documents(self, tokens: np.ndarray, start: int, end: int) -> None:
-        found = np.flatnonzero(tokens[start:end] == self._bos)
-        if len(found):
-            self._document = start + int(found[-1])
 
 
 def even_segment(targets: int, segment: int) -> int:

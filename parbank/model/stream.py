@@ -38,21 +38,28 @@ Past = tuple[Tensor, Tensor]
 class Segment:
     """A run of tokens of the text. Everything here follows from the text; what does not comes through a Carry."""
 
-    ids: np.ndarray  # (T,) its tokens, padded
-    count: int  # how many of them are real
+    ids: Tensor  # (T,) its tokens
     start: int  # the place of the first one in the text
-    before: np.ndarray  # (BEFORE,) the tokens ahead of it; at the start of the text any number stands for none
-    document: int = 0  # where the document of its first token begins; matters where documents are isolated
+    before: Tensor  # (BEFORE,) the tokens ahead of it; at the start of the text any number stands for none
+    document: int = 0  # where the document of its first token begins
+    inside: tuple[int, ...] = ()  # where other documents begin, counted from the segment's first token
 
     @classmethod
-    def cut(cls, tokens: np.ndarray, start: int, end: int, *, length: int = 0, document: int = 0) -> "Segment":
-        """tokens[start:end] of a text, padded at its end to `length`: nothing looks ahead, so padding changes nothing."""
-        ids = np.zeros(max(length, end - start), dtype=np.int64)
-        ids[: end - start] = tokens[start:end]
-        before = np.zeros(BEFORE, dtype=np.int64)
+    def cut(
+        cls, tokens: Tensor, start: int, end: int, *, length: int = 0, documents: np.ndarray | None = None
+    ) -> "Segment":
+        """tokens[start:end] of a text, padded at its end to `length`: nothing looks ahead, so padding changes nothing.
+
+        `documents` holds the places where documents begin, in order; it matters where they are isolated.
+        """
+        ids = F.pad(tokens[start:end], (0, max(0, length - (end - start))))
         there = min(start, BEFORE)
-        before[BEFORE - there :] = tokens[start - there : start]
-        return cls(ids, end - start, start, before, document)
+        before = F.pad(tokens[start - there : start], (BEFORE - there, 0))
+        if documents is None:
+            return cls(ids, start, before)
+        first, last = np.searchsorted(documents, (start, end - 1), side="right")
+        document = int(documents[first - 1]) if first else 0
+        return cls(ids, start, before, document, tuple((documents[first:last] - start).tolist()))
 
 
 class Carry(Protocol):
@@ -100,22 +107,22 @@ class Stream:
         self._layer: Callable[..., Any] = torch.compile(_layer, dynamic=False) if compiled else _layer
         self._read_out: Callable[..., Any] = torch.compile(_read_out, dynamic=False) if compiled else _read_out
 
-    def read(self, segment: Segment, targets: np.ndarray | None = None, *, last: bool = False) -> Tensor:
+    def read(self, segment: Segment, targets: Tensor | None = None, *, last: bool = False) -> Tensor:
         """The nats of `targets` (T,), one each, or the logits of the next token at every place (`last`: at the last one)."""
         if not self._compiled:
             return self._read(segment, targets, last)
         with torch._dynamo.config.patch(recompile_limit=COMPILED_LAYERS):
             return self._read(segment, targets, last)
 
-    def _read(self, segment: Segment, targets: np.ndarray | None, last: bool) -> Tensor:
+    def _read(self, segment: Segment, targets: Tensor | None, last: bool) -> Tensor:
         model, c = self.model, self.model.config
         device = model.token_embedding.weight.device
         dtype = model._compute_dtype(device)
-        ids = torch.from_numpy(np.concatenate([segment.before, segment.ids])).to(device)[None]
+        ids = torch.cat([segment.before, segment.ids])[None].long()
         first_of_text = BEFORE - min(segment.start, BEFORE)
         x, extras = self._embed(model, ids, torch.tensor(first_of_text, device=device), dtype)
-        cos, sin = (t.to(device) for t in _rotations(segment.start, len(segment.ids), c.rope_dims, c.rope_base))
-        reach = find_reach(segment, self.window, c.bos_id if c.isolate_documents else None, device)
+        cos, sin = _rotations(segment.start, len(segment.ids), c.rope_dims, c.rope_base, device)
+        reach = find_reach(segment, self.window, isolated=c.isolate_documents)
         matrices = model.banks.matrices(dtype)
         x0, first = x, None
         skips: list[Tensor] = []
@@ -134,8 +141,7 @@ class Stream:
                 skips.append(x)
         if last:
             x = x[:, -1:]
-        wanted = None if targets is None else torch.from_numpy(targets).to(device)[None]
-        return self._read_out(model, x, wanted)[0]
+        return self._read_out(model, x, None if targets is None else targets[None])[0]
 
     def _nothing(self, dtype: torch.dtype, device: torch.device) -> Past:
         """What stands ahead of the text: as many keys as ever, so that shapes stay; `Reach.low` hides them."""
@@ -194,32 +200,29 @@ def _read_out(model: GPT, x: Tensor, targets: Tensor | None) -> Tensor:
     return model.read_out(ops.rms_norm(x), targets, "none")
 
 
-def _rotations(start: int, length: int, dims: int, base: float) -> tuple[Tensor, Tensor]:
+def _rotations(start: int, length: int, dims: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows start .. start + length of the model's tables, which end at some 32,768."""
-    frequencies = base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / max(dims, 1))
-    angles = torch.arange(start, start + length, dtype=torch.float64)[:, None] * frequencies
+    frequencies = base ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=device) / max(dims, 1))
+    angles = torch.arange(start, start + length, dtype=torch.float64, device=device)[:, None] * frequencies
     return angles.cos().float(), angles.sin().float()
 
 
-def find_reach(segment: Segment, window: int, bos_id: int | None, device: torch.device) -> Reach:
-    """Within one text, or with a bos_id within each document."""
-    length, carried = len(segment.ids), window - 1
-    begin = segment.document if bos_id is not None else 0
-    heads = [max(0, carried - (segment.start - begin))]  # the first key of each run
-    cuts = [0]
-    if bos_id is not None:
-        inside = np.flatnonzero(segment.ids[: segment.count] == bos_id)
-        if len(inside) and inside[0] == 0:  # a document that begins with the segment: what is carried is another's
-            heads, inside = [carried], inside[1:]
-        cuts += inside.tolist()
-        heads += (carried + inside).tolist()
-    low = np.repeat(heads, np.diff([*cuts, length]))
-    queries, keys = [*cuts, length], [*heads, carried + length]
+def find_reach(segment: Segment, window: int, *, isolated: bool) -> Reach:
+    """Within one text, or within each document."""
+    length, carried, device = len(segment.ids), window - 1, segment.ids.device
+    begin = segment.document if isolated else 0
+    cuts = [0, *segment.inside] if isolated else [0]
+    heads = [
+        max(0, carried - (segment.start - begin)),
+        *(carried + cut for cut in cuts[1:]),
+    ]  # the first key of each run
+    low = torch.full((length,), heads[0], device=device)
+    if len(cuts) > 1:
+        low = torch.from_numpy(np.repeat(heads, np.diff([*cuts, length]))).to(device)
     # Runs without a token at the end, up to a power of two: compiled code then meets few numbers of runs.
-    spare = (1 << (len(cuts) - 1).bit_length()) - len(cuts)
-    queries, keys = queries + [length] * spare, keys + [carried + length] * spare
-    as_int32 = [torch.tensor(values, dtype=torch.int32).to(device) for values in (queries, keys)]
-    return Reach(torch.from_numpy(low).to(device), *as_int32)
+    spare = (1 << (len(cuts) - 1).bit_length()) - len(cuts) + 1
+    queries, keys = cuts + [length] * spare, heads + [carried + length] * spare
+    return Reach(low, *(torch.tensor(values, dtype=torch.int32).to(device) for values in (queries, keys)))
 
 
 def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, reach: Reach) -> Tensor:
