@@ -34,6 +34,8 @@ class AdaptConfig:
     """Learning rate; none takes 0.002 for sgd, falling to 0 over the text as a cosine, and 0.001 for low-rank."""
     epochs: int = 3
     """Passes over a chunk once it is scored."""
+    sequences: int = 32
+    """Windows of context that make one step; as published, where a chunk has 16 of them and an epoch is one step."""
     chunk: int | None = None
     """Tokens scored before they are learnt from; none takes 32,768 for sgd and the context for low-rank."""
     momentum: float = 0.9
@@ -51,7 +53,7 @@ class AdaptConfig:
 
     def __post_init__(self) -> None:
         require(self.lr is None or self.lr >= 0, f"--lr must be 0 or more, got {self.lr}")
-        for name in ("epochs", "rank", "micro_tokens"):
+        for name in ("epochs", "sequences", "rank", "micro_tokens"):
             require(getattr(self, name) >= 1, f"--{name} must be at least 1, got {getattr(self, name)}")
         require(self.chunk is None or self.chunk >= 1, f"--chunk must be at least 1, got {self.chunk}")
         require(self.freeze >= 0, f"--freeze must be 0 or more, got {self.freeze}")
@@ -102,8 +104,8 @@ class SgdAdapter:
     def learn(self, tokens: Tensor, progress: float) -> None:
         assert self._config.lr is not None
         self._optimizer.param_groups[0]["lr"] = self._config.lr * 0.5 * (1 + math.cos(math.pi * progress))
-        batches = micro_batches(tokens, self._context, self._config.micro_tokens)
-        for _ in range(self._config.epochs):
+        steps = plan_steps(tokens, self._context, self._config)
+        for batches in steps * self._config.epochs:
             grads = sum_gradients(self._loss, self._parameters, batches, self._runtime)
             for parameter, grad, mask in zip(self._parameters, grads, self._masks):
                 parameter.grad = grad if mask is None else grad * mask
@@ -150,11 +152,10 @@ class LowRankAdapter:
         self._optimizer = torch.optim.Adam(self._parameters, lr=self._config.lr or 0.0)
 
     def learn(self, tokens: Tensor, progress: float) -> None:
-        batches = micro_batches(tokens, self._context, self._config.micro_tokens)
-        for _ in range(self._config.epochs):
-            for parameter, grad in zip(
-                self._parameters, sum_gradients(self._loss, self._parameters, batches, self._runtime)
-            ):
+        steps = plan_steps(tokens, self._context, self._config)
+        for batches in steps * self._config.epochs:
+            grads = sum_gradients(self._loss, self._parameters, batches, self._runtime)
+            for parameter, grad in zip(self._parameters, grads):
                 parameter.grad = grad
             _clip(self._parameters, self._config.clip)
             self._optimizer.step()
@@ -197,14 +198,14 @@ def make_adapter(model: GPT, runtime: Runtime, config: AdaptConfig, *, context: 
     return kind(model, runtime, config, context=context, compiled=compiled)
 
 
-def micro_batches(tokens: Tensor, context: int, micro_tokens: int) -> list[Tensor]:
-    """(rows, width + 1) each: sequences of at most `context` targets that cover all. Where they do not come out even, the
-    last one reaches back, so that all have one shape."""
+def plan_steps(tokens: Tensor, context: int, config: AdaptConfig) -> list[list[Tensor]]:
+    """The micro-batches, (rows, width + 1) each, of every step over a chunk: sequences of at most `context` targets that
+    cover all. Where they do not come out even the last one reaches back, so that all have one shape."""
     count = len(tokens) - 1
     width = min(context, count)
     starts = [min(start, count - width) for start in range(0, count, width)]
     rows = torch.stack([tokens[start : start + width + 1] for start in starts]).long()
-    return list(rows.split(max(1, micro_tokens // width)))
+    return [list(step.split(max(1, config.micro_tokens // width))) for step in rows.split(config.sequences)]
 
 
 def sum_gradients(

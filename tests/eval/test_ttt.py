@@ -11,7 +11,7 @@ import torch.distributed as dist
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError
-from parbank.eval.adapt import AdaptConfig, LowRankAdapter, SgdAdapter, micro_batches, restored
+from parbank.eval.adapt import AdaptConfig, LowRankAdapter, SgdAdapter, plan_steps, restored
 from parbank.eval.score import score_windows
 from parbank.eval.streaming import score_streaming
 from parbank.eval.ttt import plan_pieces, score_ttt
@@ -197,7 +197,7 @@ def test_they_come_back_after_an_error_too(tokens: np.ndarray) -> None:
 def test_sgd_is_what_the_recipe_says(tokens: np.ndarray) -> None:
     """Two chunks learnt from, against the recipe written out with PyTorch's own parts."""
     model, plain = make_model(), make_model()
-    config = AdaptConfig(chunk=CHUNK, lr=0.02, micro_tokens=32, epochs=2, clip=0.5).resolve(CONTEXT)
+    config = AdaptConfig(chunk=CHUNK, lr=0.02, micro_tokens=16, sequences=2, epochs=2, clip=0.5).resolve(CONTEXT)
     adapter = SgdAdapter(model, CPU, config, context=CONTEXT)
     optimizer = torch.optim.SGD(plain.parameters(), momentum=0.9, lr=1.0)
     for progress, rate in ((0.0, 0.02), (0.5, 0.01)):
@@ -205,9 +205,9 @@ def test_sgd_is_what_the_recipe_says(tokens: np.ndarray) -> None:
         adapter.learn(piece, progress)
         optimizer.param_groups[0]["lr"] = rate
         rows = torch.stack([piece[start : start + CONTEXT + 1] for start in (0, 16, 32)])
-        for _ in range(2):
+        for batch in [*rows.split(2)] * 2:
             optimizer.zero_grad()
-            plain(rows[:, :-1], rows[:, 1:]).backward()
+            plain(batch[:, :-1], batch[:, 1:]).backward()
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             optimizer.step()
     for ours, theirs in zip(model.parameters(), plain.parameters()):
@@ -257,10 +257,14 @@ def test_low_rank_adapters_forget_at_a_document_s_start(tokens: np.ndarray) -> N
     assert np.abs(kept[:149] - kept[150:]).max() > 1e-2
 
 
-def test_micro_batches_cover_a_chunk_with_one_shape() -> None:
-    for count, context, micro in ((48, 16, 32), (50, 16, 32), (5, 16, 32), (16, 16, 1), (33, 16, 1000)):
-        batches = micro_batches(torch.arange(count + 1), context, micro)
+def test_steps_cover_a_chunk_with_one_width() -> None:
+    for count, context, micro, sequences in ((48, 16, 32, 32), (50, 16, 32, 3), (5, 16, 32, 1), (33, 16, 1000, 2)):
+        config = AdaptConfig(micro_tokens=micro, sequences=sequences)
+        steps = plan_steps(torch.arange(count + 1), context, config)
+        batches = [batch for step in steps for batch in step]
         assert {batch.shape[1] for batch in batches} == {min(context, count) + 1}
+        assert all(sum(map(len, step)) <= sequences for step in steps)
+        assert all(batch[:, 1:].numel() <= max(micro, context) for batch in batches)
         assert set(torch.cat([batch[:, 1:].flatten() for batch in batches]).tolist()) == set(range(1, count + 1))
 
 
