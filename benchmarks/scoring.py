@@ -41,6 +41,7 @@ CHUNK, EPOCHS, RATE = 32_768, 3, 0.002  # the published ttt
 SLIDING, TTT = "sliding, as published", "ttt, as published"
 
 
+@torch.inference_mode()
 def reference_sliding(
     forward: Callable[..., torch.Tensor],
     ids: torch.Tensor,
@@ -59,7 +60,7 @@ def reference_sliding(
             end = min(start + context, targets)
             inputs[row, : end - start] = ids[start:end]
             wanted[row, : end - start] = ids[start + 1 : end + 1]
-        with torch.inference_mode(), autocast(ids.device):
+        with autocast(ids.device):
             losses = forward(inputs, wanted, reduction="none").float()
         for row, start in enumerate(batch):
             end = min(start + context, targets)

@@ -144,6 +144,26 @@ def plan_windows(first: int, last: int, context: int, stride: int) -> np.ndarray
     return np.concatenate([np.array(head, dtype=np.int64).reshape(-1, 3), rest])
 
 
+class Pace:
+    """Keeps the host a little ahead of the device, and no more: progress then says what is done, not what is queued."""
+
+    AHEAD = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+
+    def step(self) -> None:
+        """A piece of work was queued; waits for the one before the last."""
+        if not self._cuda:
+            return
+        event = torch.cuda.Event()
+        event.record()
+        self._events.append(event)
+        if len(self._events) > self.AHEAD:
+            self._events.pop(0).synchronize()
+
+
 class WindowScorer:
     """Windows, many at a time; which rank takes a batch is decided by its number."""
 
@@ -158,9 +178,11 @@ class WindowScorer:
     @torch.inference_mode()
     def score(self, text: Text, first: int, nats: Tensor, *, more: bool, progress: Progress = silent) -> None:
         windows = torch.from_numpy(plan_windows(first, text.targets, self._width, self._stride))
-        batches = windows.split(self._rows)
+        batches = windows.to(text.ids.device).split(self._rows)
+        pace = Pace(text.ids.device)
         for number in range(self._runtime.rank, len(batches), self._runtime.world):
-            self._score_batch(text.ids, batches[number].to(text.ids.device), nats)
+            self._score_batch(text.ids, batches[number], nats)
+            pace.step()
             progress(min(1.0, (number + self._runtime.world) / len(batches)))
 
     def _score_batch(self, ids: Tensor, windows: Tensor, nats: Tensor) -> None:

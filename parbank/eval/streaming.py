@@ -12,6 +12,7 @@ from parbank.data.shards import TokenSet
 from parbank.eval.ring import RingCarry
 from parbank.eval.score import (
     IGNORED,
+    Pace,
     Progress,
     Scored,
     Text,
@@ -46,12 +47,14 @@ class StreamScorer:
     def score(self, text: Text, first: int, nats: Tensor, *, more: bool, progress: Progress = silent) -> None:
         last = text.targets
         documents = None if self._bos is None else np.flatnonzero(text.tokens == self._bos)
+        pace = Pace(nats.device)
         for start in range(first, last, self._segment):
             end = min(start + self._segment, last)
             if self._number % self._runtime.world == self._runtime.rank:
                 if self._ring is not None:
                     self._ring.begin(first=self._number == 0, last=end == last and not more)
                 self._score_segment(text.ids, start, end, documents, nats)
+                pace.step()
                 progress((end - first) / (last - first))
             self._number += 1
         if self._ring is not None and not more:

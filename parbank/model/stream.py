@@ -93,6 +93,7 @@ class Reach:
     low: Tensor  # (T,)
     queries: Tensor  # (runs + 1,) int32: where each run of queries begins, then the end
     keys: Tensor
+    flash: bool = False  # whether the device has FlashAttention; asked here, outside of what is compiled
 
 
 class Stream:
@@ -102,7 +103,8 @@ class Stream:
         """`compiled` builds each layer once for one length of segment; give segments of that length only."""
         self.model, self.window = model, window
         self.carry = carry if carry is not None else LocalCarry()
-        self._compiled = compiled
+        # without FlashAttention a layer is a loop over blocks of queries, which compiling would write out
+        self._compiled = compiled = compiled and fits_flash(model)
         self._embed: Callable[..., Any] = torch.compile(_embed, dynamic=False) if compiled else _embed
         self._layer: Callable[..., Any] = torch.compile(_layer, dynamic=False) if compiled else _layer
         self._read_out: Callable[..., Any] = torch.compile(_read_out, dynamic=False) if compiled else _read_out
@@ -120,7 +122,7 @@ class Stream:
         dtype = model._compute_dtype(device)
         ids = torch.cat([segment.before, segment.ids])[None].long()
         first_of_text = BEFORE - min(segment.start, BEFORE)
-        x, extras = self._embed(model, ids, torch.tensor(first_of_text, device=device), dtype)
+        x, extras = self._embed(model, ids, torch.full((), first_of_text, device=device), dtype)
         cos, sin = _rotations(segment.start, len(segment.ids), c.rope_dims, c.rope_base, device)
         reach = find_reach(segment, self.window, isolated=c.isolate_documents)
         matrices = model.banks.matrices(dtype)
@@ -218,25 +220,35 @@ def find_reach(segment: Segment, window: int, *, isolated: bool) -> Reach:
     ]  # the first key of each run
     low = torch.full((length,), heads[0], device=device)
     if len(cuts) > 1:
-        low = torch.from_numpy(np.repeat(heads, np.diff([*cuts, length]))).to(device)
+        low = torch.from_numpy(np.repeat(heads, np.diff([*cuts, length]))).to(device, non_blocking=True)
     # Runs without a token at the end, up to a power of two: compiled code then meets few numbers of runs.
     spare = (1 << (len(cuts) - 1).bit_length()) - len(cuts) + 1
     queries, keys = cuts + [length] * spare, heads + [carried + length] * spare
-    return Reach(low, *(torch.tensor(values, dtype=torch.int32).to(device) for values in (queries, keys)))
+    # Never blocking: a copy that is waited for drains the GPU. The driver has taken the numbers when it returns.
+    runs = [torch.tensor(n, dtype=torch.int32).to(device, non_blocking=True) for n in (queries, keys)]
+    return Reach(low, runs[0], runs[1], has_flash(device))
 
 
 def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, reach: Reach) -> Tensor:
     """Softmax attention of q (1, T, heads, D) over k, v (1, window - 1 + T, kv_heads, D), each query over the `window` keys up
     to its own, as far as `reach` lets it. The one place that chooses how."""
-    if takes_flash(q):
+    if reach.flash and q.dtype in (torch.bfloat16, torch.float16) and _fits_head(q.shape[-1]):
         return _attend_flash(q, k, v, window, reach)
     return _attend_blocks(q, k, v, window, reach)
 
 
-def takes_flash(q: Tensor) -> bool:
-    """PyTorch's own FlashAttention 2, which has windows that scaled_dot_product_attention does not pass on."""
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and fits and torch.version.hip is None and torch.cuda.get_device_capability(q.device) >= (8, 0)
+def has_flash(device: torch.device) -> bool:
+    """Whether this is a GPU that PyTorch's own FlashAttention 2 runs on. It has windows, which scaled_dot_product_attention
+    does not pass on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def fits_flash(model: GPT) -> bool:
+    return has_flash(model.token_embedding.weight.device) and _fits_head(model.config.head_width)
+
+
+def _fits_head(width: int) -> bool:
+    return width % 8 == 0 and width <= 256
 
 
 def _attend_flash(q: Tensor, k: Tensor, v: Tensor, window: int, reach: Reach) -> Tensor:

@@ -236,12 +236,11 @@ def test_only_the_chosen_blocks_learn(
 
 def test_learning_from_a_text_that_repeats_itself_pays(tokens: np.ndarray) -> None:
     model = make_model()
-    again = np.concatenate([tokens[:CHUNK]] * 8)
+    again = np.concatenate([tokens[:CHUNK]] * 5)
     for scores in ("sliding", "streaming"):
         plain = ttt(model, again, scores=scores, lr=0.0).sum()
         assert ttt(model, again, scores=scores, lr=0.05).sum() < 0.97 * plain
-        long = ttt(model, again, scores=scores, adapter="low-rank", lr=0.0).sum()
-        assert ttt(model, again, scores=scores, adapter="low-rank", lr=0.01, chunk=12, epochs=5).sum() < long
+        assert ttt(model, again, scores=scores, adapter="low-rank", lr=0.01, chunk=12).sum() < plain
 
 
 def test_low_rank_adapters_forget_at_a_document_s_start(tokens: np.ndarray) -> None:

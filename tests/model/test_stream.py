@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parbank.model import GPT, ModelConfig
 from parbank.model.attention import Context, attend
-from parbank.model.stream import Reach, Segment, Stream, attend_window, find_reach, takes_flash
+from parbank.model.stream import Reach, Segment, Stream, attend_window, find_reach
 from tests.model.test_gpt import BASE, EVERYTHING, OPTIONS, random_model
 
 LENGTH = 41
@@ -146,7 +146,8 @@ def test_compiling_changes_nothing_but_rounding() -> None:
     config = replace(BASE, layers=9, norm_scale=True, unet_skips=True, smear=True)
     model, tokens = random_model(config), text(config, 64)
     with torch.no_grad():
-        plain, compiled = Stream(model, 8), Stream(model, 8, compiled=True)
+        plain, compiled = Stream(model, 8), Stream(model, 8)
+        compiled._compiled = True
         for name in ("_embed", "_layer", "_read_out"):  # the graphs alone, without minutes of C++
             function = getattr(plain, name)
             setattr(compiled, name, torch.compile(function, dynamic=False, fullgraph=True, backend="eager"))
@@ -170,7 +171,7 @@ def test_flash_attention_has_the_window_it_is_told(heads: int, kv_heads: int, is
         for start in (0, length):
             segment = cut(tokens, start, start + length)
             reach = find_reach(replace(segment, ids=segment.ids.to(cuda)), window, isolated=isolated)
-            assert takes_flash(q)
+            assert reach.flash
             k[:, : int(reach.low[0])] = float("nan")  # what must not be read
             found = attend_window(q, k, v, window, reach)
             expected = attend_window(q.float(), k.float().nan_to_num(), v.float(), window, reach)
