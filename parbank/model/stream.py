@@ -148,8 +148,9 @@ class Stream:
     def _nothing(self, dtype: torch.dtype, device: torch.device) -> Past:
         """What stands ahead of the text: as many keys as ever, so that shapes stay; `Reach.low` hides them."""
         c = self.model.config
-        empty = torch.zeros(1, self.window - 1, c.kv_heads, c.head_width, dtype=dtype, device=device)
-        return empty, empty
+        shape = (1, self.window - 1, c.kv_heads, c.head_width)
+        # two tensors: Dynamo would compile for keys and values being one, and again for their being two
+        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _embed(model: GPT, ids: Tensor, first: Tensor, dtype: torch.dtype) -> tuple[Tensor, dict[int, Tensor]]:
@@ -188,7 +189,13 @@ def _layer(
     def attend_here(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
         keep = keys.shape[1] - (window - 1)
-        left.append((keys[:, keep:].clone(), values[:, keep:].clone()))  # clones: a view would hold all of the segment
+        # Copies, since a view would hold all of the segment; laid out like the first carry, for compiled code looks.
+        left.append(
+            (
+                keys[:, keep:].clone(memory_format=torch.contiguous_format),
+                values[:, keep:].clone(memory_format=torch.contiguous_format),
+            )
+        )
         return attend_window(q, keys, values, window, reach)
 
     if skip is not None and model.skip_gains is not None:

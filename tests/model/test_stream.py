@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 from parbank.model import GPT, ModelConfig
 from parbank.model.attention import Context, attend
@@ -141,19 +142,21 @@ def test_runs_say_the_same_as_the_mask() -> None:
             assert (len(reach.keys) - 1).bit_count() == 1
 
 
-def test_compiling_changes_nothing_but_rounding() -> None:
+def test_each_layer_is_compiled_once_and_changes_nothing_but_rounding() -> None:
     """More layers than Dynamo compiles one function for by itself; whole graphs, or it is an error."""
     config = replace(BASE, layers=9, norm_scale=True, unet_skips=True, smear=True)
-    model, tokens = random_model(config), text(config, 64)
+    model, tokens = random_model(config), text(config, 96)
+    counter = CompileCounter()  # the graphs alone, without minutes of C++
     with torch.no_grad():
         plain, compiled = Stream(model, 8), Stream(model, 8)
         compiled._compiled = True
-        for name in ("_embed", "_layer", "_read_out"):  # the graphs alone, without minutes of C++
+        for name in ("_embed", "_layer", "_read_out"):
             function = getattr(plain, name)
-            setattr(compiled, name, torch.compile(function, dynamic=False, fullgraph=True, backend="eager"))
-        for start in (0, 32):
+            setattr(compiled, name, torch.compile(function, dynamic=False, fullgraph=True, backend=counter))
+        for start in (0, 32, 64):
             segment = cut(tokens, start, start + 32)
             torch.testing.assert_close(compiled.read(segment), plain.read(segment), rtol=1e-4, atol=1e-4)
+            assert counter.frame_count == 9 + 2, "once a layer, before and after; and never again"
     torch._dynamo.reset()
 
 
