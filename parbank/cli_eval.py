@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from parbank.errors import ConfigError
 from parbank.terminal import DATA_HELP, DeviceOption, print_pairs, printable
@@ -68,7 +69,8 @@ def evaluate(
         int | None, typer.Option(help="Tokens streamed together; changes memory and rounding only.")
     ] = None,
     scores: Annotated[
-        ScoresName | None, typer.Option("--ttt-scores", help="How chunks are scored: streaming.", rich_help_panel=_TTT)
+        ScoresName | None,
+        typer.Option("--ttt-scores", help="How chunks are scored; streaming if not given.", rich_help_panel=_TTT),
     ] = None,
     adapter: Annotated[
         AdapterName | None,
@@ -78,18 +80,25 @@ def evaluate(
         ),
     ] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Learning rate; 0.002 for sgd, 0.001 for low-rank.", rich_help_panel=_TTT)
+        float | None,
+        typer.Option(help="Learning rate; if not given 0.002 for sgd, 0.001 for low-rank.", rich_help_panel=_TTT),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over a scored chunk; 3.", rich_help_panel=_TTT)] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Passes over a scored chunk; 3 if not given.", rich_help_panel=_TTT)
+    ] = None,
     chunk: Annotated[
         int | None,
-        typer.Option(help="Tokens scored, then learnt from; 32768, for low-rank the context.", rich_help_panel=_TTT),
+        typer.Option(
+            help="Tokens scored, then learnt from; if not given 32768, for low-rank the context.", rich_help_panel=_TTT
+        ),
     ] = None,
-    freeze: Annotated[int | None, typer.Option(help="First blocks that do not learn; 0.", rich_help_panel=_TTT)] = None,
+    freeze: Annotated[int | None, typer.Option(help="So many first blocks do not learn.", rich_help_panel=_TTT)] = None,
     blocks: Annotated[
         str | None, typer.Option(help="Only these blocks learn, e.g. 8,9,10.", rich_help_panel=_TTT)
     ] = None,
-    rank: Annotated[int | None, typer.Option(help="Width of low-rank adapters; 8.", rich_help_panel=_TTT)] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Width of low-rank adapters; 8 if not given.", rich_help_panel=_TTT)
+    ] = None,
     breakdown: Annotated[
         bool, typer.Option("--breakdown", help="Also by document and by context: tables, and a picture.")
     ] = False,
@@ -243,9 +252,8 @@ def _print_breakdown(found: Any) -> None:
     documents = sorted(found.by_document, key=lambda part: -part.bits)
     table = Table("document", "tokens", "bytes", "bpb", "begins")
     for part in documents[:SHOWN_DOCUMENTS]:
-        table.add_row(
-            f"at {part.first:,}", f"{part.tokens:,}", f"{part.bytes:,}", _bpb(part), printable(part.opening)[:40]
-        )
+        opening = Text(printable(part.opening)[:40])  # not a plain string: rich would read [...] in it as its own
+        table.add_row(f"at {part.first:,}", f"{part.tokens:,}", f"{part.bytes:,}", _bpb(part), opening)
     out.print(table)
     if len(documents) > SHOWN_DOCUMENTS:
         print(f"the {SHOWN_DOCUMENTS} dearest of {len(documents):,} documents; --json has all")

@@ -19,7 +19,7 @@ METHODS = {
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A short text of its own, in two documents."""
     folder = tmp_path_factory.mktemp("page")
-    for name, line in (("a.txt", "def add(a, b):\n    return a + b\n"), ("b.txt", "class Thing:\n    pass\n")):
+    for name, line in (("a.txt", "def [bold]add(a, b):\n    return a + b\n"), ("b.txt", "class Thing:\n    pass\n")):
         (folder / name).write_text("".join(f"# {i}\n{line}" for i in range(60)), encoding="utf-8")
     return f"text:val={folder}"
 
@@ -70,7 +70,7 @@ def test_the_breakdown_is_tables_and_a_picture(call: Call, trained: Path, page: 
     answer = call(*common)
     assert answer.code == 0, answer.err
     assert picture.read_bytes().startswith(b"\x89PNG")
-    for words in ("tokens of context", "place in document", "document", "# 0 def add"):
+    for words in ("tokens of context", "place in document", "document", "# 0 def [bold]add"):
         assert words in answer.out
     found = json.loads(call(*common, "--json").out)
     for parts in found["breakdown"].values():

@@ -71,13 +71,13 @@ def test_the_future_cannot_change_a_score(tokens: np.ndarray, adapter: str, scor
     plain = ttt(model, tokens, **options, lr=0.0)
     assert np.abs(found - plain).max() > 1e-3, "the test must be able to see adaptation"
     pieces = list(plan_pieces(tokens, CHUNK, BOS if adapter == "low-rank" else None))
-    for piece in pieces[1:4]:
+    for piece, junk in ((pieces[1], None), (pieces[2], 7), (pieces[3], None)):
         rest = tokens[piece.last + 1 :].copy()
         np.random.default_rng(piece.last).shuffle(rest)
-        for future in (rest, np.full_like(rest, 7)):
-            other = ttt(model, np.concatenate([tokens[: piece.last + 1], future]), **options)
-            assert np.array_equal(other[: piece.last], found[: piece.last])
-            assert not np.array_equal(other, found)
+        future = rest if junk is None else np.full_like(rest, junk)
+        other = ttt(model, np.concatenate([tokens[: piece.last + 1], future]), **options)
+        assert np.array_equal(other[: piece.last], found[: piece.last])
+        assert not np.array_equal(other, found)
 
 
 class Cheat:
