@@ -26,6 +26,7 @@ from parbank.model import GPT
 from parbank.model.stream import Carry, LocalCarry, Segment, Stream
 from parbank.runtime import Runtime
 
+SPARE = 32  # one part in so many of the work may go into padding
 ROUND = 128  # long segments are cut to a multiple of this: a whole number of tiles for products and attention
 
 
@@ -69,9 +70,13 @@ class StreamScorer:
 
 
 def even_segment(targets: int, segment: int) -> int:
-    """A length near `segment`, and no longer, that leaves little of the last segment empty."""
+    """A length near `segment`, and no longer, that leaves little of the last segment empty. Where that is little anyway the
+    length stays as it was asked for, and what was compiled for it serves the next text too."""
     require(segment >= 1, f"a segment has at least 1 token, got {segment}; raise --segment")
-    length = math.ceil(targets / math.ceil(targets / segment))
+    pieces = math.ceil(targets / segment)
+    if (pieces * segment - targets) * SPARE <= targets:
+        return segment
+    length = math.ceil(targets / pieces)
     return min(segment, math.ceil(length / ROUND) * ROUND) if segment >= 8 * ROUND else length
 
 

@@ -66,7 +66,7 @@ def test_without_learning_the_scores_are_the_plain_ones(tokens: np.ndarray, adap
 def test_the_future_cannot_change_a_score(tokens: np.ndarray, adapter: str, scores: str) -> None:
     """Everything after a token replaced: bit for bit the same up to the end of the chunk before it."""
     model = make_model()
-    options = {"adapter": adapter, "scores": scores}
+    options: dict[str, Any] = {"adapter": adapter, "scores": scores, "epochs": 1}
     found = ttt(model, tokens, **options)
     plain = ttt(model, tokens, **options, lr=0.0)
     assert np.abs(found - plain).max() > 1e-3, "the test must be able to see adaptation"
