@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from parbank.model import GPT, ModelConfig
 from parbank.model.attention import Context, attend
-from parbank.model.stream import Reach, Segment, Stream, attend_window, find_reach
+from parbank.model.stream import Reach, Segment, Stream, _attend_flash, attend_window, find_reach
 from tests.model.test_gpt import BASE, EVERYTHING, OPTIONS, random_model
 
 LENGTH = 41
@@ -210,3 +210,12 @@ def test_a_window_as_long_as_the_text_is_plain_attention() -> None:
     empty = torch.zeros(1, 49, 2, 8)
     found = attend_window(q, torch.cat([empty, k], 1), torch.cat([empty, v], 1), 50, reach)
     torch.testing.assert_close(found, attend(q, k, v, None))
+
+
+def test_the_flash_call_fits_the_operator() -> None:
+    """Without a GPU only its shapes can be asked for: names, order and types of the arguments are then checked all the same."""
+    meta = torch.device("meta")
+    q, k = torch.empty(1, 10, 8, 64, device=meta), torch.empty(1, 31 + 10, 4, 64, device=meta)
+    runs = torch.empty(2, dtype=torch.int32, device=meta)
+    y = _attend_flash(q, k, k, 32, Reach(torch.empty(10, device=meta), runs, runs))
+    assert (y.shape, y.device) == (q.shape, meta)
