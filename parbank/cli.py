@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import shlex
 import sys
 import time
@@ -13,8 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from parbank import __version__, cli_artifact
+from parbank import __version__, cli_artifact, cli_eval
 from parbank.errors import ConfigError, ParbankError
+from parbank.terminal import DATA_HELP, DeviceOption
+from parbank.terminal import print_pairs as _print_pairs
+from parbank.terminal import printable as _printable
 
 app = typer.Typer(
     name="parbank",
@@ -85,20 +87,12 @@ def _root(
 ) -> None: ...
 
 
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-DataHelp = (
-    "stdlib (the running Python's library), text:PATH,... (files, folders, globs; .txt .md .py .jsonl, plain or .gz .xz .zst), "
-    "text:train=PATH,...,val=PATH,..., shards:DIR, fineweb or fineweb:N (N training shards). Commas separate paths: reach a path "
-    "that has one by a glob, with ? for the comma."
-)
-
-
 @app.command()
 def train(
     recipe: Annotated[
         str | None, typer.Option(help="demo (if not given), sprint, golf or nano; `parbank recipes` says more.")
     ] = None,
-    data: Annotated[str | None, typer.Option(help=DataHelp)] = None,
+    data: Annotated[str | None, typer.Option(help=DATA_HELP)] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Budget: training clock; setup and scoring are outside it.")
     ] = None,
@@ -159,102 +153,8 @@ def train(
         raise typer.Exit(128 + result.stop_signal)
 
 
-@app.command("eval")
-def evaluate(
-    path: Annotated[
-        Path, typer.Argument(metavar="ARTIFACT_OR_CHECKPOINT", help="A .pbk file, a checkpoint, or a run folder.")
-    ],
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="What to score: the validation part of " + DataHelp + " text:val=PATH,... scores all of that text. "
-            "Not needed where the model knows what it was trained on."
-        ),
-    ] = None,
-    device: DeviceOption = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Score a model in bits per byte on validation text."""
-    from parbank import runtime
-    from parbank.data.validation import open_validation
-    from parbank.eval.score import score_chunked
-    from parbank.train.load import load_model
-    from parbank.train.metrics import Display
-
-    with runtime.start(device) as place:
-        display = Display(enabled=place.is_main, file=sys.stderr)
-        loaded = load_model(path, place.device)
-        spec = data or loaded.data
-        if spec is None:
-            raise ConfigError(f"{path} was trained on text without a public name; say by --data what to score")
-        validation = place.in_turn(lambda: open_validation(spec, loaded.tokenizer, say=display.say))
-        began = time.perf_counter()
-        with display.progress("scoring") as progress:
-            score = score_chunked(
-                loaded.model,
-                validation.tokens,
-                loaded.tokenizer,
-                context=loaded.context,
-                runtime=place,
-                progress=progress,
-            )
-        seconds = time.perf_counter() - began
-    result = {
-        "val_bpb": score.bpb,
-        "val_loss": score.loss,
-        "tokens": score.tokens,
-        "bytes": score.bytes,
-        "seconds": seconds,
-        "method": "chunked",
-        "context": loaded.context,
-        "data": spec,
-        "text_sha256": validation.sha256,
-        "tokenizer_sha256": loaded.tokenizer.fingerprint,
-    }
-    if place.is_main:
-        print(json.dumps(result)) if as_json else _print_pairs(result)
-
-
-@app.command()
-def sample(
-    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .pbk file, a checkpoint, or a run folder.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue; empty starts a new document.")] = "",
-    tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 samples as the model says.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Keep only the k likeliest tokens; 0 keeps all.")] = 0,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
-    device: DeviceOption = "auto",
-) -> None:
-    """Let a model write.
-
-    The text goes to standard output, the speed to standard error. It ends early where the model ends the document. On a
-    terminal, control characters the model writes are shown as signs; piped, the text is exact.
-    """
-    from parbank import runtime
-    from parbank.eval.sample import continuation, sample_tokens
-    from parbank.train.load import load_model
-
-    with runtime.start(device) as place:
-        loaded = load_model(artifact, place.device)
-        began = time.perf_counter()
-        written = list(
-            sample_tokens(
-                loaded.model,
-                loaded.tokenizer,
-                prompt,
-                tokens=tokens,
-                temperature=temperature,
-                top_k=top_k,
-                seed=seed,
-                context=loaded.context,
-            )
-        )
-        seconds = time.perf_counter() - began
-    if not place.is_main:
-        return
-    text = prompt + continuation(loaded.tokenizer, prompt, written)
-    print(_printable(text) if sys.stdout.isatty() else text)
-    print(f"[{len(written)} tokens, {len(written) / max(seconds, 1e-9):.0f} tokens/s]", file=sys.stderr)
+app.command("eval")(cli_eval.evaluate)
+app.command("sample")(cli_eval.sample)
 
 
 @app.command()
@@ -265,7 +165,7 @@ def pack(
         Path | None, typer.Option(help="File to write; model-BYTES.pbk in the run folder if not given.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Training text to calibrate on, where it is not that of the run: " + DataHelp)
+        str | None, typer.Option(help="Training text to calibrate on, where it is not that of the run: " + DATA_HELP)
     ] = None,
     device: DeviceOption = "auto",
 ) -> None:
@@ -391,12 +291,6 @@ def _new_folder(recipe: str, place: Any) -> Path:
     return Path("runs") / f"{recipe}-{datetime.fromtimestamp(stamp):%Y%m%d-%H%M%S}"
 
 
-def _print_pairs(pairs: dict[str, Any]) -> None:
-    width = max(map(len, pairs))
-    for key, value in pairs.items():
-        print(f"{key:{width}}  {value}")
-
-
 def _print_tree(values: dict[str, Any]) -> None:
     """Nested values one a line: train.tokens  1234."""
     flat: dict[str, Any] = {}
@@ -404,15 +298,6 @@ def _print_tree(values: dict[str, Any]) -> None:
         flat.update({f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value})
     shown = {int: "{:,}", float: "{:.3f}"}
     _print_pairs({k: shown.get(type(v), "{}").format(v) for k, v in flat.items()})
-
-
-def _printable(text: str) -> str:
-    """Control characters as the signs Unicode has for them: a model's text must not move the cursor or ring the bell."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: _picture(ord(found[0])), text)
-
-
-def _picture(code: int) -> str:
-    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:

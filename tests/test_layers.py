@@ -13,13 +13,16 @@ LEVELS = {
     "eval": 3,
     "train": 4,
     "study": 5,
-    "recipes": 6, "doctor": 6, "cli_artifact": 6, "cli": 6, "__main__": 7,
+    "recipes": 6, "doctor": 6, "terminal": 6, "cli_artifact": 6, "cli_eval": 6, "cli": 6, "__main__": 7,
 }  # fmt: skip
 SIBLINGS_ALLOWED = {
     ("quant", "artifact"),
     ("cli", "recipes"),
     ("cli", "doctor"),
     ("cli", "cli_artifact"),
+    ("cli", "terminal"),
+    ("cli", "cli_eval"),
+    ("cli_eval", "terminal"),
     ("runtime", "errors"),
     ("config", "errors"),
 }

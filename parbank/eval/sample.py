@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from parbank.config import require
 from parbank.data.tokenizer import Tokenizer
 from parbank.eval.score import autocast
 from parbank.model import GPT
+from parbank.model.stream import Segment, Stream
 from parbank.runtime import check_seed
+
+PREFILL = 4096  # tokens of a prompt read together: a bound on memory, however long it is
 
 
 def sample_tokens(
@@ -25,7 +29,8 @@ def sample_tokens(
     """Yields up to `tokens` tokens that continue the prompt, and stops where the model ends the document.
 
     temperature 0 takes the likeliest token; top_k 0 keeps all of them. The same seed gives the same text on one machine.
-    The window of the last `context` tokens is computed anew for every token.
+    Every token is computed once, over the keys and values of the `context` - 1 before it: the engine that scores a running
+    text, a token at a time (parbank/model/stream.py).
     """
     require(tokens >= 1, f"the number of tokens must be at least 1, got {tokens}")
     require(temperature >= 0, f"the temperature must be 0 or more, got {temperature}")
@@ -58,10 +63,15 @@ def _continue(
     device = next(model.parameters()).device
     training = model.training
     model.eval()
+    stream, read = Stream(model, context), 0
     try:
         for _ in range(tokens):
-            with autocast(device):
-                logits = model(torch.tensor([window[-context:]], device=device))[0, -1]
+            while read < len(window):
+                first, read = read, min(read + PREFILL, len(window))
+                documents = np.flatnonzero(np.array(window) == end) if model.config.isolate_documents else None
+                ids = torch.tensor(window, device=device)
+                with autocast(device):
+                    logits = stream.read(Segment.cut(ids, first, read, documents=documents), last=True)[-1]
             chosen = _choose(logits.double().cpu(), temperature, top_k, generator)
             if chosen == end:
                 return

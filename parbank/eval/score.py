@@ -1,23 +1,38 @@
-"""Bits per byte: the one score, comparable across tokenizers because it is taken over bytes of the original text."""
+"""Bits per byte: the one score, comparable across tokenizers because it is taken over bytes of the original text.
+
+Every method ends in the same place: nats per token, in the order of the text, of which each rank has worked out some. Only
+then is anything added up. So how the work was shared out cannot show in the result, to the last bit, as long as a piece of
+work has the same shape on any number of ranks; shapes decide rounding.
+"""
 
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from parbank.config import require
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
-from parbank.errors import DataError
+from parbank.errors import DataError, ParbankError
 from parbank.model import GPT
+from parbank.model.gpt import MAX_POSITIONS
 from parbank.runtime import Runtime
 
-IGNORED = -100  # targets that pad the last window: PyTorch's ignore_index
+IGNORED = -100  # targets that are not scored: PyTorch's ignore_index
 # Logits of one batch, tokens times vocabulary: a quarter of a gigabyte on a GPU; on a CPU what its caches can still hold.
 _LOGITS_CUDA, _LOGITS_CPU = 1 << 26, 1 << 22
+_BLOCK = 1 << 22  # tokens whose bytes are counted together
+
+Progress = Callable[[float], None]
+
+
+def silent(share: float) -> None:
+    """No progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +53,221 @@ class Score:
         return self.bits * math.log(2) / self.tokens
 
 
+@dataclass(frozen=True)
+class Text:
+    """Tokens to score: on the host, and the same on the device. Target t is token t + 1, given tokens up to t."""
+
+    tokens: np.ndarray  # (N,) uint16
+    ids: Tensor  # (N,) int32, on the device
+
+    @classmethod
+    def load(cls, tokens: TokenSet, runtime: Runtime) -> "Text":
+        if len(tokens) < 2:
+            raise DataError(f"the validation text has {len(tokens)} tokens; scoring needs at least 2")
+        found = tokens.read(0, len(tokens))
+        return cls(found, torch.from_numpy(found.astype(np.int32)).to(runtime.device))
+
+    @property
+    def targets(self) -> int:
+        return len(self.tokens) - 1
+
+    def upto(self, target: int) -> "Text":
+        """The text with the first `target` targets and no token more."""
+        return Text(self.tokens[: target + 1], self.ids[: target + 1])
+
+    def new_nats(self) -> Tensor:
+        """Where scorers write, one slot a target, and one at the end for what is not scored."""
+        return torch.zeros(self.targets + 1, dtype=torch.float32, device=self.ids.device)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What every target of a text cost."""
+
+    tokens: np.ndarray  # (N,) uint16
+    nats: np.ndarray  # (N - 1,) float32, in the order of the text
+
+    @classmethod
+    def gather(cls, text: Text, nats: Tensor, runtime: Runtime) -> "Scored":
+        """Every slot was written by one rank and is zero on the others, so this sum changes no bit."""
+        return cls(text.tokens, runtime.sum(nats)[:-1].cpu().numpy())
+
+    def byte_counts(self, tokenizer: Tokenizer) -> np.ndarray:
+        """(N - 1,) the bytes each target stands for."""
+        counts = np.empty(len(self.nats), dtype=np.int32)
+        for start in range(0, len(counts), _BLOCK):
+            piece = self.tokens[start : start + _BLOCK + 1].astype(np.int64)
+            counts[start : start + _BLOCK] = tokenizer.count_bytes(piece[1:], piece[:-1])
+        return counts
+
+    def total(self, tokenizer: Tokenizer) -> Score:
+        size = int(self.byte_counts(tokenizer).sum(dtype=np.int64))
+        if size == 0:
+            raise DataError("the validation text has no bytes: it holds nothing but document boundaries")
+        nats = float(self.nats.sum(dtype=np.float64))
+        if not math.isfinite(nats):
+            place = int(np.flatnonzero(~np.isfinite(self.nats))[0])
+            raise ParbankError(
+                f"the score is not a number from token {place + 1:,} of {len(self.nats):,} on; the model's weights are broken, or "
+                "adapting to the text made them so: lower --lr"
+            )
+        return Score(bits=nats / math.log(2), tokens=len(self.nats), bytes=size)
+
+
+class Scorer(Protocol):
+    """Scores a stretch of a text with the model's weights of the moment."""
+
+    def score(self, text: Text, first: int, nats: Tensor, *, more: bool, progress: Progress = silent) -> None:
+        """Targets `first` to the end of `text` into their slots of `nats`: this rank's share. `more` text will follow."""
+
+
 def autocast(device: torch.device) -> AbstractContextManager[object]:
     """bfloat16 on CUDA, float32 elsewhere: the precision of training and of scoring alike."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
-@torch.inference_mode()
+def tokens_together(vocab_size: int, runtime: Runtime) -> int:
+    """How many tokens go through the model at once, unless somebody says otherwise."""
+    return max(1, (_LOGITS_CUDA if runtime.is_cuda else _LOGITS_CPU) // vocab_size)
+
+
+def plan_windows(first: int, last: int, context: int, stride: int) -> np.ndarray:
+    """(windows, 3): the window's start, and the targets from .. to that it scores, for targets `first` to `last`.
+
+    The public protocol: windows of `context` tokens, moved by `stride`. The first one of a text scores all its tokens, each
+    later one its last `stride`: every token once, with at least context - stride tokens before it where there are that
+    many. A stride of `context` cuts the text into windows side by side.
+    """
+    head = [[0, 0, min(context, last)]] if first == 0 and last > 0 else []
+    begins = np.arange(head[0][2] if head else first, last, stride)
+    rest = np.stack([np.maximum(0, begins + stride - context), begins, np.minimum(begins + stride, last)], axis=1)
+    return np.concatenate([np.array(head, dtype=np.int64).reshape(-1, 3), rest])
+
+
+class Pace:
+    """Keeps the host a little ahead of the device, and no more: progress then says what is done, not what is queued."""
+
+    AHEAD = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+
+    def step(self) -> None:
+        """A piece of work was queued; waits for the one before the last."""
+        if not self._cuda:
+            return
+        event = torch.cuda.Event()
+        event.record()
+        self._events.append(event)
+        if len(self._events) > self.AHEAD:
+            self._events.pop(0).synchronize()
+
+
+class WindowScorer:
+    """Windows, many at a time; which rank takes a batch is decided by its number."""
+
+    def __init__(
+        self, model: GPT, runtime: Runtime, *, width: int, stride: int, rows: int, compiled: bool = False
+    ) -> None:
+        """`rows` windows of at most `width` tokens go through together. Compiled, every batch is padded to that."""
+        self._forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compiled else model
+        self._runtime, self._width, self._stride, self._rows = runtime, width, stride, rows
+        self._padded = compiled
+
+    @torch.inference_mode()
+    def score(self, text: Text, first: int, nats: Tensor, *, more: bool, progress: Progress = silent) -> None:
+        windows = torch.from_numpy(plan_windows(first, text.targets, self._width, self._stride))
+        batches = windows.to(text.ids.device).split(self._rows)
+        pace = Pace(text.ids.device)
+        for number in range(self._runtime.rank, len(batches), self._runtime.world):
+            self._score_batch(text.ids, batches[number], nats)
+            pace.step()
+            progress(min(1.0, (number + self._runtime.world) / len(batches)))
+
+    def _score_batch(self, ids: Tensor, windows: Tensor, nats: Tensor) -> None:
+        if self._padded and len(windows) < self._rows:  # windows that score nothing
+            windows = torch.cat([windows, windows.new_zeros(self._rows - len(windows), 3)])
+        start, begin, end = windows[:, :, None].unbind(1)
+        place = start + torch.arange(self._width, device=ids.device)
+        known = place.clamp(max=len(ids) - 1)
+        inputs = torch.where(place < end, ids[known], 0).long()
+        scored = (place >= begin) & (place < end)
+        targets = torch.where(scored, ids[(known + 1).clamp(max=len(ids) - 1)], IGNORED).long()
+        with autocast(ids.device):
+            losses = self._forward(inputs, targets, reduction="none")
+        nats[torch.where(scored, place, len(nats) - 1)] = losses.float()
+
+
+def check_context(context: int) -> None:
+    require(context >= 1, f"a window has at least 1 token, got {context}")
+
+
+def make_window_scorer(
+    model: GPT,
+    runtime: Runtime,
+    *,
+    targets: int,
+    piece: int | None = None,
+    context: int,
+    stride: int,
+    batch_tokens: int | None,
+    compiled: bool,
+) -> WindowScorer:
+    """For a text of so many targets that comes whole, or in pieces of at most so many."""
+    check_context(context)
+    width = min(context, targets)
+    require(
+        width <= MAX_POSITIONS, f"a window of {context} tokens is longer than the model's {MAX_POSITIONS} positions"
+    )
+    require(
+        1 <= stride <= context,
+        f"a stride must lie in 1..{context}, the context: with {stride} tokens would be left out; lower --stride",
+    )
+    together = batch_tokens or tokens_together(model.config.vocab_size, runtime)
+    stride = min(stride, width)
+    rows = min(max(1, together // width), 1 + (piece or targets) // stride)  # never more than there are windows to fill
+    return WindowScorer(model, runtime, width=width, stride=stride, rows=rows, compiled=compiled)
+
+
+def score_windows(
+    model: GPT,
+    tokens: TokenSet,
+    *,
+    context: int,
+    stride: int,
+    runtime: Runtime,
+    batch_tokens: int | None = None,
+    compiled: bool = False,
+    progress: Progress = silent,
+) -> Scored:
+    """Sliding windows over a text; see plan_windows for the protocol."""
+    check_context(context)
+    text = Text.load(tokens, runtime)
+    scorer = make_window_scorer(
+        model,
+        runtime,
+        targets=text.targets,
+        context=context,
+        stride=stride,
+        batch_tokens=batch_tokens,
+        compiled=compiled,
+    )
+    return run_scorer(scorer, model, text, runtime, progress)
+
+
+def run_scorer(scorer: Scorer, model: GPT, text: Text, runtime: Runtime, progress: Progress) -> Scored:
+    """One pass over a text with weights that stay as they are."""
+    nats = text.new_nats()
+    training = model.training
+    model.eval()
+    try:
+        scorer.score(text, 0, nats, more=False, progress=progress)
+    finally:
+        model.train(training)
+    return Scored.gather(text, nats, runtime)
+
+
 def score_chunked(
     model: GPT,
     tokens: TokenSet,
@@ -52,7 +276,7 @@ def score_chunked(
     context: int,
     runtime: Runtime,
     batch_tokens: int | None = None,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Progress = silent,
 ) -> Score:
     """Cuts the text into windows of `context` tokens and scores each token once, given what precedes it in its window.
 
@@ -60,42 +284,13 @@ def score_chunked(
     bits that say where a text ends are part of its price. How many windows go through the model together is fixed by the
     model and the kind of device, because it decides the rounding: a score taken again is the same to the last bit.
     """
-    require(context >= 1, f"a window has at least 1 token, got {context}")
-    if len(tokens) < 2:
-        raise DataError(f"the validation text has {len(tokens)} tokens; scoring needs at least 2")
-    windows = math.ceil((len(tokens) - 1) / context)
-    mine = np.arange(runtime.rank, windows, runtime.world)
-    if batch_tokens is None:
-        batch_tokens = (_LOGITS_CUDA if runtime.is_cuda else _LOGITS_CPU) // tokenizer.vocab_size
-    rows = max(1, batch_tokens // context)
-    total = torch.zeros(1, dtype=torch.float64, device=runtime.device)
-    counts = np.zeros(2, dtype=np.int64)
-    training = model.training
-    model.eval()
-    for first in range(0, len(mine), rows):
-        inputs, targets = _gather(tokens, mine[first : first + rows], context)
-        scored = targets != IGNORED
-        counts += scored.sum(), tokenizer.count_bytes(targets[scored], inputs[scored]).sum()
-        x, y = (torch.from_numpy(a).to(runtime.device) for a in (inputs, targets))
-        with autocast(runtime.device):
-            total += model(x, y, reduction="none").double().sum()
-        progress(min(1.0, (first + rows) / len(mine)))
-    model.train(training)
-    sums = torch.cat([total.cpu(), torch.from_numpy(counts).double()])
-    nats, scored_tokens, scored_bytes = runtime.sum(sums).tolist()
-    if scored_bytes == 0:
-        raise DataError("the validation text has no bytes: it holds nothing but document boundaries")
-    return Score(bits=nats / math.log(2), tokens=int(scored_tokens), bytes=int(scored_bytes))
-
-
-def _gather(tokens: TokenSet, windows: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets (rows, context), int64, the last window padded with ignored targets."""
-    width = min(context, len(tokens) - 1)
-    inputs = np.zeros((len(windows), width), dtype=np.int64)
-    targets = np.full((len(windows), width), IGNORED, dtype=np.int64)
-    for row, window in enumerate(windows):
-        start = int(window) * context
-        count = min(context, len(tokens) - 1 - start)
-        piece = tokens.read(start, count + 1).astype(np.int64)
-        inputs[row, :count], targets[row, :count] = piece[:-1], piece[1:]
-    return inputs, targets
+    scored = score_windows(
+        model,
+        tokens,
+        context=context,
+        stride=max(1, context),
+        runtime=runtime,
+        batch_tokens=batch_tokens,
+        progress=progress,
+    )
+    return scored.total(tokenizer)

@@ -1,5 +1,6 @@
 """Causal grouped-query attention with QK norm, partial RoPE, and the recipe's options on values and outputs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ class Context:
     cos: Tensor  # (T, rope_dims / 2), float32
     sin: Tensor
     mask: Tensor | None  # (B, 1, T, T), true where attention may look; None means plain causal
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # in place of `attend`: see stream.py
 
 
 def rope_tables(length: int, dims: int, base: float) -> tuple[Tensor, Tensor]:
@@ -63,7 +65,7 @@ class Attention(nn.Module):
         if self.value_mix is not None and first is not None:
             mix = self.value_mix.to(v.dtype)
             v = mix[0] * v + mix[1] * first
-        y = attend(q, k, v, context.mask)
+        y = attend(q, k, v, context.mask) if context.attend is None else context.attend(q, k, v)
         if self.exclusive:
             y = remove_own_value(y, v)
         if self.gate is not None:

@@ -52,9 +52,9 @@ class Banks(nn.Module):
         """
         found = {}
         for key, entries in self.entries.items():
-            bank = self.bank(key)
+            bank: Tensor = getattr(self, key)  # torch.func.functional_call puts a plain tensor in the parameter's place
             if dtype is not None:
-                bank = bank.to(dtype)  # type: ignore[assignment]
+                bank = bank.to(dtype)
             for entry, matrix in zip(entries, bank.unbind(0)):
                 found[entry.name] = matrix.mT if entry.transposed else matrix
         return found

@@ -142,7 +142,10 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         """ids (B, T). With targets (B, T) the loss in nats (mean, sum, or none: one per token), else the logits."""
-        x = self.features(ids)
+        return self.read_out(self.features(ids), targets, reduction)
+
+    def read_out(self, x: Tensor, targets: Tensor | None, reduction: str = "mean") -> Tensor:
+        """The loss, or the logits, from the normed output of the last block."""
         head = (self.token_embedding if self.head is None else self.head).weight.to(x.dtype)
         if targets is not None and self.config.vocab_size < CHUNKED_HEAD_VOCAB:
             return ops.softcap_cross_entropy(F.linear(x, head), targets, self.config.softcap, reduction=reduction)

@@ -88,10 +88,21 @@ def test_writing_stops_where_the_document_ends(model: GPT, tokenizer: Tokenizer)
     assert tokenizer.bos_id not in written
 
 
-def test_only_the_context_is_seen(model: GPT, tokenizer: Tokenizer) -> None:
-    long, short = (list(sample_tokens(model, tokenizer, p, tokens=5, context=4)) for p in ("abcdefgh" * 9, "efgh"))
-    assert len(tokenizer.encode("efgh")) >= 4
-    assert long == short
+def test_nothing_further_back_than_every_layer_s_context_is_seen(model: GPT, tokenizer: Tokenizer) -> None:
+    """In each of the 4 layers a token sees 3 more before it; an embedding sees two more by smear and bigram."""
+    texts = [head * 9 + "abcdefgh" * 9 for head in ("ijk ", "lmn ")]
+    ids = [tokenizer.encode(text) for text in texts]
+    same = next(n for n in range(len(ids[0])) if ids[0][-1 - n] != ids[1][-1 - n])
+    assert same >= 4 * 3 + 2
+    narrow, wide = ([list(sample_tokens(model, tokenizer, t, tokens=5, context=c)) for t in texts] for c in (4, 1024))
+    assert narrow[0] == narrow[1]
+    assert wide[0] != wide[1]
+
+
+def test_a_long_prompt_is_read_in_pieces(model: GPT, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = list(sample_tokens(model, tokenizer, "class A:\n" * 9, tokens=5, temperature=0))
+    monkeypatch.setattr("parbank.eval.sample.PREFILL", 5)
+    assert list(sample_tokens(model, tokenizer, "class A:\n" * 9, tokens=5, temperature=0)) == whole
 
 
 @given(st.text(max_size=40))

@@ -1,0 +1,287 @@
+"""Adapters: what learns from a text while it is being scored. See ttt.py for what they are given, and when."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parbank.config import require
+from parbank.eval.score import autocast
+from parbank.model import GPT
+from parbank.runtime import Runtime
+
+Kind = Literal["sgd", "low-rank"]
+# The published recipe: SGD at 0.002 over chunks of 32,768 tokens. A low-rank adapter starts anew with every document, so it
+# must learn from less and faster: Adam at its usual rate, over one window of context at a time.
+LEARNING_RATES: dict[str, float] = {"sgd": 0.002, "low-rank": 0.001}
+SGD_CHUNK = 32_768
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptConfig:
+    """How a model adapts to the text it is scored on."""
+
+    adapter: Kind = "sgd"
+    """sgd: the weights themselves, over the whole text. low-rank: a product of two thin matrices beside each, per document."""
+    scores: Literal["streaming", "sliding"] = "streaming"
+    """Which way a chunk is scored before anything is learnt from it."""
+    lr: float | None = None
+    """Learning rate; none takes 0.002 for sgd, falling to 0 over the text as a cosine, and 0.001 for low-rank."""
+    epochs: int = 3
+    """Passes over a chunk once it is scored."""
+    sequences: int = 32
+    """Windows of context that make one step; as published, where a chunk has 16 of them and an epoch is one step."""
+    chunk: int | None = None
+    """Tokens scored before they are learnt from; none takes 32,768 for sgd and the context for low-rank."""
+    momentum: float = 0.9
+    """Of sgd."""
+    clip: float = 1.0
+    """Largest norm of all gradients together; 0 leaves them alone."""
+    freeze: int = 0
+    """The first so many blocks do not learn."""
+    blocks: tuple[int, ...] = ()
+    """If given, only these blocks learn, and embeddings do not."""
+    rank: int = 8
+    """Inner width of low-rank adapters."""
+    micro_tokens: int = 32_768
+    """Tokens of one pass; ranks take turns at passes. Less leaves more to share, more runs better on one GPU."""
+
+    def __post_init__(self) -> None:
+        require(self.lr is None or self.lr >= 0, f"--lr must be 0 or more, got {self.lr}")
+        for name in ("epochs", "sequences", "rank", "micro_tokens"):
+            require(getattr(self, name) >= 1, f"--{name} must be at least 1, got {getattr(self, name)}")
+        require(self.chunk is None or self.chunk >= 1, f"--chunk must be at least 1, got {self.chunk}")
+        require(self.freeze >= 0, f"--freeze must be 0 or more, got {self.freeze}")
+        require(0 <= self.momentum < 1, f"momentum must lie in [0, 1), got {self.momentum}")
+        require(self.clip >= 0, f"--clip must be 0 (off) or positive, got {self.clip}")
+        require(
+            not (self.freeze and self.blocks), "--freeze and --blocks both say which blocks learn; give one of them"
+        )
+
+    def resolve(self, context: int) -> "AdaptConfig":
+        """With every default that depends on another setting filled in."""
+        chunk = self.chunk or (SGD_CHUNK if self.adapter == "sgd" else context)
+        return replace(self, chunk=chunk, lr=LEARNING_RATES[self.adapter] if self.lr is None else self.lr)
+
+    def learns(self, block: int) -> bool:
+        return block in self.blocks if self.blocks else block >= self.freeze
+
+
+class Adapter(Protocol):
+    """Changes a model's weights by what it is shown. It is shown a stretch of text once its scores are final, and no more."""
+
+    def learn(self, tokens: Tensor, progress: float) -> None:
+        """`tokens` (n + 1,): n targets and what precedes them; progress 0..1 through the text."""
+
+    def reset(self) -> None:
+        """A document begins: forget, if that is what this adapter does."""
+
+
+class SgdAdapter:
+    """SGD over the model's own weights, which keep what they learn to the end of the text."""
+
+    per_document = False
+
+    def __init__(
+        self, model: GPT, runtime: Runtime, config: AdaptConfig, *, context: int, compiled: bool = False
+    ) -> None:
+        _check_blocks(model, config)
+        self._config, self._context, self._runtime = config, context, runtime
+        self._forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compiled else model
+        named = {name: p for name, p in model.named_parameters() if _may_learn(name, config)}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in named)
+        self._parameters: list[Tensor] = list(named.values())
+        masks = bank_masks(model, config)
+        self._masks = [masks.get(name) for name in named]
+        self._optimizer = torch.optim.SGD(self._parameters, lr=0.0, momentum=config.momentum)
+
+    def learn(self, tokens: Tensor, progress: float) -> None:
+        assert self._config.lr is not None
+        self._optimizer.param_groups[0]["lr"] = self._config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+        steps = plan_steps(tokens, self._context, self._config)
+        for batches in steps * self._config.epochs:
+            grads = sum_gradients(self._loss, self._parameters, batches, self._runtime)
+            for parameter, grad, mask in zip(self._parameters, grads, self._masks):
+                parameter.grad = grad if mask is None else grad * mask
+            _clip(self._parameters, self._config.clip)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+    def reset(self) -> None:
+        """Documents are all one text to it."""
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._forward(inputs, targets, reduction="sum")
+
+
+class LowRankAdapter:
+    """W + left @ right for every matrix, with left and right learnt by Adam; zero again at the start of a document."""
+
+    per_document = True
+
+    def __init__(
+        self, model: GPT, runtime: Runtime, config: AdaptConfig, *, context: int, compiled: bool = False
+    ) -> None:
+        _check_blocks(model, config)
+        self._model, self._config, self._context, self._runtime = model, config, context, runtime
+        model.requires_grad_(False)
+        self._banks = {f"banks.{key}": model.banks.bank(key) for key in model.banks.entries}
+        self._base = {name: bank.detach().clone() for name, bank in self._banks.items()}
+        masks = bank_masks(model, config)
+        self._masks = {name: masks.get(name) for name in self._banks}
+        generator = torch.Generator().manual_seed(0)  # the same draw on every rank, and for every document
+        self._drawn = {
+            name: (torch.randn(n, config.rank, cols, generator=generator) / math.sqrt(cols)).to(bank.device, bank.dtype)
+            for name, bank in self._banks.items()
+            for n, _, cols in [bank.shape]
+        }
+        self._changed = False
+        self._call: Callable[..., Tensor] = torch.compile(self._adapted, dynamic=False) if compiled else self._adapted
+        self._start()
+
+    def _start(self) -> None:
+        self._left = {n: b.new_zeros(*b.shape[:2], self._config.rank).requires_grad_() for n, b in self._base.items()}
+        self._right = {name: drawn.clone().requires_grad_() for name, drawn in self._drawn.items()}
+        self._parameters = [*self._left.values(), *self._right.values()]
+        self._optimizer = torch.optim.Adam(self._parameters, lr=self._config.lr or 0.0)
+
+    def learn(self, tokens: Tensor, progress: float) -> None:
+        steps = plan_steps(tokens, self._context, self._config)
+        for batches in steps * self._config.epochs:
+            grads = sum_gradients(self._loss, self._parameters, batches, self._runtime)
+            for parameter, grad in zip(self._parameters, grads):
+                parameter.grad = grad
+            _clip(self._parameters, self._config.clip)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self._write(self._weights(self._left, self._right))
+        self._changed = True
+
+    def reset(self) -> None:
+        if self._changed:
+            self._write(self._base)
+            self._start()
+            self._changed = False
+
+    @torch.no_grad()
+    def _write(self, weights: dict[str, Tensor]) -> None:
+        for name, bank in self._banks.items():
+            bank.copy_(weights[name])
+
+    def _weights(self, left: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        with torch.autocast(
+            self._runtime.device.type, enabled=False
+        ):  # what is learnt on must be what is then scored with
+            for name, base in self._base.items():
+                mask = self._masks[name]
+                change = left[name] @ right[name]
+                found[name] = base + (change if mask is None else change * mask)
+        return found
+
+    def _adapted(self, left: dict[str, Tensor], right: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        changes = self._weights(left, right)
+        return torch.func.functional_call(self._model, changes, (inputs, targets), {"reduction": "sum"})
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._call(self._left, self._right, inputs, targets)
+
+
+def make_adapter(model: GPT, runtime: Runtime, config: AdaptConfig, *, context: int, compiled: bool) -> Any:
+    kind = SgdAdapter if config.adapter == "sgd" else LowRankAdapter
+    return kind(model, runtime, config, context=context, compiled=compiled)
+
+
+def plan_steps(tokens: Tensor, context: int, config: AdaptConfig) -> list[list[Tensor]]:
+    """The micro-batches, (rows, width + 1) each, of every step over a chunk: sequences of at most `context` targets that
+    cover all. Where they do not come out even the last one reaches back, so that all have one shape."""
+    count = len(tokens) - 1
+    width = min(context, count)
+    starts = [min(start, count - width) for start in range(0, count, width)]
+    rows = torch.stack([tokens[start : start + width + 1] for start in starts]).long()
+    return [list(step.split(max(1, config.micro_tokens // width))) for step in rows.split(config.sequences)]
+
+
+def sum_gradients(
+    loss: Callable[[Tensor, Tensor], Tensor], parameters: list[Tensor], batches: Sequence[Tensor], runtime: Runtime
+) -> list[Tensor]:
+    """The gradient of the mean loss over all batches. Ranks take turns at batches, and every rank adds the parts in the
+    order of the batches: float addition does not commute with regrouping, and any number of ranks must agree bit for bit."""
+    count = sum(batch[:, 1:].numel() for batch in batches)
+    total: list[Tensor] = []
+    for first in range(0, len(batches), runtime.world):
+        mine = min(first + runtime.rank, len(batches) - 1)  # a rank with nothing to do repeats the last, for nobody
+        with torch.enable_grad(), autocast(runtime.device):
+            value = loss(batches[mine][:, :-1], batches[mine][:, 1:]) / count
+        parts = [list(torch.autograd.grad(value, parameters))]
+        if runtime.world > 1:
+            parts = _gather(parts[0], runtime.world)
+        for part in parts[: len(batches) - first]:
+            total = part if not total else [a + b for a, b in zip(total, part)]
+    return total
+
+
+def _gather(grads: list[Tensor], world: int) -> list[list[Tensor]]:
+    """Every rank's gradients, by rank."""
+    found: list[list[Tensor]] = [[] for _ in range(world)]
+    for grad in grads:
+        pieces = [torch.empty_like(grad, memory_format=torch.contiguous_format) for _ in range(world)]
+        dist.all_gather(pieces, grad.contiguous())
+        for rank, piece in enumerate(pieces):
+            found[rank].append(piece)
+    return found
+
+
+def bank_masks(model: GPT, config: AdaptConfig) -> dict[str, Tensor | None]:
+    """For each bank, (N, 1, 1): one where the matrix's block learns, else zero. None where all do."""
+    found: dict[str, Tensor | None] = {}
+    for key, entries in model.banks.entries.items():
+        learns = [config.learns(_block_of(entry.name)) for entry in entries]
+        bank = model.banks.bank(key)
+        mask = torch.tensor(learns, dtype=bank.dtype, device=bank.device)[:, None, None]
+        found[f"banks.{key}"] = None if all(learns) else mask
+    return found
+
+
+def _may_learn(name: str, config: AdaptConfig) -> bool:
+    if name.startswith("blocks."):
+        return config.learns(_block_of(name))
+    return name.startswith("banks.") or not config.blocks
+
+
+def _block_of(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+def _check_blocks(model: GPT, config: AdaptConfig) -> None:
+    layers = model.config.layers
+    require(
+        all(0 <= block < layers for block in config.blocks),
+        f"--blocks must lie in 0..{layers - 1}, the model's blocks, got {', '.join(map(str, config.blocks))}",
+    )
+    require(config.freeze <= layers, f"--freeze must lie in 0..{layers}, the model's blocks, got {config.freeze}")
+
+
+def _clip(parameters: list[Tensor], largest: float) -> None:
+    if largest:
+        torch.nn.utils.clip_grad_norm_(parameters, largest)
+
+
+@contextmanager
+def restored(model: GPT) -> Iterator[None]:
+    """Puts every weight back, bit for bit, however the block ends."""
+    before = [(p, p.detach().clone(), p.requires_grad, p.grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value, learns, grad in before:
+                parameter.copy_(value)
+                parameter.requires_grad_(learns)
+                parameter.grad = grad

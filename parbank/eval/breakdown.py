@@ -1,0 +1,121 @@
+"""Where the bits go: by document, and by how much context a token had."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parbank.data.tokenizer import Tokenizer
+from parbank.errors import ConfigError
+from parbank.eval.methods import EvalConfig, find_contexts, place_in_document
+from parbank.eval.score import Scored
+from parbank.model import ModelConfig
+
+OPENING_TOKENS = 24  # of a document: enough to know it by
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of a text's tokens, and what they cost."""
+
+    first: int
+    last: int
+    """Places from .. to, or for a document its tokens in the text."""
+    tokens: int
+    bytes: int
+    bits: float
+    opening: str = ""
+    """How a document begins."""
+
+    @property
+    def bpb(self) -> float | None:
+        """None where there are no bytes: a place that only holds document boundaries."""
+        return self.bits / self.bytes if self.bytes else None
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Three ways to cut up one score; each adds up to all of it."""
+
+    by_context: list[Part]
+    by_place: list[Part]
+    by_document: list[Part]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            name: [asdict(part) | {"bpb": part.bpb} for part in parts]
+            for name, parts in (
+                ("by_context", self.by_context),
+                ("by_place_in_document", self.by_place),
+                ("by_document", self.by_document),
+            )
+        }
+
+
+def break_down(scored: Scored, tokenizer: Tokenizer, config: EvalConfig, model: ModelConfig) -> Breakdown:
+    sizes = scored.byte_counts(tokenizer)
+    bits = scored.nats.astype(np.float64) / np.log(2)
+    contexts = find_contexts(scored.tokens, config, model)
+    places = place_in_document(scored.tokens, tokenizer.bos_id)
+    return Breakdown(
+        by_context=_by_octave(contexts, sizes, bits),
+        by_place=_by_octave(places, sizes, bits),
+        by_document=_by_document(scored.tokens, sizes, bits, tokenizer),
+    )
+
+
+def _by_octave(places: np.ndarray, sizes: np.ndarray, bits: np.ndarray) -> list[Part]:
+    """Places 0, 1, 2-3, 4-7 and on: what context is worth falls with its logarithm."""
+    octave = np.frexp(places)[1]  # 0 for 0, and n for 2^(n-1) to 2^n - 1
+    parts = []
+    for number in np.unique(octave):
+        chosen = octave == number
+        first, last = (0, 0) if number == 0 else (1 << (number - 1), min((1 << number) - 1, int(places.max())))
+        parts.append(_part(first, last, sizes[chosen], bits[chosen]))
+    return parts
+
+
+def _by_document(tokens: np.ndarray, sizes: np.ndarray, bits: np.ndarray, tokenizer: Tokenizer) -> list[Part]:
+    """A document pays for the BOS that closes it: where it ends is part of what it says."""
+    starts = np.flatnonzero(tokens[:-1] == tokenizer.bos_id)
+    if not len(starts) or starts[0] != 0:
+        starts = np.concatenate([[0], starts])
+    parts = []
+    for start, end in zip(starts, [*starts[1:], len(tokens) - 1]):
+        opening = tokenizer.decode(tokens[start : min(end + 1, start + OPENING_TOKENS)])
+        parts.append(_part(int(start), int(end), sizes[start:end], bits[start:end], " ".join(opening.split())))
+    return parts
+
+
+def _part(first: int, last: int, sizes: np.ndarray, bits: np.ndarray, opening: str = "") -> Part:
+    return Part(int(first), int(last), len(sizes), int(sizes.sum(dtype=np.int64)), float(bits.sum()), opening)
+
+
+def draw(breakdown: Breakdown, title: str, path: Path) -> None:
+    """bpb against the context a token had, and against its place in its document, as a PNG."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError(
+            "the picture of --breakdown needs matplotlib, which is not installed; pip install 'parbank[bench]'"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    _curve(axes, breakdown.by_context, "tokens of context it had", "o-")
+    _curve(axes, breakdown.by_place, "place in its document", "s--")
+    axes.set_xscale("symlog", base=2, linthresh=1)
+    axes.set(xlabel="token", ylabel="bits per byte, lower is better", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _curve(axes: Any, parts: Sequence[Part], label: str, style: str) -> None:
+    shown = [part for part in parts if part.bpb is not None]
+    axes.plot([(part.first + part.last) / 2 for part in shown], [part.bpb for part in shown], style, label=label)

@@ -1,0 +1,63 @@
+"""What a score is worth later: a result says what was measured, and unlike results are not compared."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from parbank.errors import ConfigError
+
+# What must be equal. The tokenizer need not be: bits per byte of the same text compare across tokenizers. Nor need the
+# number of ranks or the length of segments: they change rounding only.
+LIKE = {
+    "text_sha256": "the text",
+    "bytes": "the text's size in bytes",
+    "method": "the method",
+    "context": "the context",
+    "stride": "the stride",
+    "adapt": "how the model adapts",
+}
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result that `parbank eval --json` printed."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the result {path}: {error}; give a file that `eval --json` wrote") from error
+    missing = sorted({"val_bpb", *LIKE} - set(found)) if isinstance(found, dict) else ["val_bpb"]
+    if missing:
+        raise ConfigError(
+            f"{path} is no result of `parbank eval --json`: it has no {missing[0]!r}; score the model again"
+        )
+    return found
+
+
+def refuse_unlike(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> None:
+    """Names the first thing that differs. `ours` may still lack what is only known after scoring."""
+    for key, what in LIKE.items():
+        if key not in ours or (mine := _plain(ours[key])) == (other := _plain(theirs[key])):
+            continue
+        part = ""
+        if isinstance(mine, dict) and isinstance(other, dict):
+            differs = next(k for k in sorted(mine.keys() | other.keys()) if mine.get(k) != other.get(k))
+            part, mine, other = f" ({differs})", mine.get(differs), other.get(differs)
+        raise ConfigError(
+            f"these scores do not compare: {what}{part} is {mine} here and {other} in {name}; score both the same way on the "
+            "same text"
+        )
+
+
+def compare(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> dict[str, Any]:
+    """The difference of two like results; negative is better than `theirs`."""
+    refuse_unlike(ours, theirs, name)
+    return {
+        "compared_with": name,
+        "their_bpb": theirs["val_bpb"],
+        "difference_bpb": ours["val_bpb"] - theirs["val_bpb"],
+        "same_tokenizer": ours.get("tokenizer_sha256") == theirs.get("tokenizer_sha256"),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """As JSON would give it back."""
+    return json.loads(json.dumps(value))

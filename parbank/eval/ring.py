@@ -1,0 +1,64 @@
+"""The carry between ranks: a layer's keys and values go to the next rank as soon as they are made.
+
+Each link of the ring is a process group of its own. On NCCL the traffic of one group runs in order on one stream, and two
+ranks that share a single group would each wait to send before they receive.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parbank.eval.score import autocast
+from parbank.model import GPT
+from parbank.model.stream import Past
+from parbank.runtime import Runtime
+
+SEGMENTS_IN_FLIGHT = 2  # sends not yet waited for: the next rank takes a segment's last layer while we work on our next
+
+
+class RingCarry:
+    """What rank r leaves goes to rank r + 1, and round again. Sends never block: the receiver may be layers behind."""
+
+    def __init__(self, model: GPT, window: int, runtime: Runtime) -> None:
+        c, world = model.config, runtime.world
+        # every rank makes every group, in the same order
+        links = [dist.new_group(sorted({rank, (rank + 1) % world})) for rank in range(world)]
+        self._to, self._from = (runtime.rank + 1) % world, (runtime.rank - 1) % world
+        self._out, self._in = links[runtime.rank], links[self._from]
+        with autocast(runtime.device):
+            dtype = model._compute_dtype(runtime.device)
+        self._empty = torch.empty(2, 1, window - 1, c.kv_heads, c.head_width, dtype=dtype, device=runtime.device)
+        self._sent: list[list[Any]] = []
+        self._first = self._last = True
+
+    def begin(self, *, first: bool, last: bool) -> None:
+        """A segment begins: the first of the text has nothing to take, the last nobody to give to."""
+        self._first, self._last = first, last
+        while len(self._sent) >= SEGMENTS_IN_FLIGHT:
+            self._wait(self._sent.pop(0))
+        self._sent.append([])
+
+    def take(self, layer: int) -> Past | None:
+        if self._first or not self._empty.numel():
+            return None
+        past = torch.empty_like(self._empty)
+        dist.recv(past, src=self._from, group=self._in)
+        return past[0], past[1]
+
+    def give(self, layer: int, past: Past) -> None:
+        if self._last or not self._empty.numel():
+            return
+        both = torch.stack(past)
+        self._sent[-1].append((dist.isend(both, dst=self._to, group=self._out), both))
+
+    def finish(self) -> None:
+        """Waits for what is still on its way. Everything sent is received: the segment after it takes it."""
+        for sent in self._sent:
+            self._wait(sent)
+        self._sent = []
+
+    @staticmethod
+    def _wait(sent: list[Any]) -> None:
+        for work, _ in sent:
+            work.wait()

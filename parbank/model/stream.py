@@ -1,0 +1,291 @@
+"""The model over a running text: each token is computed once, with a full window of context behind it.
+
+A text of any length goes through in segments. In every layer a token attends to the last `window` tokens, itself
+included, and the keys and values of earlier tokens are those they got when they were new: a segment leaves its last
+window - 1 of them, layer by layer, to the next one. That is the same as one pass over the whole text under a banded mask,
+so where the text is cut changes the result by rounding only. The receptive field is `layers` times the window: what a
+key of layer 5 holds came from further back.
+
+Keys are rotated by their place in the text, however far on: RoPE is relative, and cosines worked out in float64 are as good
+at token ten million as at the first. So a key that is carried on is never rotated again.
+
+Nothing else needs carrying. Smear and bigrams look one and two tokens back, and a segment is given those two tokens.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parbank import ops
+from parbank.model.attention import Context
+from parbank.model.gpt import GPT, _of_layer
+
+BEFORE = 2  # tokens given ahead of a segment: smear looks one back, at an embedding whose bigram looks one more back
+# Most layers a compiled stream may have: every layer is compiled once for itself, and Dynamo's own limit of 8 versions of
+# one function is meant to catch functions that are compiled again and again.
+COMPILED_LAYERS = 256
+
+Past = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens of the text. Everything here follows from the text; what does not comes through a Carry."""
+
+    ids: Tensor  # (T,) its tokens
+    start: int  # the place of the first one in the text
+    before: Tensor  # (BEFORE,) the tokens ahead of it; at the start of the text any number stands for none
+    document: int = 0  # where the document of its first token begins
+    inside: tuple[int, ...] = ()  # where other documents begin, counted from the segment's first token
+
+    @classmethod
+    def cut(
+        cls, tokens: Tensor, start: int, end: int, *, length: int = 0, documents: np.ndarray | None = None
+    ) -> "Segment":
+        """tokens[start:end] of a text, padded at its end to `length`: nothing looks ahead, so padding changes nothing.
+
+        `documents` holds the places where documents begin, in order; it matters where they are isolated.
+        """
+        ids = F.pad(tokens[start:end], (0, max(0, length - (end - start))))
+        there = min(start, BEFORE)
+        before = F.pad(tokens[start - there : start], (BEFORE - there, 0))
+        if documents is None:
+            return cls(ids, start, before)
+        first, last = np.searchsorted(documents, (start, end - 1), side="right")
+        document = int(documents[first - 1]) if first else 0
+        return cls(ids, start, before, document, tuple((documents[first:last] - start).tolist()))
+
+
+class Carry(Protocol):
+    """Where a layer's keys and values come from and go to: the memory of one process, or its neighbours."""
+
+    def take(self, layer: int) -> Past | None: ...
+    def give(self, layer: int, past: Past) -> None: ...
+
+
+class LocalCarry:
+    """The carry of a stream that one process reads from end to end."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Past] = {}
+
+    def take(self, layer: int) -> Past | None:
+        return self._held.pop(layer, None)
+
+    def give(self, layer: int, past: Past) -> None:
+        self._held[layer] = past
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far back the queries of a segment may look, counting keys from the first one carried.
+
+    A key is seen if it is in the window and not before `low`. `queries` and `keys` say the same as runs, one a document,
+    the way varlen attention takes it.
+    """
+
+    low: Tensor  # (T,)
+    queries: Tensor  # (runs + 1,) int32: where each run of queries begins, then the end
+    keys: Tensor
+    flash: bool = False  # whether the device has FlashAttention; asked here, outside of what is compiled
+
+
+class Stream:
+    """A model reading one text, segment after segment."""
+
+    def __init__(self, model: GPT, window: int, *, carry: Carry | None = None, compiled: bool = False) -> None:
+        """`compiled` builds each layer once for one length of segment; give segments of that length only."""
+        self.model, self.window = model, window
+        self.carry = carry if carry is not None else LocalCarry()
+        # without FlashAttention a layer is a loop over blocks of queries, which compiling would write out
+        self._compiled = compiled = compiled and fits_flash(model)
+        self._embed: Callable[..., Any] = torch.compile(_embed, dynamic=False) if compiled else _embed
+        self._layer: Callable[..., Any] = torch.compile(_layer, dynamic=False) if compiled else _layer
+        self._read_out: Callable[..., Any] = torch.compile(_read_out, dynamic=False) if compiled else _read_out
+
+    def read(self, segment: Segment, targets: Tensor | None = None, *, last: bool = False) -> Tensor:
+        """The nats of `targets` (T,), one each, or the logits of the next token at every place (`last`: at the last one)."""
+        if not self._compiled:
+            return self._read(segment, targets, last)
+        with torch._dynamo.config.patch(recompile_limit=COMPILED_LAYERS):
+            return self._read(segment, targets, last)
+
+    def _read(self, segment: Segment, targets: Tensor | None, last: bool) -> Tensor:
+        model, c = self.model, self.model.config
+        device = model.token_embedding.weight.device
+        dtype = model._compute_dtype(device)
+        ids = torch.cat([segment.before, segment.ids])[None].long()
+        first_of_text = BEFORE - min(segment.start, BEFORE)
+        x, extras = self._embed(model, ids, torch.full((), first_of_text, device=device), dtype)
+        cos, sin = _rotations(segment.start, len(segment.ids), c.rope_dims, c.rope_base, device)
+        reach = find_reach(segment, self.window, isolated=c.isolate_documents)
+        matrices = model.banks.matrices(dtype)
+        x0, first = x, None
+        skips: list[Tensor] = []
+        gains = model.skip_gains
+        for layer in range(c.layers):
+            skip = skips.pop() if gains is not None and layer >= c.layers - len(gains) else None
+            past = self.carry.take(layer)
+            if past is None:
+                past = self._nothing(dtype, device)
+            weights = _of_layer(matrices, layer)
+            shared = (cos, sin, reach, self.window)
+            x, values, past = self._layer(model, layer, x, x0, skip, weights, extras.get(layer), first, past, shared)
+            self.carry.give(layer, past)
+            first = values if first is None and c.value_residual else first
+            if gains is not None and layer < len(gains):
+                skips.append(x)
+        if last:
+            x = x[:, -1:]
+        return self._read_out(model, x, None if targets is None else targets[None])[0]
+
+    def _nothing(self, dtype: torch.dtype, device: torch.device) -> Past:
+        """What stands ahead of the text: as many keys as ever, so that shapes stay; `Reach.low` hides them."""
+        c = self.model.config
+        shape = (1, self.window - 1, c.kv_heads, c.head_width)
+        # two tensors: Dynamo would compile for keys and values being one, and again for their being two
+        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _embed(model: GPT, ids: Tensor, first: Tensor, dtype: torch.dtype) -> tuple[Tensor, dict[int, Tensor]]:
+    """GPT.features up to the first block, over (1, BEFORE + T) ids, without the tokens ahead; `first` is the place in it
+    that has nothing before. Beyond that: the additions to the values, by layer."""
+    c = model.config
+    starts = (torch.arange(ids.shape[1], device=ids.device) == first)[None]
+    if c.isolate_documents:
+        starts = starts | (ids == c.bos_id)
+    x = model.token_embedding(ids).to(dtype)
+    if model.bigram is not None:
+        x = x + model.bigram(ids, starts, dtype)
+    x = ops.rms_norm(x)
+    if model.smear is not None:
+        x = model.smear(x, starts)
+    own = ids[:, BEFORE:]
+    return x[:, BEFORE:], model.value_embedding(own, dtype) if model.value_embedding is not None else {}
+
+
+def _layer(
+    model: GPT,
+    layer: int,
+    x: Tensor,
+    x0: Tensor,
+    skip: Tensor | None,
+    weights: dict[str, Tensor],
+    extra: Tensor | None,
+    first: Tensor | None,
+    past: Past,
+    shared: tuple[Tensor, Tensor, Reach, int],
+) -> tuple[Tensor, Tensor, Past]:
+    """One block, on the keys and values carried and its own; returns its output, its values, and the next carry."""
+    cos, sin, reach, window = shared
+    left: list[Past] = []
+
+    def attend_here(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
+        keep = keys.shape[1] - (window - 1)
+        # Copies, since a view would hold all of the segment; laid out like the first carry, for compiled code looks.
+        left.append(
+            (
+                keys[:, keep:].clone(memory_format=torch.contiguous_format),
+                values[:, keep:].clone(memory_format=torch.contiguous_format),
+            )
+        )
+        return attend_window(q, keys, values, window, reach)
+
+    if skip is not None and model.skip_gains is not None:
+        x = x + model.skip_gains[model.config.layers - 1 - layer].to(x.dtype) * skip
+    context = Context(cos, sin, None, attend_here)
+    x, own = model.blocks[layer](x, x0, weights, context, extra, first)
+    return x, own, left[0]
+
+
+def _read_out(model: GPT, x: Tensor, targets: Tensor | None) -> Tensor:
+    return model.read_out(ops.rms_norm(x), targets, "none")
+
+
+def _rotations(start: int, length: int, dims: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows start .. start + length of the model's tables, which end at some 32,768."""
+    frequencies = base ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=device) / max(dims, 1))
+    angles = torch.arange(start, start + length, dtype=torch.float64, device=device)[:, None] * frequencies
+    return angles.cos().float(), angles.sin().float()
+
+
+def find_reach(segment: Segment, window: int, *, isolated: bool) -> Reach:
+    """Within one text, or within each document."""
+    length, carried, device = len(segment.ids), window - 1, segment.ids.device
+    begin = segment.document if isolated else 0
+    cuts = [0, *segment.inside] if isolated else [0]
+    heads = [
+        max(0, carried - (segment.start - begin)),
+        *(carried + cut for cut in cuts[1:]),
+    ]  # the first key of each run
+    low = torch.full((length,), heads[0], device=device)
+    if len(cuts) > 1:
+        low = torch.from_numpy(np.repeat(heads, np.diff([*cuts, length]))).to(device, non_blocking=True)
+    # Runs without a token at the end, up to a power of two: compiled code then meets few numbers of runs.
+    spare = (1 << (len(cuts) - 1).bit_length()) - len(cuts) + 1
+    queries, keys = cuts + [length] * spare, heads + [carried + length] * spare
+    # Never blocking: a copy that is waited for drains the GPU. The driver has taken the numbers when it returns.
+    runs = [torch.tensor(n, dtype=torch.int32).to(device, non_blocking=True) for n in (queries, keys)]
+    return Reach(low, runs[0], runs[1], has_flash(device))
+
+
+def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, reach: Reach) -> Tensor:
+    """Softmax attention of q (1, T, heads, D) over k, v (1, window - 1 + T, kv_heads, D), each query over the `window` keys up
+    to its own, as far as `reach` lets it. The one place that chooses how."""
+    if reach.flash and q.dtype in (torch.bfloat16, torch.float16) and _fits_head(q.shape[-1]):
+        return _attend_flash(q, k, v, window, reach)
+    return _attend_blocks(q, k, v, window, reach)
+
+
+def has_flash(device: torch.device) -> bool:
+    """Whether this is a GPU that PyTorch's own FlashAttention 2 runs on. It has windows, which scaled_dot_product_attention
+    does not pass on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def fits_flash(model: GPT) -> bool:
+    return has_flash(model.token_embedding.weight.device) and _fits_head(model.config.head_width)
+
+
+def _fits_head(width: int) -> bool:
+    return width % 8 == 0 and width <= 256
+
+
+def _attend_flash(q: Tensor, k: Tensor, v: Tensor, window: int, reach: Reach) -> Tensor:
+    """The varlen form, one run a document. In a run the last query is lined up with the last key, and keys ahead of the
+    first run's head are never read, so the empty carry at the start of a text is skipped the same way."""
+    runs = (reach.queries, reach.keys, q.shape[1], k.shape[1])
+    y, *_ = torch.ops.aten._flash_attention_forward(
+        q[0], k[0], v[0], *runs, 0.0, False, False, window_size_left=window - 1, window_size_right=0
+    )
+    return y[None]
+
+
+def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, reach: Reach) -> Tensor:
+    """Block by block of queries under an explicit mask, so that memory stays bounded whatever the length."""
+    length, carried = q.shape[1], window - 1
+    step = max(64, math.ceil(window / 4))  # a block looks at window + step keys, so a quarter more work than needed
+    parts = []
+    for a in range(0, length, step):
+        b = min(length, a + step)
+        key = torch.arange(
+            a, carried + b, device=q.device
+        )  # query i stands at key carried + i, and its window begins at i
+        query = torch.arange(a, b, device=q.device)[:, None]
+        mask = (key >= query) & (key <= query + carried) & (key >= reach.low[a:b, None])
+        part = F.scaled_dot_product_attention(
+            q[:, a:b].transpose(1, 2),
+            k[:, a : carried + b].transpose(1, 2),
+            v[:, a : carried + b].transpose(1, 2),
+            attn_mask=mask,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        parts.append(part.transpose(1, 2))
+    return torch.cat(parts, dim=1)

@@ -1,0 +1,28 @@
+"""What commands share: options they have in common, and how they print."""
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+DATA_HELP = (
+    "stdlib (the running Python's library), text:PATH,... (files, folders, globs; .txt .md .py .jsonl, plain or .gz .xz .zst), "
+    "text:train=PATH,...,val=PATH,..., shards:DIR, fineweb or fineweb:N (N training shards). Commas separate paths: reach a path "
+    "that has one by a glob, with ? for the comma."
+)
+
+
+def print_pairs(pairs: dict[str, Any]) -> None:
+    width = max(map(len, pairs))
+    for key, value in pairs.items():
+        print(f"{key:{width}}  {value}")
+
+
+def printable(text: str) -> str:
+    """Control characters as the signs Unicode has for them: a model's text must not move the cursor or ring the bell."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: _picture(ord(found[0])), text)
+
+
+def _picture(code: int) -> str:
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"

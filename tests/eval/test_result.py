@@ -1,0 +1,60 @@
+"""Like is compared with like; anything else is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parbank.errors import ConfigError
+from parbank.eval.adapt import AdaptConfig
+from parbank.eval.methods import EvalConfig
+from parbank.eval.result import compare, read_result, refuse_unlike
+
+CONFIG = EvalConfig(method="ttt", context=32, adapt=AdaptConfig(blocks=(1, 2)))
+RESULT: dict[str, Any] = {
+    "val_bpb": 1.25, "bytes": 100, "text_sha256": "ab", "tokenizer_sha256": "t", "seconds": 3, **CONFIG.describe()
+}  # fmt: skip
+
+
+def test_like_results_differ_by_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(RESULT | {"val_bpb": 1.5}))
+    found = compare(RESULT, read_result(path), "a.json")
+    assert found == {"compared_with": "a.json", "their_bpb": 1.5, "difference_bpb": -0.25, "same_tokenizer": True}
+    other = RESULT | {"tokenizer_sha256": "u", "seconds": 9}
+    assert compare(RESULT, other, "b")["same_tokenizer"] is False
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_sha256": "cd"}, "the text is ab here and cd in b"),
+        ({"bytes": 99}, "size in bytes is 100 here and 99"),
+        ({"method": "sliding"}, "the method is ttt here and sliding"),
+        ({"context": 16}, "the context is 32 here and 16"),
+        ({"stride": 64}, "the stride is None here and 64"),
+        ({"adapt": None}, "how the model adapts is"),
+        ({"adapt": RESULT["adapt"] | {"lr": 0.5}}, r"adapts \(lr\) is 0.002 here and 0.5"),
+        ({"adapt": RESULT["adapt"] | {"blocks": [3]}}, r"adapts \(blocks\) is \[1, 2\] here and \[3\]"),
+    ],
+)
+def test_unlike_results_are_refused_by_what_differs(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compare(RESULT, RESULT | change, "b")
+
+
+def test_what_is_not_known_yet_is_not_compared() -> None:
+    refuse_unlike({"method": "ttt"}, RESULT, "b")
+    with pytest.raises(ConfigError, match="the method is chunked here and ttt in b"):
+        refuse_unlike({"method": "chunked"}, RESULT, "b")
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"val_bpb": 1}', "\x00"])
+def test_a_file_that_is_no_result(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"x\.json"):
+        read_result(path)
+    with pytest.raises(ConfigError, match=r"gone\.json"):
+        read_result(tmp_path / "gone.json")

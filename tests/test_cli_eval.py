@@ -1,0 +1,105 @@
+"""`parbank eval` by every method, as a stranger meets it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.test_cli import Call, call, trained  # noqa: F401 (fixtures)
+
+METHODS = {
+    "chunked": (),
+    "sliding": ("--stride", 16),
+    "streaming": ("--segment", 300),
+    "ttt": ("--chunk", 512, "--epochs", 1, "--ttt-scores", "sliding", "--stride", 32, "--blocks", "2,3"),
+}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A short text of its own, in two documents."""
+    folder = tmp_path_factory.mktemp("page")
+    for name, line in (("a.txt", "def [bold]add(a, b):\n    return a + b\n"), ("b.txt", "class Thing:\n    pass\n")):
+        (folder / name).write_text("".join(f"# {i}\n{line}" for i in range(60)), encoding="utf-8")
+    return f"text:val={folder}"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_scores_and_says_what_it_did(call: Call, trained: Path, page: str, method: str) -> None:  # noqa: F811
+    common = ("eval", trained, "--data", page, "--method", method, *METHODS[method], "--device", "cpu")
+    result = json.loads(call(*common, "--json").out)
+    chunked = json.loads(call("eval", trained, "--data", page, "--json").out)
+    assert result["method"] == method
+    assert result["context"] == 64
+    assert result["stride"] == {"sliding": 16, "ttt": 32}.get(method)
+    assert (result["adapt"] is not None) == (method == "ttt")
+    for name in ("tokens", "bytes", "text_sha256", "tokenizer_sha256"):
+        assert result[name] == chunked[name]
+    assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["seconds"])
+    assert abs(result["val_bpb"] - chunked["val_bpb"]) < 0.5
+    assert (result["val_bpb"] == chunked["val_bpb"]) == (method == "chunked")
+    again = json.loads(call(*common, "--json").out)
+    assert again["val_bpb"] == result["val_bpb"]
+    assert f"{result['val_bpb']}" in call(*common).out
+
+
+def test_results_are_compared_or_refused(call: Call, trained: Path, page: str, tmp_path: Path) -> None:  # noqa: F811
+    path = tmp_path / "sliding.json"
+    sliding = ("eval", trained, "--data", page, "--method", "sliding", "--stride", 16)
+    path.write_text(call(*sliding, "--json").out)
+    same = call(*sliding, "--compare", path)
+    assert same.code == 0
+    assert "difference_bpb     0.0" in same.out
+    assert json.loads(call("eval", path, "--compare", path, "--json").out)["difference_bpb"] == 0
+    for arguments, message in (
+        (("eval", trained, "--data", page), "the method is chunked here and sliding"),
+        ((*sliding[:-1], 32), "the stride is 32 here and 16"),
+        ((*sliding, "--context", 32), "the context is 32 here and 64"),
+        (("eval", trained, "--method", "sliding", "--stride", 16), "the text is"),
+    ):
+        answer = call(*arguments, "--compare", path)
+        assert answer.code == 2
+        assert message in answer.err
+        assert "scoring" not in answer.err, "refused before the work"
+    assert "another one by --compare" in call("eval", path).err
+
+
+def test_the_breakdown_is_tables_and_a_picture(call: Call, trained: Path, page: str, tmp_path: Path) -> None:  # noqa: F811
+    picture = tmp_path / "here.png"
+    common = ("eval", trained, "--data", page, "--method", "sliding", "--breakdown", "--picture", picture)
+    answer = call(*common)
+    assert answer.code == 0, answer.err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for words in ("tokens of context", "place in document", "document", "# 0 def [bold]add"):
+        assert words in answer.out
+    found = json.loads(call(*common, "--json").out)
+    for parts in found["breakdown"].values():
+        assert sum(part["bytes"] for part in parts) == found["bytes"]
+    assert len(found["breakdown"]["by_document"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--method", "sliding", "--stride", 65), "stride must lie in 1..64"),
+        (("--method", "sliding", "--stride", 0), "stride must lie in 1..64"),
+        (("--stride", 8), "--stride is for sliding windows"),
+        (("--context", 0), "at least 1 token, got 0"),
+        (("--lr", 0.1), "settings of ttt were given with --method chunked"),
+        (("--method", "ttt", "--epochs", 0), "--epochs must be at least 1"),
+        (("--method", "ttt", "--blocks", "x"), "such as 8,9,10, got 'x'"),
+        (("--method", "ttt", "--blocks", "9"), "--blocks must lie in 0..3"),
+        (("--method", "ttt", "--lr", 1e30, "--chunk", 64), "lower --lr"),
+        (("--compare", "gone.json"), "gone.json"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    call: Call,  # noqa: F811
+    trained: Path,  # noqa: F811
+    page: str,
+    arguments: tuple[object, ...],
+    message: str,
+) -> None:
+    answer = call("eval", trained, "--data", page, *arguments)
+    assert answer.code == 2
+    assert message in answer.err
