@@ -1,6 +1,7 @@
 """What every way to spend bytes on weights costs: method x bytes x bits per byte x seconds, on one trained checkpoint.
 
-    python benchmarks/quantisation.py CHECKPOINT --data SPEC [--caps 16000000,8000000] [--device cuda] [--out DIR]
+    python benchmarks/quantisation.py CHECKPOINT --data SPEC [--calibrate text:val=PATH] [--caps 16000000,8000000]
+                                      [--device cuda] [--out DIR]
 
 Integers per row at 8 and 6 bits first, then each technique alone on the 6-bit rows, then the solver at several caps, one of
 them the size of the 6-bit file. Sizes are those of real files; weights are scored as a reader of the file gets them.
@@ -8,7 +9,6 @@ Writes quantisation_<hardware>_<date>.json, the table beside it, and a picture o
 """
 
 import argparse
-import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -26,25 +26,25 @@ import harness  # noqa: E402
 
 from parbank.artifact import decode_artifact  # noqa: E402
 from parbank.data.dataset import open_dataset  # noqa: E402
+from parbank.data.validation import open_validation  # noqa: E402
 from parbank.errors import ArtifactError  # noqa: E402
 from parbank.eval.calibrate import calibrate  # noqa: E402
 from parbank.eval.load import TOKENIZER  # noqa: E402
 from parbank.eval.score import score_chunked  # noqa: E402
-from parbank.quant import QuantConfig, Solver, role, unpack_tensors  # noqa: E402
+from parbank.quant import QuantConfig, Solver, pack_contents, role, unpack_tensors  # noqa: E402
 from parbank.quant.bank import Bank, Contents  # noqa: E402
 from parbank.quant.codecs import Quantised, dequantise, quantise_rows, to_half  # noqa: E402
 from parbank.quant.gptq import round_bank  # noqa: E402
 from parbank.quant.low_rank import correct  # noqa: E402
-from parbank.quant.pack import pack_contents  # noqa: E402
 from parbank.quant.pruning import prune_ones  # noqa: E402
 from parbank.quant.rotation import block_size, rotate  # noqa: E402
+from parbank.quant.streams import Coder  # noqa: E402
 from parbank.runtime import Runtime, pick_device  # noqa: E402
 from parbank.train.load import load_trained  # noqa: E402
 from parbank.train.run import _meta  # noqa: E402
 
 CAPS = (16_000_000, 12_000_000, 8_000_000, 4_000_000)
 GOLF_FP16 = 53_000_000  # bytes of the golf model in float16: a smaller model gets caps in proportion
-CODERS = ("ans", "lzma") if "coder" in inspect.signature(pack_contents).parameters else ("lzma",)
 Q6 = 31
 
 
@@ -65,10 +65,18 @@ class Result:
 class Bench:
     """One model on one device, with everything the methods share."""
 
-    def __init__(self, checkpoint: Path, data: str | None, device: torch.device) -> None:
-        self.runtime = Runtime(device=device)
+    def __init__(
+        self, checkpoint: Path, data: str | None, calibrate: str | None, device: torch.device, out: Path
+    ) -> None:
+        self.runtime, self.out = Runtime(device=device), out
         self.model, self.tokenizer, self.config = load_trained(checkpoint, device)
-        self.dataset = open_dataset(data or self.config.data, vocab_size=self.config.model.vocab_size)
+        data = data or self.config.data
+        self.val = open_validation(data, self.tokenizer).tokens
+        self.train = (
+            open_validation(calibrate, self.tokenizer).tokens
+            if calibrate
+            else open_dataset(data, vocab_size=self.config.model.vocab_size).train
+        )
         self.tensors = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.roles = {name: role(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
         self.arrays = {name: tensor.float().cpu().contiguous().numpy() for name, tensor in self.tensors.items()}
@@ -80,17 +88,14 @@ class Bench:
     def score(self, weights: dict[str, Tensor]) -> float:
         self.model.load_state_dict(weights)
         context = self.config.batch.sequence_length
-        found = score_chunked(self.model, self.dataset.val, self.tokenizer, context=context, runtime=self.runtime)
+        found = score_chunked(self.model, self.val, self.tokenizer, context=context, runtime=self.runtime)
         return found.bpb
 
-    def build(self, contents: Contents, coder: str = CODERS[0]) -> bytes:
+    def build(self, contents: Contents, coder: Coder = "ans") -> bytes:
         roles, extra = {name: self.roles[name] for name in contents}, {TOKENIZER: self.tokenizer.to_bytes()}
-        more: dict[str, Any] = {"coder": coder} if len(CODERS) > 1 else {}
-        return pack_contents(contents, roles, _meta(self.config), extra, **more)
+        return pack_contents(contents, roles, _meta(self.config), extra, coder=coder)
 
-    def record(
-        self, method: str, contents: Contents, began: float, *, coder: str = CODERS[0], note: str = ""
-    ) -> Result:
+    def record(self, method: str, contents: Contents, began: float, *, coder: Coder = "ans", note: str = "") -> Result:
         """Codes the contents and scores what a reader gets."""
         data = self.build(contents, coder)
         self.sync()
@@ -101,7 +106,17 @@ class Bench:
         result = Result(method, size, bpb, bpb - self.base, seconds, note)
         self.results.append(result)
         print(f"{method:34} {size:12,} bytes  {bpb:.5f} bpb  +{result.lost:.5f}  {seconds:6.1f} s  {note}", flush=True)
+        self.save()
         return result
+
+    def save(self) -> Path:
+        """Writes what there is: after every row, so that a run that is cut off leaves it."""
+        extra = {"results": [asdict(result) for result in self.results], "float32_bpb": self.base}
+        path = harness.write("quantisation", rows_of(self), out=self.out, extra=extra)
+        draw(self.results, self.base, path.with_suffix(".png"))
+        page = path.with_suffix(".md")
+        page.write_text(page.read_text() + table(self.results))
+        return path
 
     def sync(self) -> None:
         self.runtime.synchronize()
@@ -221,13 +236,12 @@ def run(bench: Bench, caps: list[int]) -> None:
         began = time.perf_counter()
         rows = bench.rows(q, config)
         six = bench.record(f"int{q.bit_length() + 1} rows + lzma", rows, began, coder="lzma")
-    if len(CODERS) > 1:
-        bench.record("int6 rows + ANS", rows, time.perf_counter(), note="coding alone")
+    bench.record("int6 rows + ANS", rows, time.perf_counter(), note="coding alone")
     began = time.perf_counter()
     bench.model.load_state_dict(bench.tensors)
     calibration = calibrate(
         bench.model,
-        bench.dataset.train,
+        bench.train,
         context=bench.config.batch.sequence_length,
         count=config.calibration_tokens,
         runtime=bench.runtime,
@@ -302,18 +316,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--data", default=None)
+    parser.add_argument(
+        "--calibrate", default=None, help="training text in a file of its own: text:val=PATH takes all of it"
+    )
     parser.add_argument("--caps", default="", help="bytes, separated by commas")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
-    bench = Bench(arguments.checkpoint, arguments.data, pick_device(arguments.device))
+    bench = Bench(
+        arguments.checkpoint, arguments.data, arguments.calibrate, pick_device(arguments.device), arguments.out
+    )
     run(bench, [int(cap) for cap in arguments.caps.split(",") if cap])
-    extra = {"results": [asdict(result) for result in bench.results], "float32_bpb": bench.base}
-    path = harness.write("quantisation", rows_of(bench), out=arguments.out, extra=extra)
-    draw(bench.results, bench.base, path.with_suffix(".png"))
-    page = path.with_suffix(".md")
-    page.write_text(page.read_text() + table(bench.results))
-    print(page.read_text())
+    print(bench.save().with_suffix(".md").read_text())
 
 
 if __name__ == "__main__":

@@ -33,6 +33,14 @@ MODULES = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def text_spec(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Real text in a few seconds' worth: a dozen modules of the standard library, two of them for validation."""
