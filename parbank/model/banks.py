@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parbank.model.qat import FakeQuantiser, Rounding
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -40,6 +42,8 @@ class Banks(nn.Module):
         for key, entries in self.entries.items():
             rows, cols = map(int, key.split("x"))
             self.register_parameter(key, nn.Parameter(torch.empty(len(entries), rows, cols)))
+        self.fake: FakeQuantiser | None = None
+        """Set for quantisation-aware training."""
 
     def bank(self, key: str) -> nn.Parameter:
         return self.get_parameter(key)
@@ -53,11 +57,19 @@ class Banks(nn.Module):
         found = {}
         for key, entries in self.entries.items():
             bank: Tensor = getattr(self, key)  # torch.func.functional_call puts a plain tensor in the parameter's place
+            if self.fake is not None:
+                bank = self.fake(key, bank)
             if dtype is not None:
                 bank = bank.to(dtype)
             for entry, matrix in zip(entries, bank.unbind(0)):
                 found[entry.name] = matrix.mT if entry.transposed else matrix
         return found
+
+    def quantise_in_training(self, *, bits: int, rounding: Rounding) -> FakeQuantiser:
+        """Puts a switch between the banks and whoever reads them; see qat.py."""
+        flags = {key: self.transposed(key) for key in self.entries}
+        self.fake = FakeQuantiser(flags, bits=bits, rounding=rounding).to(next(self.parameters()).device)
+        return self.fake
 
     def transposed(self, key: str) -> tuple[bool, ...]:
         return tuple(entry.transposed for entry in self.entries[key])

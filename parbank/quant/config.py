@@ -34,13 +34,19 @@ class QuantConfig:
     """Bits of an embedding weight, 2 to 8. A cap does not change it."""
     coder: Literal["ans", "lzma"] = "ans"
     """How integers become bytes: ans, an entropy coder under models fitted to each tensor; lzma, to compare with."""
+    qat_share: float = 0.0
+    """The last share of the training budget in which the model sees its matrices as integers per row; 0 never."""
+    qat_bits: int = 6
+    """Bits of those integers, 2 to 8."""
+    qat_rounding: Literal["straight", "soft"] = "straight"
+    """How gradients pass the rounding: as if it were not there, or through a soft staircase."""
     clip_steps: int = 7
     """How many clip points are tried for each row, from its largest value down to clip_floor of it; 1 never clips."""
     clip_floor: float = 0.7
     """The lowest clip point tried, as a fraction of the row's largest value."""
 
     def __post_init__(self) -> None:
-        for name in ("matrix_bits", "min_matrix_bits", "embedding_bits"):
+        for name in ("matrix_bits", "min_matrix_bits", "embedding_bits", "qat_bits"):
             bits = getattr(self, name)
             require(2 <= bits <= 8, f"quant.{name} must be 2 to 8, got {bits}")
         require(
@@ -56,6 +62,7 @@ class QuantConfig:
         require(0 <= self.low_rank <= 256, f"quant.low_rank must be 0 (off) to 256, got {self.low_rank}")
         require(0 < self.tolerance <= 0.1, f"quant.tolerance must be above 0 and at most 0.1, got {self.tolerance}")
         require(2 <= self.max_builds <= 100, f"quant.max_builds must be 2 to 100, got {self.max_builds}")
+        require(0 <= self.qat_share <= 1, f"quant.qat_share is a share of the budget, 0 to 1; got {self.qat_share}")
         require(1 <= self.clip_steps <= 100, f"quant.clip_steps must be 1 to 100, got {self.clip_steps}")
         require(0 < self.clip_floor <= 1, f"quant.clip_floor must be above 0 and at most 1, got {self.clip_floor}")
 

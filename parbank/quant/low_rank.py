@@ -7,7 +7,9 @@ _EXTRA = 8  # directions carried beside those kept: subspace iteration converges
 _ROUNDS = 6  # each squares the ratio of kept to dropped singular values
 
 
-def correct(error: Tensor, hessians: Tensor, sensitivity: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def correct(
+    error: Tensor, hessians: Tensor, sensitivity: Tensor, rank: int, *, damping: float = 0.01
+) -> tuple[Tensor, Tensor]:
     """Factors (N, rows, r), (N, r, cols) in float16 whose product is nearest to the error W - W_hat (N, rows, cols) in
 
         sum_r g_r e_r H e_r^T = | diag(sqrt(g)) E S |^2,      H = S S^T.
@@ -19,7 +21,7 @@ def correct(error: Tensor, hessians: Tensor, sensitivity: Tensor, rank: int) -> 
     rank = min(rank, rows, cols)
     wide = hessians.double()
     level = wide.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
-    damped = wide + 1e-4 * level[:, None, None] * torch.eye(cols, dtype=wide.dtype, device=wide.device)
+    damped = wide + damping * level[:, None, None] * torch.eye(cols, dtype=wide.dtype, device=wide.device)
     root = torch.linalg.cholesky(damped)
     weight = sensitivity.double().clamp(min=torch.finfo(torch.float32).tiny).sqrt()[:, :, None]
     weighted = weight * error.double() @ root

@@ -47,6 +47,10 @@ class Trainer:
         self._data_fingerprint = dataset.fingerprint  # a pass over all tokens: now, and not while the clock runs
         seed_everything(config.seed)
         self.model = GPT(config.model).to(runtime.device)
+        quant = config.quant
+        self.fake = None
+        if quant.qat_share:
+            self.fake = self.model.banks.quantise_in_training(bits=quant.qat_bits, rounding=quant.qat_rounding)
         compiled = config.train.compile and runtime.is_cuda
         forward: Callable[..., Tensor] = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.graphed = config.train.cuda_graph and runtime.is_cuda
@@ -86,6 +90,8 @@ class Trainer:
             self._report(self.telemetry.collect(drain=True), report)
             self.runtime.synchronize()
             self.clock.stop()
+        if self.fake is not None:
+            self.fake.turn(False)  # what is scored and packed are the weights themselves
 
     def warm_up(self) -> None:
         """Runs real steps, so that everything is compiled and allocated, and then puts everything back as it was."""
@@ -118,10 +124,13 @@ class Trainer:
         return self.step % self.config.train.log_every == 0 or not self.budget.knows_step_time
 
     def _schedule(self, spent: float) -> float:
-        """Sets this step's learning rates and momentum; returns the learning rate as a share of its peak."""
+        """Sets this step's learning rates and momentum, and turns quantisation on when it is time; returns the learning rate
+        as a share of its peak."""
         optim = self.config.optim
         share = warmdown(spent, optim.warmdown, optim.final_lr) * ramp(self.step + 1, optim.warmup_steps, 0.0, 1.0)
         momentum = ramp(self.step, optim.momentum_steps, optim.momentum_start, optim.momentum)
+        if self.fake is not None:
+            self.fake.turn(spent >= 1 - self.config.quant.qat_share)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * share
             if group["algorithm"] == "muon":

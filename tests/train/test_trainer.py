@@ -177,6 +177,15 @@ def test_a_checkpoint_has_plain_names_only(dataset: Dataset, tmp_path: Path) -> 
         assert not any("banks" in name for name in names)
 
 
+def test_late_quantisation_changes_the_last_steps_and_nothing_before(dataset: Dataset, tmp_path: Path) -> None:
+    plain, _ = run(nano(), dataset, tmp_path / "a")
+    late, trainer = run(nano("quant.qat_share=0.5", "quant.qat_bits=2"), dataset, tmp_path / "b")
+    assert late[:6] == plain[:6]
+    assert all(a != b for a, b in zip(late[6:], plain[6:]))
+    assert trainer.fake is not None
+    assert trainer.fake.switch == 0, "weights are packed as they are"
+
+
 def rank_losses(config: RunConfig, spec: str, cache: str, out: str) -> list[float]:
     torch.set_num_threads(1)
     place = Runtime(device=torch.device("cpu"), rank=dist.get_rank(), world=dist.get_world_size())
