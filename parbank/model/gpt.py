@@ -119,7 +119,9 @@ class GPT(nn.Module):
                 nn.init.orthogonal_(matrix)
         self.token_embedding.weight.normal_(std=self.config.embedding_std)
         if self.bigram is not None:
+            # One of the two at zero starts as nothing; both at zero would get no gradient and stay nothing.
             self.bigram.embedding.weight.zero_()
+            nn.init.orthogonal_(self.bigram.projection)
         if self.value_embedding is not None:
             self.value_embedding.embedding.weight.normal_(std=0.01)
         if self.head is not None:

@@ -86,6 +86,18 @@ def test_training_learns(dataset: Dataset, tmp_path: Path) -> None:
     assert sum(losses[-5:]) / 5 < losses[0] - 1.5
 
 
+def test_everything_learns(dataset: Dataset, tmp_path: Path) -> None:
+    """Two factors that both start at zero get no gradient, ever; such a part would go unnoticed in the loss."""
+    options = ("model.gated_attention=true", "model.value_residual=true", "model.tied=false", "optim.warmdown=0")
+    config = nano("budget.steps=6", *options)
+    trainer = Trainer(config, CPU, dataset, tmp_path)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    losses_of(trainer)
+    trainer.close()
+    still = [name for name, parameter in trainer.model.named_parameters() if torch.equal(parameter, before[name])]
+    assert still == []
+
+
 def test_warm_up_is_undone_completely(dataset: Dataset, tmp_path: Path) -> None:
     plain, a = run(nano(), dataset, tmp_path)
     warmed, b = run(nano("train.warmup_steps=3"), dataset, tmp_path, warm=True)
