@@ -44,7 +44,7 @@ from parbank.train.load import load_trained  # noqa: E402
 from parbank.train.run import _meta  # noqa: E402
 
 CAPS = (16_000_000, 12_000_000, 8_000_000, 4_000_000)
-GOLF_FP16 = 53_000_000  # bytes of the golf model in float16: a smaller model gets caps in proportion
+GOLF_WEIGHTS = 26_900_000  # of the golf model: a smaller model gets caps in proportion
 Q6 = 31
 
 
@@ -231,7 +231,7 @@ def run(bench: Bench, caps: list[int]) -> None:
     config = QuantConfig()
     began = time.perf_counter()
     halves = bench.halves()
-    fp16 = bench.record("float16", halves, began)
+    bench.record("float16", halves, began)
     for q in (127, Q6):
         began = time.perf_counter()
         rows = bench.rows(q, config)
@@ -255,7 +255,8 @@ def run(bench: Bench, caps: list[int]) -> None:
         began = time.perf_counter()
         contents = apply(technique, solver.plain, rows, bench.roles)
         bench.record(f"int6 rows, {name}", contents, began)
-    for cap in caps or [cap if fp16.bytes > GOLF_FP16 * 0.9 else fp16.bytes * cap // GOLF_FP16 for cap in CAPS]:
+    share = min(1.0, sum(array.size for array in bench.arrays.values()) / GOLF_WEIGHTS)
+    for cap in caps or [cap if share > 0.9 else round(share * cap) for cap in CAPS]:
         try:
             solve(bench, solver, cap, f"solver at {cap:,}")
         except ArtifactError as error:  # a small model's tokenizer and floats may leave nothing of a small cap

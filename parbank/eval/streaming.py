@@ -27,6 +27,9 @@ from parbank.model.stream import Carry, LocalCarry, Segment, Stream
 from parbank.runtime import Runtime
 
 SPARE = 32  # one part in so many of the work may go into padding
+# Segments of a stream over the tokens that windows go in: a layer of 65,536 tokens takes an H200 about 2 ms, and the host
+# about 1 to launch, so four times that keeps the GPU ahead; a quarter of a million tokens need some 6 GB.
+LONGER = 4
 ROUND = 128  # long segments are cut to a multiple of this: a whole number of tiles for products and attention
 
 
@@ -92,6 +95,8 @@ def score_streaming(
 ) -> Scored:
     """A whole text in one pass. The segment's length changes rounding only; unless given it is what memory allows."""
     text = Text.load(tokens, runtime)
-    length = even_segment(text.targets, segment or tokens_together(model.config.vocab_size, runtime))
+    if segment is None:
+        segment = tokens_together(model.config.vocab_size, runtime) * (LONGER if runtime.is_cuda else 1)
+    length = even_segment(text.targets, segment)
     scorer = StreamScorer(model, runtime, context=context, segment=length, compiled=compiled)
     return run_scorer(scorer, model, text, runtime, progress)
