@@ -236,8 +236,23 @@ def _parse_blocks(text: str | None) -> tuple[int, ...] | None:
         raise ConfigError(f"--blocks is a list of block numbers such as 8,9,10, got {text!r}") from None
 
 
+_FORMATS = {
+    **dict.fromkeys(("val_bpb", "val_loss"), "{:.6f}"),
+    **dict.fromkeys(("tokens", "bytes"), "{:,}"),
+    "seconds": "{:.1f}",
+    "tokens_per_second": "{:,.0f}",
+}
+
+
 def _show(result: dict[str, Any], as_json: bool) -> None:
-    print(json.dumps(result)) if as_json else print_pairs({k: v for k, v in result.items() if v is not None})
+    """All digits as JSON, those that mean something to a person otherwise."""
+    if as_json:
+        print(json.dumps(result))
+        return
+    shown = {key: _FORMATS.get(key, "{}").format(value) for key, value in result.items() if value is not None}
+    if adapt := result.get("adapt"):
+        shown["adapt"] = ", ".join(f"{key} {value}" for key, value in adapt.items() if value != ())
+    print_pairs(shown)
 
 
 def _print_breakdown(found: Any) -> None:

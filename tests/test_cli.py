@@ -296,7 +296,7 @@ def test_eval_gives_the_summary_s_score_exactly(call: Call, trained: Path, text_
     checkpoint = json.loads(call("eval", trained / "checkpoint", "--json").out)
     assert checkpoint["val_bpb"] == summary["val_bpb_before_packing"]
     plain = call("eval", trained).out
-    assert f"{summary['val_bpb']}" in plain
+    assert f"{summary['val_bpb']:.6f}" in plain
     alone = call("eval", trained / "model.pbk")
     assert alone.code == 2
     assert "say by --data what to score" in alone.err

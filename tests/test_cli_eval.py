@@ -40,7 +40,7 @@ def test_every_method_scores_and_says_what_it_did(call: Call, trained: Path, pag
     assert (result["val_bpb"] == chunked["val_bpb"]) == (method == "chunked")
     again = json.loads(call(*common, "--json").out)
     assert again["val_bpb"] == result["val_bpb"]
-    assert f"{result['val_bpb']}" in call(*common).out
+    assert f"{result['val_bpb']:.6f}" in call(*common).out
 
 
 def test_results_are_compared_or_refused(call: Call, trained: Path, page: str, tmp_path: Path) -> None:  # noqa: F811
