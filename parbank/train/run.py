@@ -43,6 +43,7 @@ from parbank.train.config import RunConfig
 from parbank.train.metrics import Display, MetricsWriter, format_seconds, memory_bytes
 from parbank.train.telemetry import Reading
 from parbank.train.trainer import Trainer
+from parbank.train.warmup import count_lookups
 
 SAMPLE_TOKENS = 120  # enough to see whether the model writes words, lines and indentation
 
@@ -349,6 +350,7 @@ def _summarise(
         "tokens_per_second": tokens / max(seconds, 1e-9),
         "train_seconds": seconds,
         "setup_seconds": setup_seconds,
+        "compile_cache": count_lookups().start,
         "data_wait_seconds": wait_seconds,
         "memory_bytes": memory_bytes(runtime.device),
         "params": sum(p.numel() for p in trainer.model.parameters()),
