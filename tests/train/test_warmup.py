@@ -14,6 +14,7 @@ import torch
 
 import parbank
 from parbank.config import override
+from parbank.model import GPT
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.train import warmup
@@ -104,6 +105,30 @@ def test_the_functions_marked_cacheable_exist(clean: Path) -> None:
     assert names
     for name in names:
         assert callable(getattr(attention, name.removeprefix("torch.nn.attention.")))
+
+
+def test_pytorch_agrees_to_cache_the_models_graph(clean: Path) -> None:
+    """One function that AOTAutograd does not know, anywhere in the model, and every start is nearly as slow as the first."""
+    from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+    from torch._inductor import config
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    model = GPT(get_recipe("nano").model)
+    tokens = torch.randint(0, 320, (2, 65), generator=torch.Generator().manual_seed(0))
+    torch.compile(model, dynamic=False, backend=keep)(tokens[:, :-1], tokens[:, 1:])
+    (graph,) = graphs
+    before = config.unsafe_marked_cacheable_functions
+    try:
+        warmup._cache_attention()
+        check_cacheable(graph)
+    finally:
+        config.unsafe_marked_cacheable_functions = before
+        torch._dynamo.reset()
 
 
 def test_on_a_cpu_there_is_nothing_to_compile() -> None:
