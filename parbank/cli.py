@@ -129,7 +129,9 @@ def train(
     from parbank.recipes import get_recipe
     from parbank.train.metrics import Display
     from parbank.train.run import load_run_config, run
+    from parbank.train.warmup import use_compile_cache
 
+    use_compile_cache()
     changes = _budget_changes(minutes, steps, tokens)
     changes += [
         f"{k}={json.dumps(v)}"
@@ -151,6 +153,42 @@ def train(
             _print_summary(result.summary, folder)
     if result.stop_signal:
         raise typer.Exit(128 + result.stop_signal)
+
+
+@app.command()
+def warmup(
+    recipe: Annotated[str, typer.Option(help="demo, sprint, golf or nano.")] = "demo",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="a.b=v", help="Change one setting, as for the run to come; repeatable."),
+    ] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Compile what a recipe needs on this GPU, once; `parbank train` then starts warm. Needs no data.
+
+    Examples:
+
+      parbank warmup --recipe golf
+
+      torchrun --nproc_per_node=8 -m parbank warmup --recipe golf
+
+    What is compiled stays in parbank's cache ($PARBANK_CACHE, else ~/.cache/parbank), or where TORCHINDUCTOR_CACHE_DIR
+    and TRITON_CACHE_DIR say.
+    """
+    from parbank import runtime
+    from parbank.config import override
+    from parbank.recipes import get_recipe
+    from parbank.train.metrics import Display
+    from parbank.train.warmup import use_compile_cache, warm_up
+
+    use_compile_cache()
+    config = override(get_recipe(recipe), *(settings or []))
+    with runtime.start(device) as place:
+        display = Display(enabled=place.is_main)
+        done = warm_up(config, place, display.say)
+    if done is not None:
+        kept = f"{done.lookups.built} graphs built, {done.lookups.found} found; kept in {os.environ.get('TORCHINDUCTOR_CACHE_DIR')}"
+        display.say(f"ready: {done.train_seconds:.1f} s for training, {done.score_seconds:.1f} s for scoring; {kept}")
 
 
 app.command("eval")(cli_eval.evaluate)

@@ -184,7 +184,9 @@ def _score(
     from parbank.eval.result import refuse_unlike
     from parbank.train.load import load_model
     from parbank.train.metrics import Display
+    from parbank.train.warmup import use_compile_cache
 
+    use_compile_cache()
     with runtime.start(device) as place:
         display = Display(enabled=place.is_main, file=sys.stderr)
         loaded = load_model(path, place.device)

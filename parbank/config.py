@@ -137,7 +137,12 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{path} must be a list, got {value!r}; write it as {path}=[...]")
-        return tuple(_convert(typing.get_args(hint)[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+        kinds = typing.get_args(hint)
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(value)
+        if len(kinds) != len(value):
+            raise ConfigError(f"{path} must be a list of {len(kinds)}, got {value!r}")
+        return tuple(_convert(kind, item, f"{path}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value)))
     if origin is typing.Literal:
         if value in typing.get_args(hint):
             return value

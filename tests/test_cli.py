@@ -79,7 +79,7 @@ def commands() -> Iterator[tuple[list[str], Any]]:
 def test_every_command_and_every_option_explains_itself(call: Call) -> None:
     found = dict((" ".join(path), command) for path, command in commands())
     assert found.keys() == {
-        "", "train", "eval", "sample", "pack", "inspect", "export", "import", "recipes", "doctor",
+        "", "train", "warmup", "eval", "sample", "pack", "inspect", "export", "import", "recipes", "doctor",
         "data", "data prepare", "data info", "data fetch",
     }  # fmt: skip
     for name, command in found.items():

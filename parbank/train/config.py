@@ -1,5 +1,6 @@
 """The whole of a run in one frozen value: what recipes return, --set changes, and config.json holds."""
 
+import math
 from dataclasses import dataclass, field
 
 from parbank.config import require
@@ -33,6 +34,20 @@ class BudgetConfig:
         require(self.max_bytes > 0, f"budget.max_bytes must be positive, got {self.max_bytes}")
 
 
+# PyTorch compiles a function for eight shapes and then gives up: the stages and what follows them.
+MAX_STAGES = 7
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run with batches of its own."""
+
+    until: float
+    """The share of the budget at which it ends."""
+    sequence_length: int
+    batch_tokens: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """How tokens reach the model."""
@@ -43,6 +58,8 @@ class BatchConfig:
     """Tokens in one optimizer step, over all ranks and micro-batches."""
     micro_batch_tokens: int = 98_304
     """Tokens in one forward pass of one rank, at most. More ranks mean fewer passes, never another batch."""
+    stages: tuple[tuple[float, int, int], ...] = ()
+    """Stages before the main one, each [share of the budget, sequence_length, batch_tokens], e.g. [[0.3, 512, 196608]]."""
     prefetch: int = 3
     """Micro-batches prepared ahead by a thread; 0 prepares each when it is asked for."""
 
@@ -55,19 +72,54 @@ class BatchConfig:
                 f"batch.{name} ({getattr(self, name)}) must be a multiple of batch.sequence_length ({self.sequence_length})",
             )
         require(self.prefetch >= 0, f"batch.prefetch must be 0 (off) or positive, got {self.prefetch}")
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        whole = self.sequence_length
+        for n, (share, length, tokens) in enumerate(self.stages):
+            require(share > 0, f"batch.stages[{n}] must have a positive share of the budget, got {share}")
+            require(
+                length >= 1 and whole % length == 0,
+                f"batch.stages[{n}] has a sequence length of {length}; it must divide batch.sequence_length ({whole}), because a "
+                "stage cuts the same windows shorter",
+            )
+            require(
+                tokens >= 1 and tokens % whole == 0,
+                f"batch.stages[{n}] has a batch of {tokens} tokens; it must be a multiple of batch.sequence_length ({whole})",
+            )
+        total = sum(share for share, _, _ in self.stages)
+        require(
+            total < 1,
+            f"the shares of batch.stages come to {total:g}; they must leave something for the main stage, which trains at "
+            "batch.sequence_length, the length that is scored",
+        )
+        require(
+            len(self.stages) <= MAX_STAGES, f"batch.stages may have {MAX_STAGES} stages at most, got {len(self.stages)}"
+        )
 
     @property
     def sequences(self) -> int:
         return self.batch_tokens // self.sequence_length
 
+    def plan(self) -> list[Stage]:
+        """Every stage in order, the main one last."""
+        found, until = [], 0.0
+        for share, length, tokens in self.stages:
+            until += share
+            found.append(Stage(until, length, tokens))
+        return [*found, Stage(math.inf, self.sequence_length, self.batch_tokens)]
+
     def micro_sequences(self, world: int) -> int:
-        """The largest micro-batch within the limit that divides the batch evenly over the ranks."""
-        require(
-            self.sequences % world == 0,
-            f"the batch of {self.sequences} sequences (batch.batch_tokens / batch.sequence_length) cannot be split over "
-            f"{world} ranks; use a number of ranks that divides it, or change batch.batch_tokens",
-        )
-        share, limit = self.sequences // world, self.micro_batch_tokens // self.sequence_length
+        """The largest micro-batch within the limit that divides the batch, of every stage, evenly over the ranks."""
+        for stage in self.plan():
+            sequences = stage.batch_tokens // self.sequence_length
+            require(
+                sequences % world == 0,
+                f"the batch of {sequences} sequences (batch.batch_tokens / batch.sequence_length) cannot be split over "
+                f"{world} ranks; use a number of ranks that divides it, or change batch.batch_tokens",
+            )
+        share = math.gcd(*(stage.batch_tokens for stage in self.plan())) // (self.sequence_length * world)
+        limit = self.micro_batch_tokens // self.sequence_length
         return max(n for n in range(1, min(share, limit) + 1) if share % n == 0)
 
 
@@ -172,3 +224,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
+        require(
+            not self.batch.stages or self.budget.tokens is None,
+            "batch.stages have shares of a budget in minutes or steps, not in tokens: give --minutes or --steps",
+        )

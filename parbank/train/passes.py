@@ -6,11 +6,22 @@ the batch is copied in, gradients are added to where they lie, and the loss is a
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parbank.eval.score import autocast
+
+
+@dataclass
+class _Recorded:
+    """One shape's graph, and what it holds on to."""
+
+    batch: Tensor
+    addresses: list[int | None]
+    graph: torch.cuda.CUDAGraph | None = None
 
 
 class Passes:
@@ -24,13 +35,13 @@ class Passes:
         self._parameters = list(model.parameters())
         self._total = torch.zeros((), device=device)
         self._use_graph = graph and device.type == "cuda"
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._batch: Tensor | None = None
-        self._addresses: list[int | None] = []
+        self._recorded: dict[tuple[int, ...], _Recorded] = {}  # by the batch's shape and the count
+        self._pool: Any = None  # what graph_pool_handle gives: an opaque handle
         self.captures = 0
 
-    def start(self) -> None:
-        """A new step: the loss starts at zero. (Gradients are the optimizer's to clear.)"""
+    def start(self, count: int | None = None) -> None:
+        """A new step, of `count` passes from here on: the loss starts at zero. (Gradients are the optimizer's to clear.)"""
+        self._count = count or self._count
         self._total.zero_()
 
     @property
@@ -43,16 +54,17 @@ class Passes:
         if not self._use_graph:
             self._run(batch)
             return
-        if self._batch is None or self._batch.shape != batch.shape or self._places() != self._addresses:
+        key = (*batch.shape, self._count)
+        recorded = self._recorded.get(key)
+        if recorded is None or self._places() != recorded.addresses:
             # compiles, and makes the gradients that a graph then finds where they are
             self._run(batch)
-            self._batch, self._graph, self._addresses = batch.clone(), None, self._places()
+            self._recorded[key] = _Recorded(batch.clone(), self._places())
             return
-        self._batch.copy_(batch)
-        if self._graph is None:
-            self._capture(self._batch)
-        assert self._graph is not None
-        self._graph.replay()
+        recorded.batch.copy_(batch)
+        if recorded.graph is None:
+            recorded.graph = self._capture(recorded.batch)
+        recorded.graph.replay()
 
     def _run(self, batch: Tensor) -> None:
         with autocast(self._device):
@@ -60,14 +72,16 @@ class Passes:
         loss.backward()
         self._total += loss.detach()
 
-    def _capture(self, batch: Tensor) -> None:
+    def _capture(self, batch: Tensor) -> torch.cuda.CUDAGraph:
         """Records one pass; nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
+        # One pool for the graphs of all shapes: they run one after another, and what they leave lies outside it.
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         # thread_local: the loader's thread may wait for its copies meanwhile, which concerns no stream of ours
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._run(batch)
-        self._graph = graph
         self.captures += 1
+        return graph
 
     def _places(self) -> list[int | None]:
         """Where the weights and gradients are that a graph was captured with."""

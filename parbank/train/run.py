@@ -43,6 +43,7 @@ from parbank.train.config import RunConfig
 from parbank.train.metrics import Display, MetricsWriter, format_seconds, memory_bytes
 from parbank.train.telemetry import Reading
 from parbank.train.trainer import Trainer
+from parbank.train.warmup import count_lookups
 
 SAMPLE_TOKENS = 120  # enough to see whether the model writes words, lines and indentation
 
@@ -263,7 +264,8 @@ def _introduction(trainer: Trainer) -> str:
     return (
         f"{config.recipe}: {parameters:,} parameters on {trainer.runtime.device} x {trainer.runtime.world}, "
         f"{len(data.train):,} training tokens, {len(data.val):,} validation tokens; "
-        f"{config.batch.batch_tokens:,} tokens a step in {trainer.stream.accumulation} passes a rank"
+        f"{config.batch.batch_tokens:,} tokens a step in {trainer.passes_in(trainer.stages[-1])} passes a rank"
+        + (f", after {len(config.batch.stages)} stages of other batches" if config.batch.stages else "")
     )
 
 
@@ -271,19 +273,23 @@ def _train_with_reports(trainer: Trainer, display: Display) -> None:
     """The loop, with a row of metrics every log_every steps and a line or a bar for the person watching."""
     config, first = trainer.config, trainer.step
     writer = MetricsWriter(trainer.out, resume_step=first) if trainer.runtime.is_main else None
-    tokens = config.batch.batch_tokens
-    last = {"step": first, "seconds": trainer.clock.seconds(), "wait": trainer.batches.wait_seconds}
+    last = {
+        "step": first,
+        "tokens": trainer.tokens,
+        "seconds": trainer.clock.seconds(),
+        "wait": trainer.batches.wait_seconds,
+    }
     latest: Reading | None = None
 
     def log(reading: Reading) -> None:
         """One row, over the steps since the last one."""
         done = reading.step + 1
         seconds = trainer.clock.seconds()
-        rate = (done - last["step"]) * tokens / max(seconds - last["seconds"], 1e-9)
+        rate = (reading.tokens - last["tokens"]) / max(seconds - last["seconds"], 1e-9)
         wait = (trainer.batches.wait_seconds - last["wait"]) / (done - last["step"])
-        last.update(step=done, seconds=seconds, wait=trainer.batches.wait_seconds, rate=rate)
+        last.update(step=done, tokens=reading.tokens, seconds=seconds, wait=trainer.batches.wait_seconds, rate=rate)
         if writer is not None:
-            row = {"step": done, "tokens": done * tokens, "seconds": seconds, "loss": reading.loss}
+            row = {"step": done, "tokens": reading.tokens, "seconds": seconds, "loss": reading.loss}
             row |= {
                 "lr": reading.lr_share * config.optim.matrix_lr,
                 "grad_norm": reading.grad_norm,
@@ -333,7 +339,7 @@ def _summarise(
 ) -> dict[str, Any]:
     config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
     seconds = trainer.clock.seconds()
-    tokens = trainer.step * config.batch.batch_tokens
+    tokens = trainer.tokens
     return {
         "recipe": config.recipe,
         "val_bpb": after.bpb,
@@ -349,6 +355,7 @@ def _summarise(
         "tokens_per_second": tokens / max(seconds, 1e-9),
         "train_seconds": seconds,
         "setup_seconds": setup_seconds,
+        "compile_cache": count_lookups().start,
         "data_wait_seconds": wait_seconds,
         "memory_bytes": memory_bytes(runtime.device),
         "params": sum(p.numel() for p in trainer.model.parameters()),

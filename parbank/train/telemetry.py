@@ -30,6 +30,8 @@ class Reading:
     skipped_in_a_row: int
     seconds: float
     """From the end of the step before (the start of the loop for the first) to the end of this one, on the device's clock."""
+    tokens: int = 0
+    """All tokens trained on up to the end of this step."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Telemetry:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._queue: deque[tuple[int, float, Tensor, _Mark]] = deque()
+        self._queue: deque[tuple[int, float, int, Tensor, _Mark]] = deque()
         self._pinned = torch.empty(SLOTS, 4, dtype=torch.float64, pin_memory=True) if self._cuda else None
         self._slot = 0
         self.restart()
@@ -80,24 +82,33 @@ class Telemetry:
         self._last = _Mark.now(self._cuda)
 
     def record(
-        self, step: int, lr_share: float, loss: Tensor, grad_norm: Tensor, skipped: Tensor, skipped_in_a_row: Tensor
+        self,
+        step: int,
+        lr_share: float,
+        loss: Tensor,
+        grad_norm: Tensor,
+        skipped: Tensor,
+        skipped_in_a_row: Tensor,
+        *,
+        tokens: int = 0,
     ) -> None:
         values = torch.stack([t.detach().double().reshape(()) for t in (loss, grad_norm, skipped, skipped_in_a_row)])
         if self._pinned is not None:
             assert len(self._queue) < SLOTS  # `collect` sees to it
             values = self._pinned[self._slot].copy_(values, non_blocking=True)
             self._slot = (self._slot + 1) % SLOTS
-        self._queue.append((step, lr_share, values, _Mark.now(self._cuda)))
+        self._queue.append((step, lr_share, tokens, values, _Mark.now(self._cuda)))
 
     def collect(self, *, wait: bool = False, drain: bool = False) -> list[Reading]:
         """The steps that have finished. `wait` waits for all but the last one queued, `drain` for that one, too."""
         readings = []
         while self._queue:
-            step, lr_share, values, mark = self._queue[0]
+            step, lr_share, tokens, values, mark = self._queue[0]
             if not mark.reached(wait=drain or (wait and len(self._queue) > 1) or len(self._queue) == SLOTS):
                 break
             self._queue.popleft()
             loss, norm, skipped, row = values.tolist()
-            readings.append(Reading(step, lr_share, loss, norm, int(skipped), int(row), mark.since(self._last)))
+            seconds = mark.since(self._last)
+            readings.append(Reading(step, lr_share, loss, norm, int(skipped), int(row), seconds, tokens))
             self._last = mark
         return readings

@@ -31,12 +31,19 @@ from parbank.optim.schedules import ramp, warmdown
 from parbank.runtime import Runtime, seed_everything, versions
 from parbank.train.budget import Budget, Clock
 from parbank.train.checkpoint import random_state, restore_random_state, save_checkpoint
-from parbank.train.config import RunConfig
+from parbank.train.config import RunConfig, Stage
 from parbank.train.groups import parameter_groups
 from parbank.train.passes import Passes
 from parbank.train.telemetry import Reading, Telemetry
 
 Report = Callable[[Reading], None]
+
+
+def cut_windows(batch: Tensor, length: int) -> Tensor:
+    """(rows, L + 1) as (rows * L / length, length + 1): the same targets, each with less before it."""
+    if batch.shape[1] == length + 1:
+        return batch
+    return batch.unfold(1, length + 1, length).reshape(-1, length + 1)
 
 
 class Trainer:
@@ -61,9 +68,9 @@ class Trainer:
         )
         self.averages = Averages(dict(self.model.named_parameters()), config.average)
         self.stream = self._make_stream()
-        self.passes = Passes(
-            forward, self.model, runtime.device, self.stream.accumulation, graph=config.train.cuda_graph
-        )
+        self.stages = config.batch.plan()
+        count = self.passes_in(self.stages[-1])
+        self.passes = Passes(forward, self.model, runtime.device, count, graph=config.train.cuda_graph)
         self.batches = Prefetcher(self.stream, device=runtime.device, depth=config.batch.prefetch)
         self.clock = Clock()
         self.budget = Budget(config.budget, config.batch.batch_tokens, self.clock)
@@ -82,7 +89,7 @@ class Trainer:
         with self._watch_signals():
             while (spent := self._agree_to_go_on()) is not None:
                 share = self._schedule(spent)
-                loss = self._accumulate_gradients()
+                loss = self._accumulate_gradients(self._stage_at(spent))
                 self._update_weights(share)
                 self._record(loss, share)
                 self.step += 1
@@ -98,10 +105,11 @@ class Trainer:
         if not self.config.train.warmup_steps:
             return
         before = copy.deepcopy(self.state_dict())
-        for _ in range(self.config.train.warmup_steps):
-            self._schedule(0.0)
-            self._accumulate_gradients()
-            self._update_weights(1.0)
+        for stage in self.stages:
+            for _ in range(self.config.train.warmup_steps):
+                self._schedule(0.0)
+                self._accumulate_gradients(stage)
+                self._update_weights(1.0)
         self.load_state_dict(before)
         self.runtime.synchronize()
 
@@ -137,12 +145,30 @@ class Trainer:
                 group["momentum"] = momentum
         return share
 
-    def _accumulate_gradients(self) -> Tensor:
-        """Forward and backward over this rank's share of the batch; returns its mean loss, on the device."""
-        self.passes.start()
-        for _ in range(self.stream.accumulation):
-            self.passes.add(self.batches.next())
+    def _stage_at(self, spent: float) -> Stage:
+        return next(stage for stage in self.stages if spent < stage.until)
+
+    def _accumulate_gradients(self, stage: Stage) -> Tensor:
+        """Forward and backward over this rank's share of the batch; returns its mean loss, on the device.
+
+        A stage of shorter sequences cuts the stream's windows, so that the stream, its order and its position know
+        nothing of stages, and every token is still a target once an epoch.
+        """
+        count = self.passes_in(stage)
+        self.passes.start(count)
+        for _ in range(count):
+            self.passes.add(cut_windows(self.batches.next(), stage.sequence_length))
         return self.passes.loss
+
+    def passes_in(self, stage: Stage) -> int:
+        """Micro-batches a rank runs in one step of a stage."""
+        stream = self.stream
+        return stage.batch_tokens // (stream.sequence_length * stream.micro_sequences * stream.world)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on so far, by all ranks."""
+        return int(self.batches.state_dict()["entry"]) * self.stream.sequence_length
 
     def _update_weights(self, share: float) -> None:
         self.optimizer.step()
@@ -154,7 +180,13 @@ class Trainer:
         mean = self.runtime.sum(loss / self.runtime.world)
         optimizer = self.optimizer
         self.telemetry.record(
-            self.step, share, mean, optimizer.last_grad_norm, optimizer.last_skipped, optimizer.skipped_in_a_row
+            self.step,
+            share,
+            mean,
+            optimizer.last_grad_norm,
+            optimizer.last_skipped,
+            optimizer.skipped_in_a_row,
+            tokens=self.tokens,
         )
 
     def _report(self, readings: list[Reading], report: Report) -> None:
@@ -239,11 +271,13 @@ class Trainer:
 
     def _make_stream(self) -> BatchStream:
         batch = self.config.batch
+        micro = batch.micro_sequences(self.runtime.world)
         return BatchStream(
             self.dataset.train,
             sequence_length=batch.sequence_length,
-            batch_sequences=batch.sequences,
-            micro_sequences=batch.micro_sequences(self.runtime.world),
+            # where steps differ the stream counts passes: on a clock nobody knows ahead where a stage's last step ends
+            batch_sequences=micro * self.runtime.world if batch.stages else batch.sequences,
+            micro_sequences=micro,
             rank=self.runtime.rank,
             world=self.runtime.world,
             seed=self.config.seed,
