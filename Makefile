@@ -15,8 +15,9 @@ demo: install
 	rm -rf $(DEMO_OUT)
 	$(BIN)/parbank train --recipe demo --minutes 3 --out $(DEMO_OUT)
 
+# two at a time: files go whole to one of two processes, so that what a file sets up is set up once
 test: dev check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: dev
 	$(BIN)/ruff check .
