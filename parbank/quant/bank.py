@@ -107,7 +107,7 @@ class Bank:
         unit = unit[unit > 0]
         if not unit.numel():
             return 0.0, 0.0
-        return math.log2(float(unit.min())) - 2 * math.log2(MAX_Q), math.log2(float(unit.max())) + 4.0
+        return math.log2(float(unit.min())) - 2 * math.log2(MAX_Q), math.log2(float(unit.max())) + 5.0
 
     def steps(self, multiplier: float) -> Tensor:
         """(N, rows, 1), float16 on the log grid; see the top of this file."""
@@ -115,11 +115,11 @@ class Bank:
         largest = self.largest.double()
         exponent = torch.round(-GRID / 2 * torch.log2(self.stiffness.double()))
         finest = torch.ceil(GRID * torch.log2(largest / (MAX_Q * unit)))
-        # beyond four times its largest weight a row is zero whatever the step
-        coarsest = torch.ceil(GRID * torch.log2(4 * largest / unit))
-        exponent = torch.maximum(torch.minimum(exponent, coarsest), finest)
-        scales = (unit * torch.exp2(exponent / GRID)).clamp(min=_SMALLEST_HALF).half()
-        scales = torch.where(largest > 0, scales, torch.zeros_like(scales))
+        # A row whose step would be four times its largest weight is dropped. Rounding alone would make zeros of it, but what
+        # GPTQ moves from column to column adds up beyond any weight, and would be stored in steps of no use.
+        worth = (largest > 0) & (exponent <= torch.ceil(GRID * torch.log2(4 * largest / unit)))
+        scales = unit * torch.exp2(torch.maximum(exponent, finest) / GRID)
+        scales = torch.where(worth, scales.clamp(min=_SMALLEST_HALF), 0.0).half()
         if not scales.isfinite().all():
             raise ArtifactError(
                 f"{', '.join(self.names)}: weights up to {float(largest.max()):.3g} are too large for float16 scales; the "
