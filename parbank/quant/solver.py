@@ -33,6 +33,7 @@ from parbank.quant.contents import pack_contents
 from parbank.quant.pack import Packed, pack_tensors, role
 
 _GUIDED = 6  # builds that follow the sizes' line; after that plain halving, which nothing misleads
+_PROBES = 6  # octaves of lambda looked at below the point where all weights are zero, before a cap is given up
 _NARROW = 0.004  # octaves of lambda: sizes jump by more than the rest of the way where scales change in float16
 
 
@@ -87,8 +88,8 @@ class CannotFit(ArtifactError):
 
     def __init__(self, smallest: int, cap: int) -> None:
         super().__init__(
-            f"the model does not fit: the smallest artifact is {smallest:,} bytes, with every weight at zero, and the cap "
-            f"leaves {cap:,}; raise --max-bytes, or train fewer or narrower layers"
+            f"the model does not fit: the smallest artifact is {smallest:,} bytes, with next to every weight at zero, and the "
+            f"cap leaves {cap:,}; raise --max-bytes, or train fewer or narrower layers"
         )
         self.smallest = smallest
 
@@ -213,7 +214,13 @@ class _Search:
                 break
             if self.over and self.under and abs(self.under[0] - self.over[0]) < _NARROW:
                 break
-        if self.best is None and (size := self._try(self.high)) > self.cap:
+        # All zeros are the smallest file, but for a large model: a reader refuses more than 64 weights a byte, so there the
+        # writer falls back to fixed width, and the smallest file lies a little before.
+        for place in (self.high - drop for drop in range(_PROBES)):
+            if self.best is not None:
+                break
+            self._try(place)
+        if self.best is None:
             raise CannotFit(min(self.sizes), self.cap)
         assert self.best is not None
         return replace(self.best, builds=tuple(self.sizes))
