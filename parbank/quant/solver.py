@@ -33,7 +33,7 @@ from parbank.quant.contents import pack_contents
 from parbank.quant.pack import Packed, pack_tensors, role
 
 _GUIDED = 6  # builds that follow the sizes' line; after that plain halving, which nothing misleads
-_PROBES = 6  # octaves of lambda looked at below the point where all weights are zero, before a cap is given up
+_SPARSEST = 48  # weights a byte of the sparsest file that is tried: safely under what a reader believes
 _NARROW = 0.004  # octaves of lambda: sizes jump by more than the rest of the way where scales change in float16
 
 
@@ -214,12 +214,12 @@ class _Search:
                 break
             if self.over and self.under and abs(self.under[0] - self.over[0]) < _NARROW:
                 break
-        # All zeros are the smallest file, but for a large model: a reader refuses more than 64 weights a byte, so there the
-        # writer falls back to fixed width, and the smallest file lies a little before.
-        for place in (self.high - drop for drop in range(_PROBES)):
-            if self.best is not None:
-                break
-            self._try(place)
+        # All zeros are the smallest file, but for a large model: a reader refuses more than 64 weights a byte, and the writer
+        # falls back to fixed width. There the smallest file is the one that just does not need to.
+        weights = sum(bank.weights.numel() for bank in self.solver.banks)
+        for place in (self.high, self._predict(8 * weights / _SPARSEST)):
+            if self.best is None:
+                self._try(place)
         if self.best is None:
             raise CannotFit(min(self.sizes), self.cap)
         assert self.best is not None
