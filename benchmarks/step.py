@@ -124,9 +124,10 @@ class Step:
         for _ in range(passes):
             self.passes[passes].add(self.batch)
 
-    def update(self) -> None:
+    def update(self, *, clear: bool = True) -> None:
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        if clear:
+            self.optimizer.zero_grad(set_to_none=False)
         self.averages.update(1.0)
 
     def whole(self, passes: int) -> None:
@@ -171,7 +172,8 @@ def measure_variant(
     note(f"forward + backward, {tokens:,} tokens", micro, bound=floor)
     note(f"forward + backward, {tokens:,} tokens: host", host)
     step.accumulate()
-    section, host = measure_queued(step.update, repeats)
+    # Gradients stay, or all but the first call would work on zeros.
+    section, host = measure_queued(lambda: step.update(clear=False), repeats)
     note("optimizer section", section)
     note("optimizer section: host", host)
     for passes in (1, 8):

@@ -34,6 +34,7 @@ MODULES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none: the one place that decides it."""
     if torch.cuda.is_available():
         return
     for item in items:

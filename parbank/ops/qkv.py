@@ -81,16 +81,7 @@ def _(
 
 @_split_qkv_backward.register_fake
 def _(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    row: Tensor,
-    heads: int,
-    kv_heads: int,
-    gain: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
+    dq: Tensor, dk: Tensor, dv: Tensor, row: Tensor, heads: int, kv_heads: int, gain: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     return row.new_empty(row.shape), row.new_empty(0 if gain is None else heads, dtype=torch.float32)
 

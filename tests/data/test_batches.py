@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parbank.data.batches import BatchStream
+from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError, DataError
 
 
@@ -276,10 +277,9 @@ def test_after_a_failed_read_the_stream_stands_at_the_same_batch():
 
 
 def test_windows_read_across_the_edges_of_shards():
-    shards = pytest.importorskip("parbank.data.shards")
     pieces = np.split(np.arange(1000, dtype=np.uint16), [3, 4, 500, 501, 990])
     options = {"sequence_length": 17, "batch_sequences": 60, "micro_sequences": 20, "seed": 5}
-    sharded, state = take_step(shards.TokenSet(pieces), 3, **options)
+    sharded, state = take_step(TokenSet(pieces), 3, **options)
     whole, same = take_step(counting(1000), 3, **options)
     assert (sharded == whole).all()
     assert state == same

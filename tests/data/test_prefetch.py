@@ -390,11 +390,7 @@ def test_abandonment_does_not_hang_the_interpreter(seconds, ending):
     assert ("the run broke" in done.stderr) if "ValueError" in ending else (done.stderr == "")
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_cuda_batches_are_the_same_while_the_gpu_lags_behind(depth):
     """The GPU is kept far behind the host, and reads each batch at the last moment it is valid. A device buffer that is
@@ -420,7 +416,6 @@ def test_cuda_batches_are_the_same_while_the_gpu_lags_behind(depth):
 
 
 @pytest.mark.gpu
-@needs_cuda
 def test_cuda_waiting_for_the_gpu_is_not_waiting_for_data():
     """A loop that runs ahead of the GPU is held back by the ring; its data was there in time all the same."""
     with Prefetcher(open_stream(), device=torch.device("cuda"), depth=2) as batches:
@@ -435,7 +430,6 @@ def test_cuda_waiting_for_the_gpu_is_not_waiting_for_data():
 
 
 @pytest.mark.gpu
-@needs_cuda
 def test_cuda_works_on_the_stream_of_the_caller_and_rewinds():
     expected = expected_batches(20)
     with (

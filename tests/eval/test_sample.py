@@ -15,6 +15,7 @@ from parbank.errors import ConfigError, DataError
 from parbank.eval.sample import continuation, sample_tokens
 from parbank.model import GPT
 from parbank.recipes import get_recipe
+from tests.eval.test_score import make_model
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +26,7 @@ def tokenizer(text_spec: str) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
-    """Random in every parameter, so that its choices depend on what went before and differ."""
-    torch.manual_seed(5)
-    model = GPT(get_recipe("nano").model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.2)
-    return model
+    return make_model(seed=5)
 
 
 def greedy(model: GPT, window: list[int], count: int) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from parbank.ops.backend import use_backend
 from parbank.optim import ParallelMuon, orthogonalize
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 SHAPES = ((4, 128, 256), (256, 128), (3, 96, 96), (100, 36))
 

@@ -10,29 +10,19 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parbank.config import from_dict, override, to_dict
+from parbank.config import from_dict, to_dict
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.errors import ConfigError
-from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.train.checkpoint import load_checkpoint
 from parbank.train.config import RunConfig, Stage
 from parbank.train.telemetry import Reading
 from parbank.train.trainer import Trainer, cut_windows
 from tests.distributed import run_distributed_test
+from tests.train.test_trainer import CPU, nano
 
-CPU = Runtime(device=torch.device("cpu"))
 STAGES = "batch.stages=[[0.25, 16, 128], [0.25, 32, 256]]"  # nano then has 64 and 512
 TOKENS = [128] * 3 + [256] * 3 + [512] * 6  # of the twelve steps
-
-
-def nano(*settings: str) -> RunConfig:
-    return override(get_recipe("nano"), "budget.steps=12", "train.warmup_steps=0", *settings)
-
-
-@pytest.fixture(scope="module")
-def dataset(text_spec: str) -> Dataset:
-    return open_dataset(text_spec, vocab_size=320, say=lambda line: None)
 
 
 def readings_of(trainer: Trainer, stop_after: int | None = None) -> list[Reading]:

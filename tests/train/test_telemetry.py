@@ -72,7 +72,6 @@ def busy(work: torch.Tensor, products: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_nothing_waits_but_for_a_log_step_and_no_number_is_overwritten() -> None:
     telemetry = Telemetry(torch.device("cuda"))
     readings: list[Reading] = []
@@ -92,7 +91,6 @@ def test_on_a_gpu_nothing_waits_but_for_a_log_step_and_no_number_is_overwritten(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_step_in_flight_is_not_waited_for() -> None:
     telemetry = Telemetry(torch.device("cuda"))
     work = busy(torch.randn(8192, 8192, device="cuda"))

@@ -18,7 +18,7 @@ from parbank.runtime import Runtime
 from parbank.train.telemetry import Reading
 from parbank.train.trainer import Trainer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
 

@@ -25,11 +25,6 @@ def nano(*settings: str) -> RunConfig:
     return override(get_recipe("nano"), "budget.steps=12", "train.warmup_steps=0", *settings)
 
 
-@pytest.fixture(scope="module")
-def dataset(text_spec: str) -> Dataset:
-    return open_dataset(text_spec, vocab_size=320, say=lambda line: None)
-
-
 def losses_of(trainer: Trainer, stop_after: int | None = None) -> list[float]:
     losses: list[float] = []
 
