@@ -1,10 +1,12 @@
 """What every way to spend bytes on weights costs: method x bytes x bits per byte x seconds, on one trained checkpoint.
 
     python benchmarks/quantisation.py CHECKPOINT --data SPEC [--calibrate text:val=PATH] [--caps 16000000,8000000]
-                                      [--device cuda] [--out DIR]
+                                      [--qat CHECKPOINT] [--device cuda] [--out DIR]
 
 Integers per row at 8 and 6 bits first, then each technique alone on the 6-bit rows, then the solver at several caps, one of
 them the size of the 6-bit file. Sizes are those of real files; weights are scored as a reader of the file gets them.
+Training that knew of the rounding needs a checkpoint of its own: `--qat` names one of the same run that went on with
+`parbank train --resume --set quant.qat_share=...`, so that its last steps are the only difference.
 Writes quantisation_<hardware>_<date>.json, the table beside it, and a picture of bpb against bytes.
 """
 
@@ -227,7 +229,7 @@ def apply(technique: Technique, banks: list[Bank], base: Contents, roles: dict[s
     return found
 
 
-def run(bench: Bench, caps: list[int]) -> None:
+def run(bench: Bench, caps: list[int], qat: Path | None = None) -> None:
     config = QuantConfig()
     began = time.perf_counter()
     halves = bench.halves()
@@ -237,6 +239,8 @@ def run(bench: Bench, caps: list[int]) -> None:
         rows = bench.rows(q, config)
         six = bench.record(f"int{q.bit_length() + 1} rows + lzma", rows, began, coder="lzma")
     bench.record("int6 rows + ANS", rows, time.perf_counter(), note="coding alone")
+    if qat is not None:
+        record_qat(bench, qat, config)
     began = time.perf_counter()
     bench.model.load_state_dict(bench.tensors)
     calibration = calibrate(
@@ -263,6 +267,21 @@ def run(bench: Bench, caps: list[int]) -> None:
             print(f"solver at {cap:,}: {error}", flush=True)
 
 
+def record_qat(bench: Bench, checkpoint: Path, config: QuantConfig) -> None:
+    """The other checkpoint's weights as they are and as 6-bit rows, each against the first one's float32."""
+    model, _, trained = load_trained(checkpoint, bench.runtime.device)
+    tensors = model.state_dict()
+    other = {name: tensor.float().cpu().contiguous().numpy() for name, tensor in tensors.items()}
+    share = f"the last {trained.quant.qat_share:.0%} of the budget, {trained.quant.qat_rounding} rounding"
+    bench.add("late QAT, float32", sum(4 * array.size for array in other.values()), tensors, 0.0, share)
+    began = time.perf_counter()
+    own, bench.arrays = bench.arrays, other
+    try:
+        bench.record("int6 rows, late QAT", bench.rows(Q6, config), began, note=share)
+    finally:
+        bench.arrays = own
+
+
 def solve(bench: Bench, solver: Solver, cap: int, name: str) -> float:
     """The whole way: search, file, and back from the file."""
     began = time.perf_counter()
@@ -282,7 +301,7 @@ def draw(results: list[Result], base: float, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.2))
     solver = sorted((r for r in results if r.method.startswith("solver")), key=lambda r: r.bytes)
-    others = [r for r in results if not r.method.startswith("solver")]
+    others = [r for r in results if not r.method.startswith(("solver", "late QAT"))]
     axes.plot([r.bytes / 1e6 for r in solver], [r.bpb for r in solver], "o-", color="#2a6f97", label="solver")
     axes.plot([r.bytes / 1e6 for r in others], [r.bpb for r in others], "s", color="#b8b8b8", label="one technique")
     for r in others:
@@ -321,13 +340,14 @@ def main() -> None:
         "--calibrate", default=None, help="training text in a file of its own: text:val=PATH takes all of it"
     )
     parser.add_argument("--caps", default="", help="bytes, separated by commas")
+    parser.add_argument("--qat", type=Path, default=None, help="a checkpoint of the same run that ended with QAT")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
     bench = Bench(
         arguments.checkpoint, arguments.data, arguments.calibrate, pick_device(arguments.device), arguments.out
     )
-    run(bench, [int(cap) for cap in arguments.caps.split(",") if cap])
+    run(bench, [int(cap) for cap in arguments.caps.split(",") if cap], arguments.qat)
     print(bench.save().with_suffix(".md").read_text())
 
 
