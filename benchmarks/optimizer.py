@@ -242,6 +242,24 @@ def run_section(
     record(rows, case, "ParallelMuon, graph", bound, lambda: measure_device(ours(True), settings))
     record(rows, case, "ParallelMuon, graph: host", bound, lambda: measure_host(ours(True), settings))
 
+    # What running AdamW beside the reduce-scatter could hide at most, and one pass over all gradients: the price of knowing
+    # before it that they are finite everywhere.
+    case = f"{name}: AdamW on the small parameters"
+    group = {"params": make(small), "algorithm": "adamw", "lr": 1e-3}
+    adam = ParallelMuon([group], cuda_graph=True)
+    bound = bound_ms(0, 28 * count_numbers(small))
+    record(rows, case, "ParallelMuon, graph", bound, lambda: measure_device(adam.step, settings))
+    grads = [p.grad for p in make(shapes)]
+    case = f"{name}: largest magnitude of the gradients"
+    bound = bound_ms(0, 4 * count_numbers(shapes))
+    record(
+        rows,
+        case,
+        "foreach_norm",
+        bound,
+        lambda: measure(lambda: torch._foreach_norm(grads, torch.inf), settings=settings),
+    )
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
