@@ -91,7 +91,10 @@ def train_ranks(world: int, text_spec: str, out: Path) -> list[dict[str, float]]
     for rank in range(world):
         places = {"RANK": rank, "LOCAL_RANK": 0 if shared else rank, "WORLD_SIZE": world, "MASTER_PORT": port}
         environment = os.environ | {key: str(value) for key, value in places.items()}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+        environment |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
         if shared and world > 1:
             environment |= {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
         command = [

@@ -161,7 +161,10 @@ def test_a_start_is_warm_only_where_all_was_found() -> None:
 def parbank_in(cache: Path, *arguments: str) -> tuple[str, float]:
     """Runs `parbank` in a process of its own with a cache of its own: what it printed, and the seconds it took."""
     environment = {name: value for name, value in os.environ.items() if name not in (INDUCTOR, TRITON)}
-    environment |= {"PARBANK_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+    environment |= {
+        "PARBANK_CACHE": str(cache),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     began = time.perf_counter()
     command = [sys.executable, "-m", "parbank", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
