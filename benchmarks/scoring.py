@@ -1,7 +1,7 @@
 """What a score costs: every method on one text in one run, beside the published way to do it.
 
-    python benchmarks/scoring.py ARTIFACT_OR_CHECKPOINT --data SPEC [--stride 64] [--segments 0,32768] [--only sliding,...]
-                                 [--tokens N] [--out DIR]
+    python benchmarks/scoring.py ARTIFACT_OR_CHECKPOINT --data SPEC [--stride 64] [--segments 0,32768] [--windows 1536,...]
+                                 [--only sliding,...] [--tokens N] [--out DIR]
 
 The reference is the published protocol as it is published: sliding windows in batches of 32 through the compiled model,
 each window's scores picked out on the host's word; and for ttt the recipe on top of it, chunk by chunk, three epochs of
@@ -154,7 +154,7 @@ class Bench:
 
     def _write(self, name: str, seconds: float, setup: float) -> None:
         bound = None
-        if self.place.is_cuda and not name.startswith("ttt"):
+        if self.place.is_cuda and not name.startswith(("ttt", "streaming, window")):
             work = flops_per_token(self.model, self.context, "streaming" if name.startswith("streaming") else "windows")
             again = self.context / self.stride if name.startswith("sliding") else 1.0
             bound = harness.product_rate() / (work * again)
@@ -186,7 +186,7 @@ def flops_per_token(model: GPT, context: int, kind: str) -> float:
     return 2.0 * (matrices + c.vocab_size * c.width) + 4.0 * keys * c.width * c.layers
 
 
-def run_all(bench: Bench, only: list[str], segments: list[int]) -> None:
+def run_all(bench: Bench, only: list[str], segments: list[int], windows: list[int]) -> None:
     model, context, stride, place = bench.model, bench.context, bench.stride, bench.place
     shared: dict[str, Any] = {"context": context, "runtime": place}
     compiled = place.is_cuda
@@ -211,6 +211,13 @@ def run_all(bench: Bench, only: list[str], segments: list[int]) -> None:
             warm="whole",
             repeats=3,
         )
+    for window in windows:
+        bench.ours(
+            f"streaming, window {window:,}",
+            lambda t, size=window: score_streaming(model, t, context=size, runtime=place, compiled=compiled),
+            warm="whole",
+            repeats=3,
+        )
     if wanted("sliding"):
         bench.ours("sliding", lambda t: score_windows(model, t, stride=stride, compiled=compiled, **shared))
     if wanted("ttt"):
@@ -229,6 +236,7 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--stride", type=int, default=64)
     parser.add_argument("--segments", default="0,32768", help="of streaming; 0 is the default length")
+    parser.add_argument("--windows", default="", help="more rows of streaming, over windows of so many tokens")
     parser.add_argument("--only", default="", help="reference, chunked, streaming, sliding, ttt; all if not given")
     parser.add_argument("--tokens", type=int, default=0, help="score only so many; 0 is all")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
@@ -239,9 +247,8 @@ def main() -> None:
     text = open_validation(arguments.data, loaded.tokenizer).tokens
     tokens = text.read(0, min(len(text), arguments.tokens + 1) if arguments.tokens else len(text))
     bench = Bench(loaded, tokens, arguments.stride, place, arguments.out)
-    run_all(
-        bench, [part for part in arguments.only.split(",") if part], [int(s) for s in arguments.segments.split(",")]
-    )
+    numbers = {name: [int(n) for n in getattr(arguments, name).split(",") if n] for name in ("segments", "windows")}
+    run_all(bench, [part for part in arguments.only.split(",") if part], **numbers)
     print(next(arguments.out.glob("scoring_*.md")).read_text())
 
 
