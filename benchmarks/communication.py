@@ -136,7 +136,7 @@ def measure_device(banks: list[tuple[int, int, int]]) -> Device:
 
     triples = resolve_coefficients("quintic", 5)
     inputs = [normalize(torch.randn(shape, device="cuda"), torch.float16) for shape in banks]
-    ms = measure(lambda: [iterate(X, triples) for X in inputs], graph=True)
+    ms = measure(lambda: [iterate(X, triples, graphed=True) for X in inputs], graph=True)
     flops = sum(count * ns_flops(rows, cols) for count, rows, cols in banks)
     return Device(
         flops / (ms / 1e3), copy_rate(), f"measured: Newton-Schulz {ms:.3f} ms on {torch.cuda.get_device_name(0)}"

@@ -155,10 +155,10 @@ def run_ns(name: str, banks: list[tuple[int, int, int]], settings: Settings, row
             return [plain_newton_schulz(G) for G in grads]
 
         def ours(method: str, inputs: list[Tensor] = inputs) -> list[Tensor]:
-            return [iterate(X, triples, method) for X in inputs]
+            return [iterate(X, triples, method, graphed=True) for X in inputs]
 
-        def public(grads: list[Tensor] = grads) -> list[Tensor]:
-            return [orthogonalize(G) for G in grads]
+        def public(graphed: bool, grads: list[Tensor] = grads) -> list[Tensor]:
+            return [orthogonalize(G, graphed=graphed) for G in grads]
 
         case = f"{name}: NS, {label}"
         record(rows, case, "usual bfloat16, graph", bound, partial(measure, usual, settings=settings, graph=True))
@@ -170,8 +170,14 @@ def run_ns(name: str, banks: list[tuple[int, int, int]], settings: Settings, row
                 bound,
                 partial(measure, partial(ours, method), settings=settings, graph=True),
             )
-        record(rows, case, "orthogonalize, graph", bound, partial(measure, public, settings=settings, graph=True))
-        record(rows, case, "orthogonalize, eager", bound, partial(measure, public, settings=settings))
+        record(
+            rows,
+            case,
+            "orthogonalize, graph",
+            bound,
+            partial(measure, partial(public, True), settings=settings, graph=True),
+        )
+        record(rows, case, "orthogonalize, eager", bound, partial(measure, partial(public, False), settings=settings))
 
 
 def run_muon(name: str, banks: list[tuple[int, int, int]], settings: Settings, rows: list[Row]) -> None:

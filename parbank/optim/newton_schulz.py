@@ -14,6 +14,9 @@ Three ways to the same result, for matrices of r x c with r <= c, in products of
   What that loses is safety: rounding makes eigenvalues of R that should be 0 slightly negative, and z(x)^2 x grows
   those as fast as the positive ones, without the bound that the polynomial has for x > 0. A restart (X <- Q X, R <- X X^T,
   Q <- I) makes R non-negative again; RESTART says how often.
+
+Our kernels cost the host some 0.2 ms a launch, cuBLAS a tenth of that, and a launch that a CUDA graph replays nothing. So
+outside of graphs the kernels run where a product is large enough to hide that (LAUNCH_FLOP), and cuBLAS elsewhere.
 """
 
 from collections.abc import Sequence
@@ -28,6 +31,9 @@ from parbank.optim.coefficients import Triple, resolve_coefficients
 
 METHODS = ("auto", "plain", "symmetric", "gram")
 RESTART = 3  # in float16, 3 steps are as accurate as 2 on every spectrum tried, and 5 lose digits even in float32
+# What a GPU multiplies in the time the host takes to launch one of our kernels: 15 launches of a few GFLOP each took 3.0 ms on an
+# H200 (benchmarks/results/optimizer_h200_2026-11-15, orthogonalize eager), which does 600 TFLOP/s of these products.
+LAUNCH_FLOP = 1e11
 NORM_EPS = 1e-20  # keeps a zero matrix at zero; far below the norm of anything float32 can square
 
 Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
@@ -39,11 +45,13 @@ def orthogonalize(
     coefficients: Coefficients = "quintic",
     method: str = "auto",
     dtype: torch.dtype | None = None,
+    *,
+    graphed: bool = False,
 ) -> Tensor:
     """U V^T of G = U S V^T, approximately, for every matrix in (..., rows, cols); comes back in G's dtype.
 
     How near to U V^T depends on the coefficients alone: see `parbank.optim.coefficients`. A zero matrix gives zero. Works
-    in `dtype`, by default `working_dtype(G)`.
+    in `dtype`, by default `working_dtype(G)`. `graphed` says that a CUDA graph will replay the call, so that launches are free.
     """
     if G.ndim < 2:
         raise ConfigError(f"orthogonalize takes matrices (..., rows, cols), got a tensor of shape {tuple(G.shape)}")
@@ -54,7 +62,7 @@ def orthogonalize(
         return G.clone()
     tall = G.shape[-2] > G.shape[-1]
     X = normalize(G.mT if tall else G, dtype or working_dtype(G))
-    X = iterate(X.reshape(-1, *X.shape[-2:]), triples, method).view(X.shape)
+    X = iterate(X.reshape(-1, *X.shape[-2:]), triples, method, graphed=graphed).view(X.shape)
     return (X.mT if tall else X).to(G.dtype)
 
 
@@ -79,13 +87,22 @@ def normalize(G: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(G, inverse, out=torch.empty(G.shape, dtype=dtype, device=G.device))
 
 
-def iterate(X: Tensor, triples: Sequence[Triple], method: str = "auto") -> Tensor:
+def iterate(X: Tensor, triples: Sequence[Triple], method: str = "auto", *, graphed: bool = False) -> Tensor:
     """Newton-Schulz on normalised X (batch, rows, cols) with rows <= cols, one triple a step."""
     if method not in METHODS:
         raise ConfigError(f"unknown method {method!r}; use one of {', '.join(METHODS)}")
+    kernels = use_triton(X)
     if method == "auto":
-        method = choose_method(X.shape[-2], X.shape[-1], len(triples), use_triton(X))
-    return {"plain": _plain, "symmetric": _symmetric, "gram": _gram}[method](X, triples)
+        kernels = kernels and (graphed or hides_launch(*X.shape))
+        method = choose_method(X.shape[-2], X.shape[-1], len(triples), kernels)
+    if method == "gram":
+        return _gram(X, triples, kernels)
+    return _plain(X, triples) if method == "plain" else _symmetric(X, triples)
+
+
+def hides_launch(batch: int, rows: int, cols: int) -> bool:
+    """Whether X X^T keeps the GPU busy for as long as the host takes to launch the next kernel."""
+    return 2.0 * batch * rows * rows * cols >= LAUNCH_FLOP
 
 
 def choose_method(rows: int, cols: int, steps: int, kernels: bool) -> str:
@@ -121,28 +138,28 @@ def _symmetric(X: Tensor, triples: Sequence[Triple]) -> Tensor:
     return X
 
 
-def _gram(X: Tensor, triples: Sequence[Triple]) -> Tensor:
+def _gram(X: Tensor, triples: Sequence[Triple], kernels: bool) -> Tensor:
     """B is Z - a I throughout: the a-fold is added in the epilogue of a product, where it is not rounded first."""
+
+    def add_product(C: Tensor, A: Tensor, B: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
+        """beta C + alpha A B for symmetric matrices that commute."""
+        if kernels:
+            return symmetric_product(A, B, C, alpha, beta)
+        return torch.baddbmm(C, A, B, beta=beta, alpha=alpha)
+
     for first in range(0, len(triples), RESTART):
         segment = triples[first : first + RESTART]
-        R = xxt(X)
+        R = xxt(X) if kernels else torch.bmm(X, X.mT)
         Q = R  # replaced at the first step
         for step, (a, b, c) in enumerate(segment):
-            B = _add_product(R, R, R, b, c)
+            B = add_product(R, R, R, b, c)
             if step == 0:
                 Q = B.clone()
                 Q.diagonal(dim1=-2, dim2=-1).add_(a)
             else:
-                Q = _add_product(Q, B, Q, a)
+                Q = add_product(Q, B, Q, a)
             if step < len(segment) - 1:
-                ZR = _add_product(R, B, R, a)
-                R = _add_product(ZR, B, ZR, a)
+                ZR = add_product(R, B, R, a)
+                R = add_product(ZR, B, ZR, a)
         X = torch.bmm(Q, X)
     return X
-
-
-def _add_product(C: Tensor, A: Tensor, B: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-    """beta C + alpha A B for symmetric matrices that commute."""
-    if use_triton(A):
-        return symmetric_product(A, B, C, alpha, beta)
-    return torch.baddbmm(C, A, B, beta=beta, alpha=alpha)

@@ -315,7 +315,7 @@ class ParallelMuon(torch.optim.Optimizer):
         else:
             X = update.prepare(batch, pieces, grads, buffers, control)
         if pieces:
-            X = iterate(X, batch.options.triples, batch.options.method)
+            X = iterate(X, batch.options.triples, batch.options.method, graphed=self._graph is not None)
         if batch.options.normuon:
             moments = [state.blocks_of(self.state[p.member.param], "row_moment", p, batch.world) for p in pieces]
             update.normalize_rows(X, pieces, moments, control)

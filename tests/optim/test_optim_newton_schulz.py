@@ -10,7 +10,7 @@ from torch import Tensor
 from parbank.errors import ConfigError
 from parbank.optim import orthogonalize
 from parbank.optim.coefficients import QUINTIC, derive_minimax, resolve_coefficients
-from parbank.optim.newton_schulz import METHODS, choose_method, count_products
+from parbank.optim.newton_schulz import METHODS, choose_method, count_products, hides_launch
 
 NAMED = ("quintic", "polar_express")
 # Where singular values of at least 1e-3 (of the Frobenius norm) end up after five steps; test_where_values_end holds it.
@@ -162,6 +162,12 @@ def test_costs_choose_the_method() -> None:
     assert choose_method(768, 3072, 5, kernels=True) == "gram"
     assert count_products(512, 512, 5, "plain", True) == 15
     assert count_products(512, 1536, 5, "gram", False) == 26
+
+
+def test_kernels_wait_for_products_that_hide_their_launch() -> None:
+    assert not hides_launch(22, 512, 512)  # the golf banks
+    assert not hides_launch(12, 768, 3072)  # GPT-2 small
+    assert hides_launch(4, 4096, 4096)
 
 
 @pytest.mark.parametrize(
