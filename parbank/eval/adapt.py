@@ -101,10 +101,15 @@ class _StepwiseAdapter:
         self._config, self._context, self._runtime = config, context, runtime
         self._forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compiled else model
         self._graphs = Graphs(enabled=graph and runtime.is_cuda and runtime.world == 1)
-        self._weights: list[Tensor] = []  # of the model: what the loss is differentiated by
-        self._masks: list[Tensor | None] = []
-        self._parameters: list[Tensor] = []  # what the optimizer moves
+        self._weights: list[Tensor]  # of the model: what the loss is differentiated by
+        self._masks: list[Tensor | None]
+        self._parameters: list[Tensor]  # what the optimizer moves
         self._optimizer: torch.optim.Optimizer
+        self._begin(model)
+
+    def _begin(self, model: GPT) -> None:
+        """Sets the four above."""
+        raise NotImplementedError
 
     @property
     def captures(self) -> int:
@@ -136,10 +141,8 @@ class _StepwiseAdapter:
 class SgdAdapter(_StepwiseAdapter):
     """SGD over the model's own weights, which keep what they learn to the end of the text."""
 
-    per_document = False
-
-    def __init__(self, model: GPT, runtime: Runtime, config: AdaptConfig, **how: Any) -> None:
-        super().__init__(model, runtime, config, **how)
+    def _begin(self, model: GPT) -> None:
+        config, cuda = self._config, self._runtime.is_cuda
         named = {name: p for name, p in model.named_parameters() if _may_learn(name, config)}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in named)
@@ -147,8 +150,7 @@ class SgdAdapter(_StepwiseAdapter):
         masks = bank_masks(model, config)
         self._masks = [masks.get(name) for name in named]
         # A number is part of a graph for good; a tensor is read anew by each replay, and only the fused form takes one.
-        cuda = runtime.is_cuda
-        rate = torch.zeros((), device=runtime.device) if cuda else 0.0
+        rate = torch.zeros((), device=self._runtime.device) if cuda else 0.0
         self._optimizer = torch.optim.SGD(
             self._parameters, lr=rate, momentum=config.momentum, fused=True if cuda else None
         )
@@ -172,14 +174,12 @@ class SgdAdapter(_StepwiseAdapter):
 class LowRankAdapter(_StepwiseAdapter):
     """W + left @ right for every matrix, with left and right learnt by Adam; zero again at the start of a document.
 
-    The sum is written to where W stands, so the model that learns is the model that scores, and is compiled once for both
-    adapters. With G the gradient by W, left's is G right^T and right's is left^T G.
+    The sum is written to where W stands, so the model that learns is the model that scores, and no more than the model is
+    compiled. With G the gradient by W, left's is G right^T and right's is left^T G.
     """
 
-    per_document = True
-
-    def __init__(self, model: GPT, runtime: Runtime, config: AdaptConfig, **how: Any) -> None:
-        super().__init__(model, runtime, config, **how)
+    def _begin(self, model: GPT) -> None:
+        config, cuda = self._config, self._runtime.is_cuda
         model.requires_grad_(False)
         banks = {f"banks.{key}": model.banks.bank(key).requires_grad_() for key in model.banks.entries}
         masks = bank_masks(model, config)
@@ -194,7 +194,6 @@ class LowRankAdapter(_StepwiseAdapter):
         self._left = [bank.new_zeros(*bank.shape[:2], config.rank) for bank in self._base]
         self._right = [drawn.clone() for drawn in self._drawn]
         self._parameters = [*self._left, *self._right]
-        cuda = runtime.is_cuda
         self._optimizer = torch.optim.Adam(
             self._parameters, lr=config.lr or 0.0, capturable=cuda, fused=True if cuda else None
         )
@@ -222,14 +221,20 @@ class LowRankAdapter(_StepwiseAdapter):
     @torch.no_grad()
     def _step(self, *batches: Tensor) -> None:
         super()._step(*batches)
-        for bank, base, mask, left, right in zip(self._weights, self._base, self._masks, self._left, self._right):
-            change = left @ right
-            bank.copy_(base + (change if mask is None else change * mask))
+        with self._in_full():
+            for bank, base, mask, left, right in zip(self._weights, self._base, self._masks, self._left, self._right):
+                change = left @ right
+                bank.copy_(base + (change if mask is None else change * mask))
 
     def _gradients(self, inputs: Tensor, targets: Tensor, count: int) -> list[Tensor]:
         grads = super()._gradients(inputs, targets, count)
-        of_left = [grad @ right.mT for grad, right in zip(grads, self._right)]
-        return of_left + [left.mT @ grad for grad, left in zip(grads, self._left)]
+        with self._in_full():
+            of_left = [grad @ right.mT for grad, right in zip(grads, self._right)]
+            return of_left + [left.mT @ grad for grad, left in zip(grads, self._left)]
+
+    def _in_full(self) -> torch.autocast:
+        """Left and right are small and kept in full precision, whatever our caller has switched on."""
+        return torch.autocast(self._runtime.device.type, enabled=False)
 
 
 def make_adapter(model: GPT, runtime: Runtime, config: AdaptConfig, *, context: int, compiled: bool) -> Any:
