@@ -7,7 +7,7 @@ import parbank
 
 ROOT = Path(parbank.__file__).parent
 LEVELS = {
-    "errors": 0, "config": 0, "runtime": 0,
+    "errors": 0, "config": 0, "runtime": 0, "graphs": 0,
     "ops": 1,
     "model": 2, "optim": 2, "data": 2, "quant": 2, "artifact": 2,
     "eval": 3,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from parbank.config import require
 from parbank.eval.score import autocast
+from parbank.graphs import Graphs
 from parbank.model import GPT
 from parbank.runtime import Runtime
 
@@ -82,120 +83,163 @@ class Adapter(Protocol):
         """A document begins: forget, if that is what this adapter does."""
 
 
-class SgdAdapter:
-    """SGD over the model's own weights, which keep what they learn to the end of the text."""
-
-    per_document = False
+class _StepwiseAdapter:
+    """What the adapters have in common: steps over a chunk, each of them one CUDA graph where one process has the text to
+    itself. (Several gather their gradients in between, launch by launch: the same kernels in the same order.)"""
 
     def __init__(
-        self, model: GPT, runtime: Runtime, config: AdaptConfig, *, context: int, compiled: bool = False
+        self,
+        model: GPT,
+        runtime: Runtime,
+        config: AdaptConfig,
+        *,
+        context: int,
+        compiled: bool = False,
+        graph: bool = False,
     ) -> None:
         _check_blocks(model, config)
         self._config, self._context, self._runtime = config, context, runtime
         self._forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compiled else model
+        self._graphs = Graphs(enabled=graph and runtime.is_cuda and runtime.world == 1)
+        self._weights: list[Tensor]  # of the model: what the loss is differentiated by
+        self._masks: list[Tensor | None]
+        self._parameters: list[Tensor]  # what the optimizer moves
+        self._optimizer: torch.optim.Optimizer
+        self._begin(model)
+
+    def _begin(self, model: GPT) -> None:
+        """Sets the four above."""
+        raise NotImplementedError
+
+    @property
+    def captures(self) -> int:
+        """How many graphs were made."""
+        return self._graphs.captures
+
+    def _learn_from(self, tokens: Tensor) -> None:
+        for batches in plan_steps(tokens, self._context, self._config) * self._config.epochs:
+            self._graphs.run(self._step, batches)
+
+    def _step(self, *batches: Tensor) -> None:
+        """One step of the optimizer. Nothing in it waits for the device, and what outlives it stays where it is."""
+        grads = sum_gradients(self._gradients, batches, self._runtime)
+        for parameter, grad in zip(self._parameters, grads):
+            parameter.grad = _laid_out_like(parameter, grad) if self._runtime.is_cuda else grad
+        if self._config.clip:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._config.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _gradients(self, inputs: Tensor, targets: Tensor, count: int) -> list[Tensor]:
+        """Of the sum of the losses over `count`, by the model's weights."""
+        with torch.enable_grad(), autocast(self._runtime.device):
+            value = self._forward(inputs, targets, reduction="sum") / count
+        grads = torch.autograd.grad(value, self._weights)
+        return [grad if mask is None else grad * mask for grad, mask in zip(grads, self._masks)]
+
+
+class SgdAdapter(_StepwiseAdapter):
+    """SGD over the model's own weights, which keep what they learn to the end of the text."""
+
+    def _begin(self, model: GPT) -> None:
+        config, cuda = self._config, self._runtime.is_cuda
         named = {name: p for name, p in model.named_parameters() if _may_learn(name, config)}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in named)
-        self._parameters: list[Tensor] = list(named.values())
+        self._weights = self._parameters = list(named.values())
         masks = bank_masks(model, config)
         self._masks = [masks.get(name) for name in named]
-        self._optimizer = torch.optim.SGD(self._parameters, lr=0.0, momentum=config.momentum)
+        # A number is part of a graph for good; a tensor is read anew by each replay, and only the fused form takes one.
+        rate = torch.zeros((), device=self._runtime.device) if cuda else 0.0
+        self._optimizer = torch.optim.SGD(
+            self._parameters, lr=rate, momentum=config.momentum, fused=True if cuda else None
+        )
 
     def learn(self, tokens: Tensor, progress: float) -> None:
         assert self._config.lr is not None
-        self._optimizer.param_groups[0]["lr"] = self._config.lr * 0.5 * (1 + math.cos(math.pi * progress))
-        steps = plan_steps(tokens, self._context, self._config)
-        for batches in steps * self._config.epochs:
-            grads = sum_gradients(self._loss, self._parameters, batches, self._runtime)
-            for parameter, grad, mask in zip(self._parameters, grads, self._masks):
-                parameter.grad = grad if mask is None else grad * mask
-            _clip(self._parameters, self._config.clip)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+        self._set_rate(self._config.lr * 0.5 * (1 + math.cos(math.pi * progress)))
+        self._learn_from(tokens)
 
     def reset(self) -> None:
         """Documents are all one text to it."""
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._forward(inputs, targets, reduction="sum")
+    def _set_rate(self, rate: float) -> None:
+        group = self._optimizer.param_groups[0]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
-class LowRankAdapter:
-    """W + left @ right for every matrix, with left and right learnt by Adam; zero again at the start of a document."""
+class LowRankAdapter(_StepwiseAdapter):
+    """W + left @ right for every matrix, with left and right learnt by Adam; zero again at the start of a document.
 
-    per_document = True
+    The sum is written to where W stands, so the model that learns is the model that scores, and no more than the model is
+    compiled. With G the gradient by W, left's is G right^T and right's is left^T G.
+    """
 
-    def __init__(
-        self, model: GPT, runtime: Runtime, config: AdaptConfig, *, context: int, compiled: bool = False
-    ) -> None:
-        _check_blocks(model, config)
-        self._model, self._config, self._context, self._runtime = model, config, context, runtime
+    def _begin(self, model: GPT) -> None:
+        config, cuda = self._config, self._runtime.is_cuda
         model.requires_grad_(False)
-        self._banks = {f"banks.{key}": model.banks.bank(key) for key in model.banks.entries}
-        self._base = {name: bank.detach().clone() for name, bank in self._banks.items()}
+        banks = {f"banks.{key}": model.banks.bank(key).requires_grad_() for key in model.banks.entries}
         masks = bank_masks(model, config)
-        self._masks = {name: masks.get(name) for name in self._banks}
+        self._weights, self._masks = list(banks.values()), [masks.get(name) for name in banks]
+        self._base = [bank.detach().clone() for bank in self._weights]
         generator = torch.Generator().manual_seed(0)  # the same draw on every rank, and for every document
-        self._drawn = {
-            name: (torch.randn(n, config.rank, cols, generator=generator) / math.sqrt(cols)).to(bank.device, bank.dtype)
-            for name, bank in self._banks.items()
+        self._drawn = [
+            (torch.randn(n, config.rank, cols, generator=generator) / math.sqrt(cols)).to(bank.device, bank.dtype)
+            for bank in self._base
             for n, _, cols in [bank.shape]
-        }
+        ]
+        self._left = [bank.new_zeros(*bank.shape[:2], config.rank) for bank in self._base]
+        self._right = [drawn.clone() for drawn in self._drawn]
+        self._parameters = [*self._left, *self._right]
+        self._optimizer = torch.optim.Adam(
+            self._parameters, lr=config.lr or 0.0, capturable=cuda, fused=True if cuda else None
+        )
         self._changed = False
-        self._call: Callable[..., Tensor] = torch.compile(self._adapted, dynamic=False) if compiled else self._adapted
-        self._start()
-
-    def _start(self) -> None:
-        self._left = {n: b.new_zeros(*b.shape[:2], self._config.rank).requires_grad_() for n, b in self._base.items()}
-        self._right = {name: drawn.clone().requires_grad_() for name, drawn in self._drawn.items()}
-        self._parameters = [*self._left.values(), *self._right.values()]
-        self._optimizer = torch.optim.Adam(self._parameters, lr=self._config.lr or 0.0)
 
     def learn(self, tokens: Tensor, progress: float) -> None:
-        steps = plan_steps(tokens, self._context, self._config)
-        for batches in steps * self._config.epochs:
-            grads = sum_gradients(self._loss, self._parameters, batches, self._runtime)
-            for parameter, grad in zip(self._parameters, grads):
-                parameter.grad = grad
-            _clip(self._parameters, self._config.clip)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-        self._write(self._weights(self._left, self._right))
+        self._learn_from(tokens)
         self._changed = True
 
+    @torch.no_grad()
     def reset(self) -> None:
-        if self._changed:
-            self._write(self._base)
-            self._start()
-            self._changed = False
+        """In place: a graph knows its tensors by their addresses."""
+        if not self._changed:
+            return
+        for left, right, drawn in zip(self._left, self._right, self._drawn):
+            left.zero_()
+            right.copy_(drawn)
+        for state in self._optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+        for bank, base in zip(self._weights, self._base):
+            bank.copy_(base)
+        self._changed = False
 
     @torch.no_grad()
-    def _write(self, weights: dict[str, Tensor]) -> None:
-        for name, bank in self._banks.items():
-            bank.copy_(weights[name])
+    def _step(self, *batches: Tensor) -> None:
+        super()._step(*batches)
+        with self._in_full():
+            for bank, base, mask, left, right in zip(self._weights, self._base, self._masks, self._left, self._right):
+                change = left @ right
+                bank.copy_(base + (change if mask is None else change * mask))
 
-    def _weights(self, left: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
-        with torch.autocast(
-            self._runtime.device.type, enabled=False
-        ):  # what is learnt on must be what is then scored with
-            for name, base in self._base.items():
-                mask = self._masks[name]
-                change = left[name] @ right[name]
-                found[name] = base + (change if mask is None else change * mask)
-        return found
+    def _gradients(self, inputs: Tensor, targets: Tensor, count: int) -> list[Tensor]:
+        grads = super()._gradients(inputs, targets, count)
+        with self._in_full():
+            of_left = [grad @ right.mT for grad, right in zip(grads, self._right)]
+            return of_left + [left.mT @ grad for grad, left in zip(grads, self._left)]
 
-    def _adapted(self, left: dict[str, Tensor], right: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        changes = self._weights(left, right)
-        return torch.func.functional_call(self._model, changes, (inputs, targets), {"reduction": "sum"})
-
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._call(self._left, self._right, inputs, targets)
+    def _in_full(self) -> torch.autocast:
+        """Left and right are small and kept in full precision, whatever our caller has switched on."""
+        return torch.autocast(self._runtime.device.type, enabled=False)
 
 
 def make_adapter(model: GPT, runtime: Runtime, config: AdaptConfig, *, context: int, compiled: bool) -> Any:
     kind = SgdAdapter if config.adapter == "sgd" else LowRankAdapter
-    return kind(model, runtime, config, context=context, compiled=compiled)
+    return kind(model, runtime, config, context=context, compiled=compiled, graph=compiled)
 
 
 def plan_steps(tokens: Tensor, context: int, config: AdaptConfig) -> list[list[Tensor]]:
@@ -209,17 +253,15 @@ def plan_steps(tokens: Tensor, context: int, config: AdaptConfig) -> list[list[T
 
 
 def sum_gradients(
-    loss: Callable[[Tensor, Tensor], Tensor], parameters: list[Tensor], batches: Sequence[Tensor], runtime: Runtime
+    gradients: Callable[[Tensor, Tensor, int], list[Tensor]], batches: Sequence[Tensor], runtime: Runtime
 ) -> list[Tensor]:
-    """The gradient of the mean loss over all batches. Ranks take turns at batches, and every rank adds the parts in the
+    """The gradients of the mean loss over all batches. Ranks take turns at batches, and every rank adds the parts in the
     order of the batches: float addition does not commute with regrouping, and any number of ranks must agree bit for bit."""
     count = sum(batch[:, 1:].numel() for batch in batches)
     total: list[Tensor] = []
     for first in range(0, len(batches), runtime.world):
         mine = min(first + runtime.rank, len(batches) - 1)  # a rank with nothing to do repeats the last, for nobody
-        with torch.enable_grad(), autocast(runtime.device):
-            value = loss(batches[mine][:, :-1], batches[mine][:, 1:]) / count
-        parts = [list(torch.autograd.grad(value, parameters))]
+        parts = [gradients(batches[mine][:, :-1], batches[mine][:, 1:], count)]
         if runtime.world > 1:
             parts = _gather(parts[0], runtime.world)
         for part in parts[: len(batches) - first]:
@@ -268,9 +310,10 @@ def _check_blocks(model: GPT, config: AdaptConfig) -> None:
     require(config.freeze <= layers, f"--freeze must lie in 0..{layers}, the model's blocks, got {config.freeze}")
 
 
-def _clip(parameters: list[Tensor], largest: float) -> None:
-    if largest:
-        torch.nn.utils.clip_grad_norm_(parameters, largest)
+def _laid_out_like(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Fused optimizers ask for it, and a norm is summed in the order of memory, which must not depend on the ranks: a
+    gradient that was gathered from others has come out contiguous."""
+    return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from parbank.config import require
 from parbank.data.shards import TokenSet
 from parbank.eval.adapt import AdaptConfig, Adapter, make_adapter, restored
 from parbank.eval.score import (
+    Pace,
     Progress,
     Scored,
     Scorer,
@@ -123,12 +124,15 @@ def _run(
     progress: Progress,
 ) -> None:
     chunks = -(-text.targets // chunk)
+    pace = Pace(text.ids.device)
     for piece in plan_pieces(text.tokens, chunk, bos_id):
         if piece.fresh:
             learner.reset()
         scorer.score(text.upto(piece.last), piece.first, nats, more=piece.last < text.targets)
         progress(piece.last / text.targets)
         if piece.goes_on and piece.last - piece.first == chunk:
-            # A copy: a view would lead to all of the text. The share is 0 at the first chunk and 1 at the last.
-            seen = torch.from_numpy(text.tokens[piece.first : piece.last + 1].astype(np.int64))
-            learner.learn(seen.to(text.ids.device), piece.first // chunk / max(1, chunks - 1))
+            # A copy, which a cast is: a view would lead to all of the text. From the text that is on the device already: a copy
+            # from the host would be waited for. The share is 0 at the first chunk and 1 at the last.
+            seen = text.ids[piece.first : piece.last + 1].long()
+            learner.learn(seen, piece.first // chunk / max(1, chunks - 1))
+        pace.step()

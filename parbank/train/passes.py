@@ -6,22 +6,12 @@ the batch is copied in, gradients are added to where they lie, and the loss is a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parbank.eval.score import autocast
-
-
-@dataclass
-class _Recorded:
-    """One shape's graph, and what it holds on to."""
-
-    batch: Tensor
-    addresses: list[int | None]
-    graph: torch.cuda.CUDAGraph | None = None
+from parbank.graphs import Graphs, Places
 
 
 class Passes:
@@ -34,10 +24,7 @@ class Passes:
         self._forward, self._device, self._count = forward, device, count
         self._parameters = list(model.parameters())
         self._total = torch.zeros((), device=device)
-        self._use_graph = graph and device.type == "cuda"
-        self._recorded: dict[tuple[int, ...], _Recorded] = {}  # by the batch's shape and the count
-        self._pool: Any = None  # what graph_pool_handle gives: an opaque handle
-        self.captures = 0
+        self._graphs = Graphs(enabled=graph and device.type == "cuda")
 
     def start(self, count: int | None = None) -> None:
         """A new step, of `count` passes from here on: the loss starts at zero. (Gradients are the optimizer's to clear.)"""
@@ -49,22 +36,14 @@ class Passes:
         """The mean over the passes since `start`, on the device; the next `start` overwrites it."""
         return self._total
 
+    @property
+    def captures(self) -> int:
+        """How many graphs were made."""
+        return self._graphs.captures
+
     def add(self, batch: Tensor) -> None:
         """Forward and backward of one micro-batch (rows, length + 1)."""
-        if not self._use_graph:
-            self._run(batch)
-            return
-        key = (*batch.shape, self._count)
-        recorded = self._recorded.get(key)
-        if recorded is None or self._places() != recorded.addresses:
-            # compiles, and makes the gradients that a graph then finds where they are
-            self._run(batch)
-            self._recorded[key] = _Recorded(batch.clone(), self._places())
-            return
-        recorded.batch.copy_(batch)
-        if recorded.graph is None:
-            recorded.graph = self._capture(recorded.batch)
-        recorded.graph.replay()
+        self._graphs.run(self._run, [batch], key=(self._count,), places=self._places)
 
     def _run(self, batch: Tensor) -> None:
         with autocast(self._device):
@@ -72,18 +51,7 @@ class Passes:
         loss.backward()
         self._total += loss.detach()
 
-    def _capture(self, batch: Tensor) -> torch.cuda.CUDAGraph:
-        """Records one pass; nothing is computed yet."""
-        graph = torch.cuda.CUDAGraph()
-        # One pool for the graphs of all shapes: they run one after another, and what they leave lies outside it.
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # thread_local: the loader's thread may wait for its copies meanwhile, which concerns no stream of ours
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._run(batch)
-        self.captures += 1
-        return graph
-
-    def _places(self) -> list[int | None]:
+    def _places(self) -> Places:
         """Where the weights and gradients are that a graph was captured with."""
         pairs = [(p, p.grad) for p in self._parameters]
         return [tensor.data_ptr() if tensor is not None else None for pair in pairs for tensor in pair]

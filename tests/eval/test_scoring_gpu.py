@@ -1,12 +1,16 @@
 """The compiled methods on a GPU, in bfloat16, against the same on the CPU in float32."""
 
+import gc
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
-from parbank.eval.adapt import AdaptConfig
+from parbank.eval.adapt import AdaptConfig, LowRankAdapter, SgdAdapter
 from parbank.eval.methods import EvalConfig, score_text
 from parbank.model import GPT
 from parbank.runtime import Runtime
@@ -29,6 +33,13 @@ def tokens(text_spec: str) -> np.ndarray:
     return np.concatenate([dataset.val.read(0, 1500), dataset.val.read(0, 700)])
 
 
+@pytest.fixture(autouse=True)
+def forget_compiled() -> Iterator[None]:
+    """All tests compile one function, and Dynamo gives up on a function after 8 versions."""
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.method}-{config.scores}")
 def test_a_gpu_scores_what_a_cpu_does(config: EvalConfig, tokens: np.ndarray) -> None:
@@ -43,3 +54,51 @@ def test_a_gpu_scores_what_a_cpu_does(config: EvalConfig, tokens: np.ndarray) ->
     again = score_text(model, TokenSet([tokens]), config, cuda).nats
     if config.method != "ttt":  # gradients of embeddings are added by atomics, in any order
         assert np.array_equal(found, again), "the same bits again"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", [SgdAdapter, LowRankAdapter])
+def test_a_graph_learns_what_launches_do(kind: Any, compiled: bool, tokens: np.ndarray) -> None:
+    """Steps of two shapes, several micro-batches, a learning rate that falls and a reset; and no wait for the GPU."""
+    cuda = Runtime(device=torch.device("cuda", 0))
+    name = "sgd" if kind is SgdAdapter else "low-rank"
+    config = AdaptConfig(adapter=name, lr=0.01, sequences=3, micro_tokens=128).resolve(64)  # type: ignore[arg-type]
+    pieces = [torch.from_numpy(tokens[n : n + 513].astype(np.int64)).cuda() for n in (0, 512, 1024)]
+    start = torch.cat([p.detach().flatten() for p in make_model().parameters()]).cuda()
+    found = {}
+    for graph in (False, True):
+        model = make_model().cuda().eval()
+        adapter = kind(model, cuda, config, context=64, compiled=compiled, graph=graph)
+        for number, piece in enumerate(pieces):
+            adapter.reset()
+            torch.cuda.set_sync_debug_mode("error" if graph and number else "default")
+            try:
+                adapter.learn(piece, number / 4)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert adapter.captures == 2 * graph
+        assert all(p.grad is None for p in model.parameters())
+        found[graph] = torch.cat([p.detach().flatten() for p in model.parameters()])
+    moved = (found[False] - start).norm()
+    assert moved > 0
+    # sums by atomic addition come in any order; a learning rate held fast would be off by a quarter
+    assert (found[True] - found[False]).norm() < 0.05 * moved
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS[3:], ids=lambda config: f"{config.scores}-{config.adapt.adapter}")
+def test_a_score_leaves_no_memory_behind(config: EvalConfig, tokens: np.ndarray) -> None:
+    cuda = Runtime(device=torch.device("cuda", 0))
+    model = make_model().cuda()
+    score_text(model, TokenSet([tokens]), config, cuda)  # compiles, and makes what stays for good
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    gc.disable()  # graphs go with their owner, not some time later
+    try:
+        score_text(model, TokenSet([tokens]), config, cuda)
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= before
+    finally:
+        gc.enable()

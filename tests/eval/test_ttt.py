@@ -1,5 +1,7 @@
 """Score-first: whatever an adapter does, no token can change what was scored before it; and the weights come back."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
@@ -269,7 +273,8 @@ def test_steps_cover_a_chunk_with_one_width() -> None:
         assert set(torch.cat([batch[:, 1:].flatten() for batch in batches]).tolist()) == set(range(1, count + 1))
 
 
-def test_the_low_rank_loss_compiles_whole(tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [SgdAdapter, LowRankAdapter])
+def test_the_loss_compiles_whole(tokens: np.ndarray, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_: Callable[..., Any] = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, **o, fullgraph=True, backend="aot_eager"))
     piece = torch.from_numpy(tokens[: CHUNK + 1].astype(np.int64))
@@ -277,11 +282,67 @@ def test_the_low_rank_loss_compiles_whole(tokens: np.ndarray, monkeypatch: pytes
     for compiled in (True, False):
         model = make_model()
         config = AdaptConfig(adapter="low-rank", lr=0.01, epochs=1).resolve(CONTEXT)
-        LowRankAdapter(model, CPU, config, context=CONTEXT, compiled=compiled).learn(piece, 0.0)
+        kind(model, CPU, config, context=CONTEXT, compiled=compiled).learn(piece, 0.0)
         states.append(weights(model))
     torch._dynamo.reset()
     for a, b in zip(*states):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [SgdAdapter, LowRankAdapter])
+def test_what_is_compiled_has_no_product_in_float32(
+    tokens: np.ndarray, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor warns of one on every GPU that has TF32, and pytest makes errors of warnings."""
+    found: list[torch.dtype] = []
+
+    def record(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        products = [n for n in module.graph.nodes if str(n.target).split(".")[-2:-1] in (["mm"], ["bmm"], ["addmm"])]
+        found.extend(node.meta["val"].dtype for node in products)
+        return make_boxed_func(module.forward)
+
+    compile_: Callable[..., Any] = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, **o, backend=aot_autograd(fw_compiler=record)))
+    model = make_model()
+    config = AdaptConfig(adapter="low-rank", epochs=1).resolve(CONTEXT)
+    adapter = kind(model, CPU, config, context=CONTEXT, compiled=True)
+    with torch.autocast("cpu", torch.bfloat16):  # as it is on a GPU
+        adapter.learn(torch.from_numpy(tokens[: CHUNK + 1].astype(np.int64)), 0.0)
+    torch._dynamo.reset()
+    assert len(found) > 20, "forward and backward were seen"
+    assert set(found) == {torch.bfloat16}
+
+
+def test_a_low_rank_adapter_that_was_reset_is_a_new_one(tokens: np.ndarray) -> None:
+    """Bit for bit, and in the same memory: a CUDA graph would go on with the old."""
+    config = AdaptConfig(adapter="low-rank", lr=0.01).resolve(CONTEXT)
+    first, second = (torch.from_numpy(tokens[n : n + CHUNK + 1].astype(np.int64)) for n in (0, CHUNK))
+    used, new = make_model(), make_model()
+    before = weights(used)
+    adapter = LowRankAdapter(used, CPU, config, context=CONTEXT)
+    places = [p.data_ptr() for p in adapter._parameters]
+    adapter.learn(first, 0.0)
+    assert not equal(weights(used), before)
+    adapter.reset()
+    assert equal(weights(used), before)
+    adapter.learn(second, 0.0)
+    LowRankAdapter(new, CPU, config, context=CONTEXT).learn(second, 0.0)
+    assert equal(weights(used), weights(new))
+    assert [p.data_ptr() for p in adapter._parameters] == places
+
+
+@pytest.mark.parametrize("kind", [SgdAdapter, LowRankAdapter])
+def test_an_adapter_is_gone_when_it_is_dropped(tokens: np.ndarray, kind: Any) -> None:
+    """And so are its graphs, which hold the memory of a whole pass: no cycle keeps them for the garbage collector."""
+    adapter = kind(make_model(), CPU, AdaptConfig(lr=0.01).resolve(CONTEXT), context=CONTEXT)
+    adapter.learn(torch.from_numpy(tokens[: CHUNK + 1].astype(np.int64)), 0.0)
+    alive = weakref.ref(adapter), weakref.ref(adapter._graphs)
+    gc.disable()
+    try:
+        del adapter
+        assert [reference() for reference in alive] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_settings_that_cannot_be_run_are_refused() -> None:
