@@ -5,7 +5,9 @@ replays the same kernels on the same memory. So what it reads and writes must st
 found them, and results are what the work leaves in tensors of its own.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +70,24 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         # One pool for the graphs of all shapes: they run one after another, and what they leave lies outside it.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # thread_local: a loader's thread may wait for its copies meanwhile, which concerns no stream of ours
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with recording(graph, self._pool):
             work(*inputs)
         self.captures += 1
         return graph
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """What is launched inside becomes the graph.
+
+    Python's garbage collector waits until it is done: it may find an older graph, a pinned buffer or an event, and freeing one
+    of those ends a recording. A loader's thread may wait for its copies meanwhile (thread_local): no stream of ours.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if collects:
+            gc.enable()

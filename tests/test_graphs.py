@@ -1,5 +1,7 @@
 """Work replayed as CUDA graphs does what the work does, and starts over where something moved."""
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -62,3 +64,23 @@ def test_the_inputs_may_be_anywhere() -> None:
         graphs.run(work, [tensor[::2]])
         tensor.fill_(100.0)
     assert work.total.item() == 2 * (0 + 1 + 2 + 3 + 4)
+
+
+@pytest.mark.gpu
+def test_garbage_is_left_until_a_recording_is_done() -> None:
+    """An older graph that only a cycle still holds would be freed in the middle, by a collection that any line may start."""
+
+    def work(tensor: Tensor) -> None:
+        held = [[object()] for _ in range(1000)]  # allocations start a collection
+        tensor.add_(len(held))
+        assert not gc.isenabled() or not torch.cuda.is_current_stream_capturing()
+
+    for _ in range(3):
+        graphs, number = Graphs(enabled=True), torch.zeros(2, device="cuda")
+        cycle: list[object] = [graphs]
+        cycle.append(cycle)
+        for _ in range(3):
+            graphs.run(work, [number])
+        del graphs, cycle
+        assert gc.isenabled()
+    gc.collect()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from parbank.errors import DeviceError
+from parbank.graphs import recording
 
 if TYPE_CHECKING:
     from parbank.optim.parallel_muon import ParallelMuon
@@ -70,8 +71,7 @@ class GraphedStep:
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            # thread_local: a loader's thread may pin memory meanwhile, which concerns no stream of ours.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with recording(graph):
                 self._optimizer.run()
         except RuntimeError as error:
             raise DeviceError(
