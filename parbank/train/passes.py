@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parbank.eval.score import autocast
+from parbank.ops.fp8 import Parts, use_fp8
 
 
 @dataclass
@@ -28,10 +29,18 @@ class Passes:
     """Adds up the loss and the gradients of the micro-batches of one step."""
 
     def __init__(
-        self, forward: Callable[..., Tensor], model: nn.Module, device: torch.device, count: int, *, graph: bool
+        self,
+        forward: Callable[..., Tensor],
+        model: nn.Module,
+        device: torch.device,
+        count: int,
+        *,
+        graph: bool,
+        fp8: Parts = "off",
     ) -> None:
-        """`count` passes make a step; each loss and gradient is divided by it."""
+        """`count` passes make a step; each loss and gradient is divided by it. `fp8`: what multiplies in 8 bits."""
         self._forward, self._device, self._count = forward, device, count
+        self._fp8: Parts = fp8
         self._parameters = list(model.parameters())
         self._total = torch.zeros((), device=device)
         self._use_graph = graph and device.type == "cuda"
@@ -67,7 +76,7 @@ class Passes:
         recorded.graph.replay()
 
     def _run(self, batch: Tensor) -> None:
-        with autocast(self._device):
+        with autocast(self._device), use_fp8(self._fp8):
             loss = self._forward(batch[:, :-1], batch[:, 1:]) / self._count
         loss.backward()
         self._total += loss.detach()
