@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from parbank.config import override
 from parbank.data.dataset import Dataset
 from parbank.errors import ConfigError
 from parbank.model import GPT
-from parbank.ops.fp8 import MIN_CAPABILITY, Parts
+from parbank.ops.fp8 import MIN_CAPABILITY, Parts, use_fp8
 from parbank.recipes import RECIPES, get_recipe
 from parbank.runtime import Runtime
 from parbank.train.passes import Passes
@@ -75,6 +76,21 @@ def test_what_is_scored_knows_nothing_of_it(activation: str) -> None:
     assert torch.equal(model(ids[:, :-1], ids[:, 1:]), before)
 
 
+def test_the_compiler_notices_the_switch() -> None:
+    """Compiled for each way once, whatever the order."""
+    parts: list[Parts] = ["off", "mlp+head"]
+    model, counter = make("model.layers=1", "model.value_layers=[0]", "model.xsa_layers=1"), CompileCounter()
+    compiled = torch.compile(model, backend=counter, dynamic=False)
+    ids = torch.randint(0, 320, (2, 17), generator=torch.Generator().manual_seed(2))
+    losses = []
+    for each in parts * 2:
+        with use_fp8(each):
+            losses.append(compiled(ids[:, :-1], ids[:, 1:]).item())
+    assert counter.frame_count == 2
+    assert losses[:2] == losses[2:]
+    assert losses[0] != losses[1]
+
+
 def test_a_bad_number_reaches_the_loss_and_the_gradients() -> None:
     """So that the optimizer sees it and skips the step."""
     model = make()
@@ -132,5 +148,5 @@ def test_training_on_a_gpu(compiled: bool, dataset: Dataset, tmp_path: Path) -> 
         assert not trainer.skipped
         losses[fp8] = [reading.loss for reading in readings]
     assert losses["mlp+head"][0] != losses["off"][0]
-    assert losses["mlp+head"] == pytest.approx(losses["off"], rel=0.03)
+    assert losses["mlp+head"] == pytest.approx(losses["off"], rel=0.05)
     assert losses["mlp+head"][-1] < 0.9 * losses["mlp+head"][0]
