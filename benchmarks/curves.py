@@ -1,10 +1,12 @@
 """The same mathematics: the losses of one recipe with everything on and everything off, beside the noise of the seed.
 
-    python benchmarks/curves.py --recipe sprint --data text:train=A,val=B [--steps 200] [--seeds 0,1] [--set a.b=v]...
+    python benchmarks/curves.py --recipe sprint --data text:train=A,val=B [--ways on,off] [--steps 200] [--seeds 0,1]
+        [--set a.b=v]...
 
 On is the recipe as it is: Triton ops, torch.compile, CUDA graphs. Off is plain PyTorch, run launch by launch. A seed fixes
 the starting weights and the order of the data, so on and off of one seed should differ by rounding alone, which training
-amplifies; two seeds differ in everything. Writes curves_<hardware>_<date>.json, the table beside it, and a picture.
+amplifies; two seeds differ in everything. Two more ways, fp8 and fp8+head, are on with the MLP, or MLP and head, in 8 bits:
+not the same mathematics, but how far from it. Writes curves_<hardware>_<date>.json, the table beside it, and a picture.
 """
 
 import argparse
@@ -23,11 +25,15 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import harness  # noqa: E402
 
-OFF = {
-    "environment": {"PARBANK_OPS": "reference"},
-    "settings": ["train.cuda_graph=false", "train.compile=false"],
+WAYS: dict[str, dict[str, Any]] = {
+    "on": {"environment": {}, "settings": []},
+    "off": {
+        "environment": {"PARBANK_OPS": "reference"},
+        "settings": ["train.cuda_graph=false", "train.compile=false"],
+    },
+    "fp8": {"environment": {}, "settings": ["train.fp8=mlp"]},
+    "fp8+head": {"environment": {}, "settings": ["train.fp8=mlp+head"]},
 }
-ON: dict[str, Any] = {"environment": {}, "settings": []}
 # Every step's loss; and a quick packing, because the file is not the point.
 SHARED = ["train.log_every=1", "train.checkpoint_minutes=0", "quant.method=rows"]
 TAIL = 20  # steps over which the end of a curve is averaged: one step's loss is mostly that of its batch
@@ -37,7 +43,7 @@ Run = dict[str, Any]
 
 def train(arguments: argparse.Namespace, way: str, seed: int, out: Path) -> Run:
     """One run in a process of its own, because an op's backend is chosen when parbank is imported."""
-    chosen = ON if way == "on" else OFF
+    chosen = WAYS[way]
     settings = [*SHARED, *arguments.settings, *chosen["settings"], *(arguments.off_settings if way == "off" else [])]
     command = [sys.executable, "-m", "parbank", "train", "--recipe", arguments.recipe, "--data", arguments.data]
     command += ["--seed", str(seed), "--steps", str(arguments.steps), "--out", str(out)]
@@ -60,11 +66,11 @@ def differences(a: Run, b: Run) -> list[float]:
 
 
 def pairs(runs: list[Run]) -> dict[str, list[float]]:
-    """Name -> the differences step by step, first of on and off at equal seed, then of two seeds in the same way."""
+    """Name -> the differences step by step, first of two ways at equal seed, then of two seeds in the same way."""
     found = {}
     for a, b in itertools.combinations(runs, 2):
         if a["seed"] == b["seed"]:
-            found[f"on - off, seed {a['seed']}"] = differences(a, b)
+            found[f"{a['way']} - {b['way']}, seed {a['seed']}"] = differences(a, b)
     for a, b in itertools.combinations(runs, 2):
         if a["way"] == b["way"]:
             found[f"seed {a['seed']} - {b['seed']}, {a['way']}"] = differences(a, b)
@@ -95,20 +101,27 @@ def draw(runs: list[Run], recipe: str, path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.8))
     colours = {seed: f"C{n}" for n, seed in enumerate(dict.fromkeys(run["seed"] for run in runs))}
+    others = dict.fromkeys(run["way"] for run in runs if run["way"] != runs[0]["way"])
+    dashes = dict(zip(others, itertools.cycle(("--", ":", "-."))))
     for run in runs:
-        on = run["way"] == "on"
-        # the dashes lie on the line where the two agree
-        style = {"linewidth": 2.4, "alpha": 0.45} if on else {"linewidth": 1.0, "linestyle": "--"}
+        # the dashes lie on the line where the ways agree
+        style: dict[str, Any] = {"linewidth": 2.4, "alpha": 0.45}
+        if run["way"] in dashes:
+            style = {"linewidth": 1.0, "linestyle": dashes[run["way"]]}
         steps = range(1, len(run["losses"]) + 1)
         left.plot(steps, run["losses"], color=colours[run["seed"]], label=f"{run['way']}, seed {run['seed']}", **style)
     for name, values in pairs(runs).items():
         # a difference of zero has no place on this axis: it leaves a gap
         shown = [value or float("nan") for value in values]
-        right.plot(range(1, len(values) + 1), shown, linewidth=1.0, label=name, color=None if "on -" in name else "0.6")
+        right.plot(
+            range(1, len(values) + 1),
+            shown,
+            linewidth=1.0,
+            label=name,
+            color="0.6" if name.startswith("seed") else None,
+        )
     left.set(xlabel="step", ylabel="training loss, nats per token", title=f"{recipe}: {runs[0]['device']}")
-    right.set(
-        xlabel="step", ylabel="difference of the losses, nats", yscale="log", title="on and off, beside two seeds"
-    )
+    right.set(xlabel="step", ylabel="difference of the losses, nats", yscale="log", title="two ways, beside two seeds")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
@@ -122,21 +135,26 @@ def main() -> None:
     parser.add_argument("--recipe", default="sprint")
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--ways", default="on,off", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--seeds", default="0,1")
-    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="a.b=v", help="for both ways")
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="a.b=v", help="for every way")
     parser.add_argument(
         "--off-set", action="append", default=[], dest="off_settings", metavar="a.b=v",
         help="for off alone, e.g. batch.micro_batch_tokens=49152 where plain PyTorch does not fit the memory",
     )  # fmt: skip
+    parser.add_argument("--name", default="curves", help="of the result files")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
+    ways = arguments.ways.split(",")
+    if set(ways) - WAYS.keys():
+        parser.error(f"--ways {arguments.ways}: there are {', '.join(WAYS)}")
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as folder:
-        for seed, way in itertools.product(map(int, arguments.seeds.split(",")), ("on", "off")):
+        for seed, way in itertools.product(map(int, arguments.seeds.split(",")), ways):
             runs.append(train(arguments, way, seed, Path(folder) / f"{way}-{seed}"))
             # after every run, so that a benchmark that is cut off still leaves what it has
             extra = {"recipe": arguments.recipe, "data": arguments.data.partition(":")[0], "runs": runs}
-            path = harness.write("curves", rows_of(runs), out=arguments.out, extra=extra)
+            path = harness.write(arguments.name, rows_of(runs), out=arguments.out, extra=extra)
             draw(runs, arguments.recipe, path.with_suffix(".png"))
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
 

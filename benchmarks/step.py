@@ -1,21 +1,27 @@
 """The training step against its floor, and where its time goes.
 
-    python benchmarks/step.py [--variants plain kernels all] [--set a.b=v]... [--quick] [--out DIR]
+    python benchmarks/step.py [--variants plain kernels all fp8 ...] [--inductor a=v,...]... [--set a.b=v]... [--quick] [--out DIR]
 
 The floor is measured in the same run: every product of the step, forward and both ways back, with cuBLAS, and attention with
 the fastest of PyTorch's backends, each alone, summed. Then, for the golf recipe and each variant (`plain`: every op in plain
-PyTorch under Inductor; `kernels`: ours; `all`: ours, with passes and optimizer replayed as CUDA graphs): forward + backward of
-one micro-batch, the optimizer section, a whole step of one and of eight micro-batches, peak memory, and a waterfall by kernel
-class with its picture.
+PyTorch under Inductor; `kernels`: ours; `all`: ours, with passes and optimizer replayed as CUDA graphs; `fp8` and `fp8+head`: as
+`all`, with the MLP, or MLP and head, in 8 bits): forward + backward of one micro-batch, the optimizer section, a whole step of one
+micro-batch and of the whole batch, peak memory, and a waterfall by kernel class with its picture.
+
+Each --inductor adds a variant: as `all`, compiled with these settings of torch._inductor.config. Larger micro-batches come by
+--set batch.micro_batch_tokens=196608.
 
 Random tokens, and random values in the matrices that a new model has at zero: products of zeros are faster than life.
 """
 
 import argparse
+import gc
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +44,39 @@ from parbank.train.groups import parameter_groups
 from parbank.train.passes import Passes
 
 # The published recipe's own figures on one H200, random data: forward + backward at 98,304 tokens, optimizer section.
-REFERENCE_MICRO, REFERENCE_SECTION = 69.6, 8.9
+REFERENCE_TOKENS, REFERENCE_MICRO, REFERENCE_SECTION = 98_304, 69.6, 8.9
 DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the step."""
+
+    settings: tuple[str, ...] = ("train.cuda_graph=true",)
+    backend: str = "triton"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Inductor's settings, given to torch.compile: patched by hand they would not reach autograd's thread, which compiles
+    the backward pass."""
+
+
+VARIANTS = {
+    "plain": Variant(("train.cuda_graph=false",), "reference"),
+    "kernels": Variant(("train.cuda_graph=false",)),
+    "all": Variant(),
+    "fp8": Variant(("train.cuda_graph=true", "train.fp8=mlp")),
+    "fp8+head": Variant(("train.cuda_graph=true", "train.fp8=mlp+head")),
+}
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """`a=true,b.c=2` as Inductor's settings; values are JSON."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    try:
+        return {name.strip(): json.loads(value) for name, _, value in pairs}
+    except json.JSONDecodeError:
+        raise SystemExit(
+            f"--inductor {text}: write it as name=value,name=value, with values such as true and 2"
+        ) from None
 
 
 # --- the floor --------------------------------------------------------------------------------------------------------
@@ -100,17 +137,20 @@ def measure_attention(c: ModelConfig, batch: int, length: int, settings: Setting
 class Step:
     """Model, optimizer and averages of a recipe, as the trainer puts them together, on one random micro-batch."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
         self.config = config
         self.model = GPT(config.model).to(DEVICE)
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                if not parameter.any():
-                    parameter.normal_(std=0.02)
-        forward = torch.compile(self.model, dynamic=False)
-        graph = config.train.cuda_graph
-        self.passes = {count: Passes(forward, self.model, DEVICE, count, graph=graph) for count in (1, 8)}
+            # Matrix by matrix, because those at zero share banks with others.
+            for tensor in (*self.model.banks.matrices().values(), *self.model.parameters()):
+                if not tensor.any():
+                    tensor.normal_(std=0.02)
+        forward = torch.compile(self.model, dynamic=False, options=options or None)
+        graph, fp8 = config.train.cuda_graph, config.train.fp8
+        self.passes = {
+            count: Passes(forward, self.model, DEVICE, count, graph=graph, fp8=fp8) for count in pass_counts(config)
+        }
         self.optimizer = ParallelMuon(
             parameter_groups(self.model, config.optim), max_norm=config.optim.clip, cuda_graph=graph
         )
@@ -135,6 +175,11 @@ class Step:
         self.update()
 
 
+def pass_counts(config: RunConfig) -> tuple[int, ...]:
+    """One micro-batch, and as many as make a batch."""
+    return tuple(dict.fromkeys((1, config.batch.batch_tokens // config.batch.micro_batch_tokens)))
+
+
 def measure_queued(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
     """Milliseconds of a call among its like, queued without a pause as in training: on the device, and of the host."""
     call()
@@ -153,8 +198,9 @@ def measure_queued(call: Callable[[], Any], repeats: int) -> tuple[float, float]
 
 
 def measure_variant(
-    name: str, config: RunConfig, floor: float, settings: Settings, rows: list[Row]
+    name: str, variant: Variant, config: RunConfig, floor: float, settings: Settings, rows: list[Row]
 ) -> dict[str, Waterfall]:
+    config = override(config, *variant.settings)
     tokens, repeats = config.batch.micro_batch_tokens, 5 if settings.quick else 15
 
     def note(case: str, value: float, unit: str = "ms", bound: float | None = None) -> None:
@@ -162,7 +208,7 @@ def measure_variant(
         print(f"{case:44} {name:12} {value:10.3f} {unit}" + (f"  bound {bound:.2f}" if bound else ""), flush=True)
 
     began = time.perf_counter()
-    step = Step(config)
+    step = Step(config, variant.options)
     for _ in range(4):  # compiles, makes the optimizer's state, and has the step captured where it is to be
         step.whole(1)
     torch.cuda.synchronize()
@@ -176,7 +222,7 @@ def measure_variant(
     section, host = measure_queued(lambda: step.update(clear=False), repeats)
     note("optimizer section", section)
     note("optimizer section: host", host)
-    for passes in (1, 8):
+    for passes in pass_counts(config):
         whole, host = measure_queued(lambda passes=passes: step.whole(passes), repeats if passes == 1 else 4)
         note(f"whole step, {passes * tokens:,} tokens", whole, bound=passes * floor)
         note(f"whole step, {passes * tokens:,} tokens: host", host)
@@ -186,7 +232,10 @@ def measure_variant(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="*", default=["plain", "all"], choices=["plain", "kernels", "all"])
+    parser.add_argument("--variants", nargs="*", default=["plain", "all"], choices=list(VARIANTS))
+    parser.add_argument(
+        "--inductor", action="append", default=[], metavar="a=v,...", help="one more variant, with Inductor's settings"
+    )
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="a.b=v")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--name", default="step", help="of the result files")
@@ -194,6 +243,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch sees none")
+    variants = {name: VARIANTS[name] for name in arguments.variants}
+    variants |= {text: Variant(options=read_options(text)) for text in arguments.inductor}
     config = override(get_recipe("golf"), *arguments.settings)
     settings = Settings(quick=arguments.quick)
     tokens, length = config.batch.micro_batch_tokens, config.batch.sequence_length
@@ -203,22 +254,28 @@ def main() -> None:
     rows += [Row(f"attention: {name}", "floor", ms) for name, ms in attention.items()]
     floor = sum(gemms.values()) + min(attention.values())
     rows += [Row("all products", "floor", sum(gemms.values())), Row("products + attention", "floor", floor)]
-    rows.append(Row(f"forward + backward, {tokens:,} tokens", "published", REFERENCE_MICRO, "ms", floor))
+    published = tokens / REFERENCE_TOKENS * REFERENCE_MICRO  # by the token, where passes are of another size
+    rows.append(Row(f"forward + backward, {tokens:,} tokens", "published", published, "ms", floor))
     rows.append(Row("optimizer section", "published", REFERENCE_SECTION))
-    for passes in (1, 8):
-        published = passes * REFERENCE_MICRO + REFERENCE_SECTION
-        rows.append(Row(f"whole step, {passes * tokens:,} tokens", "published", published, "ms", passes * floor))
+    for passes in pass_counts(config):
+        whole = passes * published + REFERENCE_SECTION
+        rows.append(Row(f"whole step, {passes * tokens:,} tokens", "published", whole, "ms", passes * floor))
     for row in rows:
         print(f"{row.case:44} {row.provider:12} {row.value:10.3f} {row.unit}", flush=True)
     falls: dict[str, dict[str, Waterfall]] = {}
-    for variant in arguments.variants:
-        with use_backend("reference" if variant == "plain" else "triton"):
-            chosen = override(config, f"train.cuda_graph={str(variant == 'all').lower()}")
-            falls[variant] = measure_variant(variant, chosen, floor, settings, rows)
+    for name, variant in variants.items():
+        try:
+            with use_backend(variant.backend):
+                falls[name] = measure_variant(name, variant, config, floor, settings, rows)
+        except Exception as error:  # one variant that cannot run leaves the others their columns
+            note = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+            rows.append(Row(f"forward + backward, {tokens:,} tokens", name, None, "ms", floor, note))
+            print(f"{name}: {note}", flush=True)
         torch._dynamo.reset()
+        gc.collect()  # an error's traceback, and graphs that hold each other, keep the last variant's memory
         torch.cuda.empty_cache()
-        for part, fall in falls[variant].items():
-            rows += [Row(f"waterfall, {part}: {label}", variant, ms) for label, ms in fall.classes.items()]
+        for part, fall in falls.get(name, {}).items():
+            rows += [Row(f"waterfall, {part}: {label}", name, ms) for label, ms in fall.classes.items()]
         extra = {
             "settings": arguments.settings,
             "kernels": {
@@ -227,6 +284,8 @@ def main() -> None:
         }
         path = write(arguments.name, rows, out=arguments.out, extra=extra)
         title = f"forward + backward, {tokens:,} tokens, {hardware().upper()}"
+        if not falls:
+            continue
         draw({name: found["micro"] for name, found in falls.items()}, path.with_suffix(".png"), title, floor)
     print(path.with_suffix(".md").read_text())
     for name, found in falls.items():

@@ -14,6 +14,7 @@ from parbank.model.attention import Attention, Context, rope_tables
 from parbank.model.banks import Banks
 from parbank.model.config import ModelConfig
 from parbank.model.embeddings import BigramEmbedding, SmearGate, ValueEmbedding
+from parbank.ops import fp8
 from parbank.ops.backend import use_triton
 
 MAX_POSITIONS = 32_768  # rows of the rotation tables: 1 MB at 16 dims, and sixteen times the longest recipe
@@ -70,8 +71,11 @@ class Block(nn.Module):
 
     def _mlp(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         if self.config.activation == "gelu":
-            return F.linear(F.gelu(F.linear(x, weights["up"])), weights["down"])
+            linear = fp8.linear if fp8.takes_fp8("mlp") else F.linear
+            return linear(F.gelu(linear(x, weights["up"])), weights["down"])
         slope = self.config.activation_slope if self.config.activation == "leaky_relu_squared" else 0.0
+        if fp8.takes_fp8("mlp"):
+            return fp8.mlp(x, weights["up"], weights["down"], slope)
         return ops.mlp(x, weights["up"], weights["down"], slope)
 
 
@@ -149,6 +153,8 @@ class GPT(nn.Module):
     def read_out(self, x: Tensor, targets: Tensor | None, reduction: str = "mean") -> Tensor:
         """The loss, or the logits, from the normed output of the last block."""
         head = (self.token_embedding if self.head is None else self.head).weight.to(x.dtype)
+        if targets is not None and fp8.takes_fp8("head"):
+            return ops.softcap_cross_entropy(fp8.linear(x, head), targets, self.config.softcap, reduction=reduction)
         if targets is not None and self.config.vocab_size < CHUNKED_HEAD_VOCAB:
             return ops.softcap_cross_entropy(F.linear(x, head), targets, self.config.softcap, reduction=reduction)
         if targets is not None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from parbank.config import require
 from parbank.model.config import ModelConfig
+from parbank.ops.fp8 import MULTIPLE, Parts
 from parbank.optim.averaging import AverageConfig
 from parbank.quant.config import QuantConfig
 
@@ -176,12 +177,15 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How the loop runs: nothing here changes what is computed."""
+    """How the loop runs: nothing here but fp8 changes what is computed."""
 
     compile: bool = True
     """Use torch.compile on CUDA. On a CPU the model always runs as plain PyTorch."""
     cuda_graph: bool = True
     """On CUDA, replay each pass as one CUDA graph, and on a single GPU the optimizer's step as another."""
+    fp8: Parts = "off"
+    """Products that training makes in 8 bits, on GPUs that can: those of the MLP, of the head, or of both. Scoring and packing
+    never do."""
     warmup_steps: int = 20
     """Steps run before the clock starts, so that everything is compiled, and then undone completely."""
     log_every: int = 10
@@ -228,3 +232,15 @@ class RunConfig:
             not self.batch.stages or self.budget.tokens is None,
             "batch.stages have shares of a budget in minutes or steps, not in tokens: give --minutes or --steps",
         )
+        self._check_fp8()
+
+    def _check_fp8(self) -> None:
+        model, parts = self.model, self.train.fp8
+        sides = {"model.width": model.width if parts != "off" else 0}
+        sides["model.width * model.mlp_multiple"] = model.hidden if "mlp" in parts else 0
+        sides["model.vocab_size"] = model.vocab_size if "head" in parts else 0
+        for name, size in sides.items():
+            require(
+                size % MULTIPLE == 0,
+                f"{name} is {size}; with train.fp8={parts} it must be a multiple of {MULTIPLE}: change it, or leave fp8 off",
+            )

@@ -12,16 +12,25 @@ from torch import Tensor, nn
 
 from parbank.eval.score import autocast
 from parbank.graphs import Graphs, Places
+from parbank.ops.fp8 import Parts, use_fp8
 
 
 class Passes:
     """Adds up the loss and the gradients of the micro-batches of one step."""
 
     def __init__(
-        self, forward: Callable[..., Tensor], model: nn.Module, device: torch.device, count: int, *, graph: bool
+        self,
+        forward: Callable[..., Tensor],
+        model: nn.Module,
+        device: torch.device,
+        count: int,
+        *,
+        graph: bool,
+        fp8: Parts = "off",
     ) -> None:
-        """`count` passes make a step; each loss and gradient is divided by it."""
+        """`count` passes make a step; each loss and gradient is divided by it. `fp8`: what multiplies in 8 bits."""
         self._forward, self._device, self._count = forward, device, count
+        self._fp8: Parts = fp8
         self._parameters = list(model.parameters())
         self._total = torch.zeros((), device=device)
         self._graphs = Graphs(enabled=graph and device.type == "cuda")
@@ -46,7 +55,7 @@ class Passes:
         self._graphs.run(self._run, [batch], key=(self._count,), places=self._places)
 
     def _run(self, batch: Tensor) -> None:
-        with autocast(self._device):
+        with autocast(self._device), use_fp8(self._fp8):
             loss = self._forward(batch[:, :-1], batch[:, 1:]) / self._count
         loss.backward()
         self._total += loss.detach()

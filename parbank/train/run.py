@@ -27,6 +27,7 @@ from parbank.eval.sample import sample_tokens
 from parbank.eval.score import Score, score_chunked
 from parbank.model import GPT
 from parbank.model.gpt import MAX_POSITIONS
+from parbank.ops.fp8 import check_device
 from parbank.quant import (
     Calibration,
     Packed,
@@ -63,6 +64,7 @@ def run(
     began = time.perf_counter()
     display = display or Display(enabled=runtime.is_main)
     check_seed(config.seed)
+    check_device(config.train.fp8, runtime.device)
     require(
         config.batch.sequence_length <= MAX_POSITIONS,
         f"batch.sequence_length is {config.batch.sequence_length}; a model has {MAX_POSITIONS} positions at most",

@@ -64,14 +64,19 @@ def use_compile_cache() -> Path | None:
     # One folder for all GPUs of a machine: Triton's files are named by what they hold, and renamed when complete.
     os.environ.setdefault(TRITON, str(folder / "triton"))
     if torch.cuda.is_available():  # the import takes a second, and on a CPU nothing is compiled
-        _cache_attention()
+        _cache_more()
     return folder
 
 
-def _cache_attention() -> None:
+def _cache_more() -> None:
     """AOTAutograd refuses to keep a graph with a function it does not know. Two such stand where a model chooses its
-    attention backend. Both are functions of their arguments, which are part of the graph's key."""
+    attention backend. Both are functions of their arguments, which are part of the graph's key. A third is the
+    autograd.Function of ops/fp8.py; the folder's name is a hash of its source."""
+    import torch._functorch.config as functorch
     from torch._inductor import config
+
+    if hasattr(functorch, "autograd_cache_allow_custom_autograd_functions"):
+        functorch.autograd_cache_allow_custom_autograd_functions = True
 
     names = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")
     config.unsafe_marked_cacheable_functions = {

@@ -15,6 +15,7 @@ import torch
 import parbank
 from parbank.config import override
 from parbank.model import GPT
+from parbank.ops.fp8 import Parts, use_fp8
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.train import warmup
@@ -98,7 +99,7 @@ def test_the_functions_marked_cacheable_exist(clean: Path) -> None:
 
     before = config.unsafe_marked_cacheable_functions
     try:
-        warmup._cache_attention()
+        warmup._cache_more()
         names = config.unsafe_marked_cacheable_functions.keys() - before.keys()
     finally:
         config.unsafe_marked_cacheable_functions = before
@@ -107,8 +108,10 @@ def test_the_functions_marked_cacheable_exist(clean: Path) -> None:
         assert callable(getattr(attention, name.removeprefix("torch.nn.attention.")))
 
 
-def test_pytorch_agrees_to_cache_the_models_graph(clean: Path) -> None:
+@pytest.mark.parametrize("fp8", ["off", "mlp+head"])
+def test_pytorch_agrees_to_cache_the_models_graph(fp8: Parts, clean: Path) -> None:
     """One function that AOTAutograd does not know, anywhere in the model, and every start is nearly as slow as the first."""
+    import torch._functorch.config as functorch
     from torch._functorch._aot_autograd.autograd_cache import check_cacheable
     from torch._inductor import config
 
@@ -120,14 +123,16 @@ def test_pytorch_agrees_to_cache_the_models_graph(clean: Path) -> None:
 
     model = GPT(get_recipe("nano").model)
     tokens = torch.randint(0, 320, (2, 65), generator=torch.Generator().manual_seed(0))
-    torch.compile(model, dynamic=False, backend=keep)(tokens[:, :-1], tokens[:, 1:])
+    with use_fp8(fp8):
+        torch.compile(model, dynamic=False, backend=keep)(tokens[:, :-1], tokens[:, 1:])
     (graph,) = graphs
     before = config.unsafe_marked_cacheable_functions
     try:
-        warmup._cache_attention()
+        warmup._cache_more()
         check_cacheable(graph)
     finally:
         config.unsafe_marked_cacheable_functions = before
+        functorch.autograd_cache_allow_custom_autograd_functions = False
         torch._dynamo.reset()
 
 

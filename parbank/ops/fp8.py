@@ -1,0 +1,125 @@
+"""Products in 8 bits: y = x W^T and dX = dY W on e4m3 numbers; dW = dY^T x stays in the compute dtype.
+
+Every row that a product sums over gets a scale of its own, its largest magnitude over e4m3's largest number, found in the
+pass that rounds it:
+
+    s = max |x_i| / 448,   x_i ~ s q_i,   y_ij = s_i t_j sum_k q_ik r_jk
+
+so nothing ever overflows, and no state is kept from step to step. Gradients are e4m3 too. The usual e5m2 buys range with a bit of
+precision, and range within one row is all that is asked for here: 448 over the smallest number is 2^18. A matrix is
+rounded twice, along its rows for y and along its columns for dX, because each product wants the numbers it sums side by side.
+dW sums over tokens, which would need transposed copies of both its factors, and is where rounding adds up over a run.
+
+The rounding is plain PyTorch around PyTorch's own scaled product, so that Inductor makes it one pass with what is next to it
+(the activation, its derivative). Not a number stays not a number, in all of its row: the optimizer skips such a step.
+
+`use_fp8` says which parts of a model take these products; only training passes do. Anywhere but on CUDA the same numbers are
+multiplied in float32.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ConfigError
+from parbank.ops import reference
+
+Parts = Literal["off", "mlp", "head", "mlp+head"]
+Part = Literal["mlp", "head"]
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+# The smallest magnitude a row's scale is made from: both the scale and its reciprocal are then normal float32 numbers.
+SMALLEST = LARGEST * torch.finfo(torch.float32).tiny
+MIN_CAPABILITY = (8, 9)  # the first NVIDIA GPUs that multiply in 8 bits
+MULTIPLE = 16  # of every side of a matrix: the hardware reads 16 bytes at a time
+
+
+@dataclass
+class _State:
+    """A module global that Dynamo reads as a constant and guards, as in backend.py."""
+
+    mlp: bool = False
+    head: bool = False
+
+
+_state = _State()
+
+
+@contextmanager
+def use_fp8(parts: Parts) -> Iterator[None]:
+    """The named parts of a model multiply in 8 bits where its forward pass runs inside; backward may run outside."""
+    before = _state.mlp, _state.head
+    _state.mlp, _state.head = "mlp" in parts, "head" in parts
+    try:
+        yield
+    finally:
+        _state.mlp, _state.head = before
+
+
+def takes_fp8(part: Part) -> bool:
+    return _state.mlp if part == "mlp" else _state.head
+
+
+def check_device(parts: Parts, device: torch.device) -> None:
+    """Refuses a setting of train.fp8 that the device cannot run."""
+    if parts == "off":
+        return
+    what = f"train.fp8={parts} needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell), but "
+    rest = "; leave it off (--set train.fp8=off)"
+    if device.type != "cuda":
+        raise ConfigError(f"{what}this run is on {device.type}{rest}")
+    if torch.version.hip is not None:
+        raise ConfigError(f"{what}this PyTorch is built for AMD{rest}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < MIN_CAPABILITY:
+        raise ConfigError(f"{what}{torch.cuda.get_device_name(device)} has {major}.{minor}{rest}")
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (rows, depth) as e4m3 numbers, side by side along a row, and a float32 scale for each row (rows, 1)."""
+    wide = x.float()
+    largest = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
+    return (wide * (LARGEST / largest)).to(DTYPE).contiguous(), largest / LARGEST
+
+
+def multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """A B^T of two quantised matrices (m, depth) and (n, depth)."""
+    if not a[0].is_cuda:
+        return multiply_plainly(a, b, dtype)
+    # Fast: sums are kept in the tensor cores' registers, whose some 14 bits are far finer than the numbers summed.
+    return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1].t(), out_dtype=dtype, use_fast_accum=True)
+
+
+def multiply_plainly(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """What `multiply` is held against: the same numbers in float32."""
+    return ((a[0].float() @ b[0].float().t()) * a[1] * b[1].t()).to(dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """An autograd.Function and not a torch.library op: the compiler sees through it and fuses the rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return multiply(quantise(x), quantise(w), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        dx = multiply(quantise(dy), quantise(w.t()), x.dtype)
+        return dx, torch.mm(dy.t(), x)
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """x W^T of x (..., inputs) and w (outputs, inputs), both multiples of 16 on CUDA; w may be a transposed view."""
+    return _Linear.apply(x.reshape(-1, x.shape[-1]), w).view(*x.shape[:-1], w.shape[0])
+
+
+def mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> Tensor:
+    """`ops.mlp` in 8 bits. The activation is plain PyTorch, for the compiler to make one pass of it and the rounding."""
+    return linear(reference.leaky_relu_squared(linear(x, w_up), slope), w_down)
