@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parbank.ops.backend import use_triton
+
 # Primes next to 2^16 over the golden ratio and over its square: multiples of them spread consecutive tokens evenly.
 HASH_CURRENT, HASH_PREVIOUS = 40_499, 25_033
 
@@ -26,8 +28,12 @@ class BigramEmbedding(nn.Module):
         previous = F.pad(ids[:, :-1], (1, 0))
         hashed = (HASH_CURRENT * ids ^ HASH_PREVIOUS * previous) % (self.buckets - 1)
         rows = torch.where(starts, self.buckets - 1, hashed)
-        found = F.linear(self.embedding(rows).to(dtype), self.projection.to(dtype))
-        return found * self.scale.to(dtype)
+        narrow = self.embedding(rows).to(dtype)
+        if use_triton(narrow):
+            # Folded into the projection, as the blocks' gains are: the scale's gradient is then a sum over a matrix, and
+            # not over every token and channel.
+            return F.linear(narrow, (self.scale * self.projection).to(dtype))
+        return F.linear(narrow, self.projection.to(dtype)) * self.scale.to(dtype)
 
 
 class SmearGate(nn.Module):

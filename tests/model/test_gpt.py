@@ -155,7 +155,7 @@ def loss_and_gradients(model: GPT, ids: torch.Tensor, backend: str, compiled: bo
 )
 def test_the_kernels_compute_what_the_plain_path_does(base: str, layers: int, compiled: bool) -> None:
     """Sums between blocks with and without skips and mix, for an odd and an even number of layers."""
-    extras = {"value_layers": (1, 2), "bigram_buckets": 0} if base == "everything" else {}
+    extras = {"value_layers": (1, 2)} if base == "everything" else {}
     config = replace(OPTIONS[base], layers=layers, width=16, heads=2, kv_heads=1, **extras)
     model, ids = random_model(config), random_ids(config, length=6)
     with torch.no_grad():
