@@ -17,6 +17,7 @@ from parbank.ops.activation import _leaky_relu_squared, _leaky_relu_squared_back
 from parbank.ops.mix import _mix_rms_norm, _mix_rms_norm_backward
 from parbank.ops.norm import _rms_norm, _rms_norm_backward
 from parbank.ops.rope import _qk_norm_rope, _qk_norm_rope_backward
+from parbank.ops.smear import _smear, _smear_backward
 
 DTYPE = torch.bfloat16
 TOKENS = 98304  # 48 sequences of 2048: a micro-batch of the golf recipe on one GPU
@@ -125,6 +126,14 @@ def cases(quick: bool) -> Iterator[Case]:
             lambda skipped=skipped: add_mix_inputs(skipped),
             (forward * size, (forward + back) * size),
         )
+    starts = torch.arange(2048, device="cuda").eq(0).expand(48, 2048)
+    yield from both_ways(
+        "smear",
+        "(48, 2048, 512)",
+        (lambda x, gate: ops.smear(x, gate, starts), lambda x, gate: reference.smear(x, gate, starts)),
+        lambda: [random(48, 2048, 512), random(512, dtype=torch.float32).sigmoid()],
+        (2 * size, 5 * size),
+    )
     cos, sin = angles(2048, 8)
     yield from both_ways(
         "qk_norm_rope",
@@ -202,6 +211,14 @@ def tunables() -> list[Any]:
 
         return build
 
+    def smear(back: bool) -> Build:
+        def build() -> Callable[[], Any]:
+            dy, x, gate = random(48, 2048, 512), random(48, 2048, 512), random(512, dtype=torch.float32).sigmoid()
+            starts = torch.zeros(48, 2048, dtype=torch.bool, device="cuda")
+            return lambda: _smear_backward(dy, x, gate, starts) if back else _smear(x, gate, starts)
+
+        return build
+
     def act() -> Callable[[], Any]:
         x = random(TOKENS, 1536)
         return lambda: _leaky_relu_squared(x, SLOPE)
@@ -248,6 +265,8 @@ def tunables() -> list[Any]:
         tunable("add_mix_rms_norm", forward, "512", add_mix, 7 * size),
         tunable("mix_rms_norm_backward", summed, "512", mix_back(False), 7 * size),
         tunable("skip_mix_rms_norm_backward", summed, "512", mix_back(True), 8 * size),
+        tunable("smear", forward, "512", smear(False), 2 * size),
+        tunable("smear_backward", summed, "512", smear(True), 3 * size),
         tunable("leaky_relu_squared", blocks, "1536", act, 6 * size),
         tunable("leaky_relu_squared_backward", blocks, "1536", act_back, 9 * size),
         tunable("qk_norm_rope", launches(TILE=(1024, 2048, 4096, 8192), warps=(2, 4, 8)), "golf", rope, 3 * size),

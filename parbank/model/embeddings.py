@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parbank import ops
 from parbank.ops.backend import use_triton
 
 # Primes next to 2^16 over the golden ratio and over its square: multiples of them spread consecutive tokens evenly.
@@ -44,9 +45,7 @@ class SmearGate(nn.Module):
         self.gate = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor, starts: Tensor) -> Tensor:
-        gate = torch.sigmoid(self.gate).to(x.dtype)
-        previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
-        return (1 - gate) * x + gate * previous
+        return ops.smear(x, torch.sigmoid(self.gate), starts)
 
 
 class ValueEmbedding(nn.Module):

@@ -8,6 +8,7 @@ from parbank.ops.mlp import mlp
 from parbank.ops.norm import add_rms_norm, rms_norm
 from parbank.ops.qkv import qkv_norm_rope
 from parbank.ops.rope import qk_norm_rope
+from parbank.ops.smear import smear
 from parbank.ops.symmetric import ax_plus_bx, ba_plus_caa, symmetric_product, xxt
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "qk_norm_rope",
     "qkv_norm_rope",
     "rms_norm",
+    "smear",
     "softcap_cross_entropy",
     "symmetric_product",
     "xxt",

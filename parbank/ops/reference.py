@@ -55,6 +55,16 @@ def add_mix_rms_norm(
     return total, *mix_rms_norm(total, x0, a, b, scale, eps)
 
 
+def smear(x: Tensor, gate: Tensor, starts: Tensor) -> Tensor:
+    """(1 - gate) * x + gate * (x one position earlier), gate per channel.
+
+    x (B, T, width); starts (B, T), bool, marks positions with nothing before them; the first of a row never has anything.
+    """
+    wide = _wide(x)
+    previous = F.pad(wide[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
+    return ((1 - gate) * wide + gate * previous).to(x.dtype)
+
+
 def leaky_relu_squared(x: Tensor, slope: float) -> Tensor:
     """LeakyReLU(x)^2: x^2 where x > 0, (slope*x)^2 elsewhere."""
     y = F.leaky_relu(_wide(x), slope)
