@@ -17,6 +17,7 @@ from parbank.ops.activation import _leaky_relu_squared, _leaky_relu_squared_back
 from parbank.ops.mix import _mix_rms_norm, _mix_rms_norm_backward
 from parbank.ops.norm import _rms_norm, _rms_norm_backward
 from parbank.ops.rope import _qk_norm_rope, _qk_norm_rope_backward
+from parbank.ops.smear import _smear, _smear_backward
 
 DTYPE = torch.bfloat16
 TOKENS = 98304  # 48 sequences of 2048: a micro-batch of the golf recipe on one GPU
@@ -68,6 +69,13 @@ def angles(time: int, half: int) -> tuple[Tensor, Tensor]:
     return turns.cos(), turns.sin()
 
 
+def add_mix_inputs(skipped: bool) -> list[Tensor]:
+    """x, y, x0, a, b, and the skip with its gain."""
+    x, y, x0 = (random(TOKENS, 512) for _ in range(3))
+    a, b, gain = random(3, 512, dtype=torch.float32)
+    return [x, y, x0, a, b, *([random(TOKENS, 512), gain] if skipped else [])]
+
+
 def cases(quick: bool) -> Iterator[Case]:
     for width in (512, 1536):
         size = TOKENS * width * 2
@@ -107,6 +115,24 @@ def cases(quick: bool) -> Iterator[Case]:
         (ops.mix_rms_norm, reference.mix_rms_norm),
         lambda: [random(TOKENS, 512), random(TOKENS, 512), *(random(512, dtype=torch.float32) for _ in range(2))],
         (4 * size, 10 * size),
+    )
+    # Forward reads x, y, x0 and writes sum, mix and norm; backward reads three gradients, sum and x0 and writes two. A skip is
+    # read once more each way, and its gradient written.
+    for skipped, forward, back in ((False, 6, 7), (True, 7, 9)):
+        yield from both_ways(
+            "add_mix_rms_norm",
+            f"({TOKENS}, 512)" + (" with skip" if skipped else ""),
+            (ops.add_mix_rms_norm, reference.add_mix_rms_norm),
+            lambda skipped=skipped: add_mix_inputs(skipped),
+            (forward * size, (forward + back) * size),
+        )
+    starts = torch.arange(2048, device="cuda").eq(0).expand(48, 2048)
+    yield from both_ways(
+        "smear",
+        "(48, 2048, 512)",
+        (lambda x, gate: ops.smear(x, gate, starts), lambda x, gate: reference.smear(x, gate, starts)),
+        lambda: [random(48, 2048, 512), random(512, dtype=torch.float32).sigmoid()],
+        (2 * size, 5 * size),
     )
     cos, sin = angles(2048, 8)
     yield from both_ways(
@@ -168,13 +194,30 @@ def tunables() -> list[Any]:
 
     def mix() -> Callable[[], Any]:
         x, x0, a, b = random(TOKENS, 512), random(TOKENS, 512), *random(2, 512, dtype=torch.float32)
-        return lambda: _mix_rms_norm(x, x0, a, b, 1.0, 1e-6)
+        return lambda: _mix_rms_norm(x, None, None, x0, None, a, b, 1.0, 1e-6)
 
-    def mix_back() -> Callable[[], Any]:
-        x, x0, dm, dy = (random(TOKENS, 512) for _ in range(4))
-        a, b = random(2, 512, dtype=torch.float32)
-        inverse = random(TOKENS, dtype=torch.float32)
-        return lambda: _mix_rms_norm_backward(dm, dy, x, x0, a, b, inverse, 1.0)
+    def add_mix() -> Callable[[], Any]:
+        x, y, x0, a, b, skip, gain = add_mix_inputs(True)
+        return lambda: _mix_rms_norm(x, y, skip, x0, gain, a, b, 1.0, 1e-6)
+
+    def mix_back(skipped: bool) -> Build:
+        def build() -> Callable[[], Any]:
+            total, x0, dm, dy, past = (random(TOKENS, 512) for _ in range(5))
+            a, b, gain = random(3, 512, dtype=torch.float32)
+            inverse = random(TOKENS, dtype=torch.float32)
+            # as in the model: the sums of the first half also feed a skip, those of the second are fed by one
+            more = (None, past, gain) if skipped else (past, None, None)
+            return lambda: _mix_rms_norm_backward(more[0], dm, dy, total, more[1], x0, more[2], a, b, inverse, 1.0)
+
+        return build
+
+    def smear(back: bool) -> Build:
+        def build() -> Callable[[], Any]:
+            dy, x, gate = random(48, 2048, 512), random(48, 2048, 512), random(512, dtype=torch.float32).sigmoid()
+            starts = torch.zeros(48, 2048, dtype=torch.bool, device="cuda")
+            return lambda: _smear_backward(dy, x, gate, starts) if back else _smear(x, gate, starts)
+
+        return build
 
     def act() -> Callable[[], Any]:
         x = random(TOKENS, 1536)
@@ -219,7 +262,11 @@ def tunables() -> list[Any]:
     return [
         *found,
         tunable("mix_rms_norm", forward, "512", mix, 4 * size),
-        tunable("mix_rms_norm_backward", summed, "512", mix_back, 6 * size),
+        tunable("add_mix_rms_norm", forward, "512", add_mix, 7 * size),
+        tunable("mix_rms_norm_backward", summed, "512", mix_back(False), 7 * size),
+        tunable("skip_mix_rms_norm_backward", summed, "512", mix_back(True), 8 * size),
+        tunable("smear", forward, "512", smear(False), 2 * size),
+        tunable("smear_backward", summed, "512", smear(True), 3 * size),
         tunable("leaky_relu_squared", blocks, "1536", act, 6 * size),
         tunable("leaky_relu_squared_backward", blocks, "1536", act_back, 9 * size),
         tunable("qk_norm_rope", launches(TILE=(1024, 2048, 4096, 8192), warps=(2, 4, 8)), "golf", rope, 3 * size),

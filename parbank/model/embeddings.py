@@ -4,6 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parbank import ops
+from parbank.ops.backend import use_triton
+
 # Primes next to 2^16 over the golden ratio and over its square: multiples of them spread consecutive tokens evenly.
 HASH_CURRENT, HASH_PREVIOUS = 40_499, 25_033
 
@@ -26,8 +29,12 @@ class BigramEmbedding(nn.Module):
         previous = F.pad(ids[:, :-1], (1, 0))
         hashed = (HASH_CURRENT * ids ^ HASH_PREVIOUS * previous) % (self.buckets - 1)
         rows = torch.where(starts, self.buckets - 1, hashed)
-        found = F.linear(self.embedding(rows).to(dtype), self.projection.to(dtype))
-        return found * self.scale.to(dtype)
+        narrow = self.embedding(rows).to(dtype)
+        if use_triton(narrow):
+            # Folded into the projection, as the blocks' gains are: the scale's gradient is then a sum over a matrix, and
+            # not over every token and channel.
+            return F.linear(narrow, (self.scale * self.projection).to(dtype))
+        return F.linear(narrow, self.projection.to(dtype)) * self.scale.to(dtype)
 
 
 class SmearGate(nn.Module):
@@ -38,9 +45,7 @@ class SmearGate(nn.Module):
         self.gate = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor, starts: Tensor) -> Tensor:
-        gate = torch.sigmoid(self.gate).to(x.dtype)
-        previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
-        return (1 - gate) * x + gate * previous
+        return ops.smear(x, torch.sigmoid(self.gate), starts)
 
 
 class ValueEmbedding(nn.Module):

@@ -25,7 +25,12 @@ CHUNKED_HEAD_VOCAB = 4096
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP, each on a norm of the residual stream. The matrices come from the banks."""
+    """One layer: attention, then MLP, each on a norm of the residual stream. The matrices come from the banks.
+
+    What the MLP puts out is not added to the stream here: the next block's mix reads both, or the last norm, and one pass
+    over memory makes the sum and what follows it. So a block takes the stream x and what is still to be added to it, and
+    hands on the same.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -42,20 +47,41 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
+        addend: Tensor | None,
+        skip: tuple[Tensor, Tensor] | None,
         x0: Tensor,
         weights: dict[str, Tensor],
         context: Context,
         extra: Tensor | None,
         first: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`addend` (None ahead of the first block) and gain * `skip` = (tensor, gain per channel) are added to x first.
+
+        Returns the stream, what is to be added to it, the sum the block began with, and the values of its attention.
+        """
         weights, gains = self._fold_gains(weights)
-        if self.residual_mix is not None:
-            x, normed = ops.mix_rms_norm(x, x0, self.residual_mix[0], self.residual_mix[1], self.scale)
-        else:
-            normed = ops.rms_norm(x, scale=self.scale)
+        total, x, normed = self._enter(x, addend, skip, x0)
         attended, values = self.attention(normed, weights, context, extra, first)
         x, normed = ops.add_rms_norm(x, _gained(attended, gains[0]), self.scale)
-        return x + _gained(self._mlp(normed, weights), gains[1]), values
+        return x, _gained(self._mlp(normed, weights), gains[1]), total, values
+
+    def _enter(
+        self, x: Tensor, addend: Tensor | None, skip: tuple[Tensor, Tensor] | None, x0: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The residual sum, the stream that follows from it, and that stream's norm."""
+        mix = self.residual_mix
+        if skip is not None and (addend is None or mix is None):
+            x = x if addend is None else x + addend
+            addend, skip = _gained(*skip), None
+        if addend is None:
+            if mix is None:
+                return x, x, ops.rms_norm(x, scale=self.scale)
+            return x, *ops.mix_rms_norm(x, x0, mix[0], mix[1], self.scale)
+        if mix is None:
+            total, normed = ops.add_rms_norm(x, addend, self.scale)
+            return total, total, normed
+        old, gain = skip or (None, None)
+        return ops.add_mix_rms_norm(x, addend, x0, mix[0], mix[1], old, gain, self.scale)
 
     def _fold_gains(self, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor | None, Tensor | None]]:
         """The weights, and the gains still to be applied to what attention and MLP put out.
@@ -77,6 +103,33 @@ class Block(nn.Module):
         if fp8.takes_fp8("mlp"):
             return fp8.mlp(x, weights["up"], weights["down"], slope)
         return ops.mlp(x, weights["up"], weights["down"], slope)
+
+
+class Skips:
+    """The outputs of the first half of the blocks, on their way to the inputs of the second half, last to first."""
+
+    def __init__(self, gains: Tensor | None, layers: int) -> None:
+        self.gains, self.layers = gains, layers
+        self.count = 0 if gains is None else len(gains)
+        self._held: list[Tensor] = []
+
+    def take(
+        self, layer: int, x: Tensor, addend: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+        """What a block starts from: the stream, what is to be added to it, and the skip with its gain."""
+        if self.gains is None or layer < self.layers - self.count:
+            return x, addend, None
+        if layer == self.count:
+            # Of an even number of layers the first half ends here: its last output is this block's input and its skip.
+            assert addend is not None  # this is not the first block
+            x, addend = x + addend, None
+            self._held.append(x)
+        return x, addend, (self._held.pop(), self.gains[self.layers - 1 - layer])
+
+    def keep(self, layer: int, total: Tensor) -> None:
+        """`total` is the sum a block began with, so the output of the one before."""
+        if 0 < layer <= self.count and layer < self.layers - self.count:
+            self._held.append(total)
 
 
 class GPT(nn.Module):
@@ -179,16 +232,16 @@ class GPT(nn.Module):
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         context = Context(cos, sin, _document_mask(starts) if c.isolate_documents else None)
         matrices = self.banks.matrices(dtype)
-        x0, first = x, None
-        skips: list[Tensor] = []
+        x0, addend, first = x, None, None
+        skips = Skips(self.skip_gains, c.layers)
         for layer, block in enumerate(self.blocks):
-            if self.skip_gains is not None and layer >= c.layers - len(self.skip_gains):
-                x = x + self.skip_gains[c.layers - 1 - layer].to(dtype) * skips.pop()
-            x, values = block(x, x0, _of_layer(matrices, layer), context, extras.get(layer), first)
+            x, addend, skip = skips.take(layer, x, addend)
+            weights = _of_layer(matrices, layer)
+            x, addend, total, values = block(x, addend, skip, x0, weights, context, extras.get(layer), first)
+            skips.keep(layer, total)
             first = values if first is None and c.value_residual else first
-            if self.skip_gains is not None and layer < len(self.skip_gains):
-                skips.append(x)
-        return ops.rms_norm(x)
+        assert addend is not None  # a model has a layer
+        return ops.add_rms_norm(x, addend)[1]
 
     def _compute_dtype(self, device: torch.device) -> torch.dtype:
         if torch.is_autocast_enabled(device.type):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from parbank import ops
 from parbank.model.attention import Context
-from parbank.model.gpt import GPT, _of_layer
+from parbank.model.gpt import GPT, Skips, _of_layer
 
 BEFORE = 2  # tokens given ahead of a segment: smear looks one back, at an embedding whose bigram looks one more back
 # Most layers a compiled stream may have: every layer is compiled once for itself, and Dynamo's own limit of 8 versions of
@@ -126,24 +126,26 @@ class Stream:
         cos, sin = _rotations(segment.start, len(segment.ids), c.rope_dims, c.rope_base, device)
         reach = find_reach(segment, self.window, isolated=c.isolate_documents)
         matrices = model.banks.matrices(dtype)
-        x0, first = x, None
-        skips: list[Tensor] = []
-        gains = model.skip_gains
+        x0, addend, first = x, None, None
+        skips = Skips(model.skip_gains, c.layers)
         for layer in range(c.layers):
-            skip = skips.pop() if gains is not None and layer >= c.layers - len(gains) else None
+            x, addend, skip = skips.take(layer, x, addend)
             past = self.carry.take(layer)
             if past is None:
                 past = self._nothing(dtype, device)
             weights = _of_layer(matrices, layer)
             shared = (cos, sin, reach, self.window)
-            x, values, past = self._layer(model, layer, x, x0, skip, weights, extras.get(layer), first, past, shared)
+            before = (x, addend, skip, x0)
+            x, addend, total, values, past = self._layer(
+                model, layer, before, weights, extras.get(layer), first, past, shared
+            )
             self.carry.give(layer, past)
+            skips.keep(layer, total)
             first = values if first is None and c.value_residual else first
-            if gains is not None and layer < len(gains):
-                skips.append(x)
+        assert addend is not None  # a model has a layer
         if last:
-            x = x[:, -1:]
-        return self._read_out(model, x, None if targets is None else targets[None])[0]
+            x, addend = x[:, -1:], addend[:, -1:]
+        return self._read_out(model, x, addend, None if targets is None else targets[None])[0]
 
     def _nothing(self, dtype: torch.dtype, device: torch.device) -> Past:
         """What stands ahead of the text: as many keys as ever, so that shapes stay; `Reach.low` hides them."""
@@ -173,16 +175,14 @@ def _embed(model: GPT, ids: Tensor, first: Tensor, dtype: torch.dtype) -> tuple[
 def _layer(
     model: GPT,
     layer: int,
-    x: Tensor,
-    x0: Tensor,
-    skip: Tensor | None,
+    before: tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None, Tensor],
     weights: dict[str, Tensor],
     extra: Tensor | None,
     first: Tensor | None,
     past: Past,
     shared: tuple[Tensor, Tensor, Reach, int],
-) -> tuple[Tensor, Tensor, Past]:
-    """One block, on the keys and values carried and its own; returns its output, its values, and the next carry."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Past]:
+    """One block, on the keys and values carried and its own; returns what the block does, and the next carry."""
     cos, sin, reach, window = shared
     left: list[Past] = []
 
@@ -198,15 +198,12 @@ def _layer(
         )
         return attend_window(q, keys, values, window, reach)
 
-    if skip is not None and model.skip_gains is not None:
-        x = x + model.skip_gains[model.config.layers - 1 - layer].to(x.dtype) * skip
     context = Context(cos, sin, None, attend_here)
-    x, own = model.blocks[layer](x, x0, weights, context, extra, first)
-    return x, own, left[0]
+    return *model.blocks[layer](*before, weights, context, extra, first), left[0]
 
 
-def _read_out(model: GPT, x: Tensor, targets: Tensor | None) -> Tensor:
-    return model.read_out(ops.rms_norm(x), targets, "none")
+def _read_out(model: GPT, x: Tensor, addend: Tensor, targets: Tensor | None) -> Tensor:
+    return model.read_out(ops.add_rms_norm(x, addend)[1], targets, "none")
 
 
 def _rotations(start: int, length: int, dims: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:

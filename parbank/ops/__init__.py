@@ -3,14 +3,16 @@
 from parbank.ops.activation import leaky_relu_squared
 from parbank.ops.linear_loss import linear_softcap_cross_entropy
 from parbank.ops.loss import softcap_cross_entropy
-from parbank.ops.mix import mix_rms_norm
+from parbank.ops.mix import add_mix_rms_norm, mix_rms_norm
 from parbank.ops.mlp import mlp
 from parbank.ops.norm import add_rms_norm, rms_norm
 from parbank.ops.qkv import qkv_norm_rope
 from parbank.ops.rope import qk_norm_rope
+from parbank.ops.smear import smear
 from parbank.ops.symmetric import ax_plus_bx, ba_plus_caa, symmetric_product, xxt
 
 __all__ = [
+    "add_mix_rms_norm",
     "add_rms_norm",
     "ax_plus_bx",
     "ba_plus_caa",
@@ -21,6 +23,7 @@ __all__ = [
     "qk_norm_rope",
     "qkv_norm_rope",
     "rms_norm",
+    "smear",
     "softcap_cross_entropy",
     "symmetric_product",
     "xxt",

@@ -214,19 +214,22 @@ def _add_rms_norm(x: Tensor, y: Tensor, scale: float, eps: float) -> tuple[Tenso
 @torch.library.custom_op(
     "parbank::add_rms_norm_backward",
     mutates_args=(),
-    schema="(Tensor dtotal, Tensor dnormed, Tensor total, Tensor inverse, float scale) -> Tensor",
+    schema="(Tensor? dtotal, Tensor dnormed, Tensor total, Tensor inverse, float scale) -> Tensor",
 )
-def _add_rms_norm_backward(dtotal: Tensor, dnormed: Tensor, total: Tensor, inverse: Tensor, scale: float) -> Tensor:
-    """The gradient of the sum, and so of both that were added."""
+def _add_rms_norm_backward(
+    dtotal: Tensor | None, dnormed: Tensor, total: Tensor, inverse: Tensor, scale: float
+) -> Tensor:
+    """The gradient of the sum, and so of both that were added. `dtotal` is missing where only the norm was used."""
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     if total.numel():
-        flat, straight, grad = as_rows(total), as_rows(dtotal), as_rows(dnormed)
+        flat, grad = as_rows(total), as_rows(dnormed)
+        straight = grad if dtotal is None else as_rows(dtotal)
         rows, width = flat.shape
         launch, programs = choose_launch("add_rms_norm_backward", width, rows, total.device, persistent=False)
         with on_device(total.device):
             _norm_backward_kernel[(programs,)](
                 grad, straight, flat, None, inverse, dx, None, rows, grad.stride(0), straight.stride(0), flat.stride(0),
-                scale, WIDTH=width, WEIGHTED=False, ADDED=True, **launch.kwargs(),
+                scale, WIDTH=width, WEIGHTED=False, ADDED=dtotal is not None, **launch.kwargs(),
             )  # fmt: skip
     return dx
 
@@ -247,7 +250,7 @@ def _(x: Tensor, y: Tensor, scale: float, eps: float) -> tuple[Tensor, Tensor, T
 
 
 @_add_rms_norm_backward.register_fake
-def _(dtotal: Tensor, dnormed: Tensor, total: Tensor, inverse: Tensor, scale: float) -> Tensor:
+def _(dtotal: Tensor | None, dnormed: Tensor, total: Tensor, inverse: Tensor, scale: float) -> Tensor:
     return total.new_empty(total.shape)
 
 
@@ -265,10 +268,12 @@ def _differentiate_norm(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None,
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.scale = inputs[2]
     ctx.save_for_backward(output[0], output[2])
+    ctx.set_materialize_grads(False)  # the last sum is used by its norm alone: no zeros to write, and to read again
 
 
-def _differentiate_sum(ctx: Any, dtotal: Tensor, dnormed: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate_sum(ctx: Any, dtotal: Tensor | None, dnormed: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     total, inverse = ctx.saved_tensors
+    dnormed = torch.zeros_like(total) if dnormed is None else dnormed
     dx = _add_rms_norm_backward(dtotal, dnormed, total, inverse, ctx.scale)
     return dx, dx, None, None
 

@@ -35,6 +35,36 @@ def mix_rms_norm(
     return mixed, rms_norm(mixed, scale=scale, eps=eps)
 
 
+def add_mix_rms_norm(
+    x: Tensor,
+    y: Tensor,
+    x0: Tensor,
+    a: Tensor,
+    b: Tensor,
+    skip: Tensor | None = None,
+    gain: Tensor | None = None,
+    scale: float = 1.0,
+    eps: float = NORM_EPS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The residual sum s = x + y + gain*skip (gain per channel; skip may be left out), then `mix_rms_norm` of it with x0:
+    the sum, its mix and its norm."""
+    total = _wide(x) + _wide(y)
+    if skip is not None and gain is not None:
+        total = total + gain * _wide(skip)
+    total = total.to(x.dtype)
+    return total, *mix_rms_norm(total, x0, a, b, scale, eps)
+
+
+def smear(x: Tensor, gate: Tensor, starts: Tensor) -> Tensor:
+    """(1 - gate) * x + gate * (x one position earlier), gate per channel.
+
+    x (B, T, width); starts (B, T), bool, marks positions with nothing before them; the first of a row never has anything.
+    """
+    wide = _wide(x)
+    previous = F.pad(wide[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
+    return ((1 - gate) * wide + gate * previous).to(x.dtype)
+
+
 def leaky_relu_squared(x: Tensor, slope: float) -> Tensor:
     """LeakyReLU(x)^2: x^2 where x > 0, (slope*x)^2 elsewhere."""
     y = F.leaky_relu(_wide(x), slope)

@@ -32,6 +32,9 @@ def cases(device: torch.device) -> dict[str, Case]:
         "rms_norm": ([made(4, 8), made(8)], (0.5,)),
         "add_rms_norm": ([made(4, 8), made(4, 8)], (0.5,)),
         "mix_rms_norm": ([made(4, 8), made(4, 8), made(8), made(8)], (0.5,)),
+        "add_mix_rms_norm": ([*(made(4, 8) for _ in range(3)), made(8), made(8)], ()),
+        "add_mix_rms_norm, skipped": ([*(made(4, 8) for _ in range(3)), made(8), made(8), made(4, 8), made(8)], (0.5,)),
+        "smear": ([made(2, 4, 8), made(8)], (made(2, 4) > 0,)),
         "leaky_relu_squared": ([made(4, 8)], (0.5,)),
         "mlp": ([made(4, 8), made(16, 8), made(8, 16)], (0.5,)),
         "softcap_cross_entropy": ([made(4, 5)], (targets, 30.0)),
@@ -43,7 +46,7 @@ def cases(device: torch.device) -> dict[str, Case]:
     def bound(module: Any, name: str, rest: tuple[Any, ...]) -> Callable[..., Any]:
         def call(*tensors: Tensor) -> Any:
             wide = [t.to(tensors[0].dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in rest]
-            return getattr(module, name)(*tensors, *wide)
+            return getattr(module, name.split(",", maxsplit=1)[0])(*tensors, *wide)
 
         return call
 
@@ -128,8 +131,14 @@ def opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
         "rms_norm_backward": (flat, flat, None, row, 0.5),
         "add_rms_norm": (x, made(4, 8), 0.5, 1e-6),
         "add_rms_norm_backward": (flat, flat, flat, row, 0.5),
-        "mix_rms_norm": (x, made(4, 8), made(8), made(8), 0.5, 1e-6),
-        "mix_rms_norm_backward": (flat, flat, flat, flat, flat[0], flat[1], row, 0.5),
+        "add_rms_norm_backward, norm alone": (None, flat, flat, row, 0.5),
+        "mix_rms_norm": (x, None, None, made(4, 8), None, made(8), made(8), 0.5, 1e-6),
+        "mix_rms_norm, added": (x, made(4, 8), None, made(4, 8), None, made(8), made(8), 0.5, 1e-6),
+        "mix_rms_norm, skipped": (x, made(4, 8), made(4, 8), made(4, 8), made(8), made(8), made(8), 0.5, 1e-6),
+        "mix_rms_norm_backward": (None, flat, flat, flat, None, flat, None, flat[0], flat[1], row, 0.5),
+        "mix_rms_norm_backward, skipped": (flat, flat, flat, flat, flat, flat, flat[2], flat[0], flat[1], row, 0.5),
+        "smear": (made(2, 4, 8), made(8), targets.view(2, 2).repeat(1, 2) > 0),
+        "smear_backward": (flat[None], flat[None], flat[0], targets[None] > 0),
         "leaky_relu_squared": (x, 0.5),
         "leaky_relu_squared_backward": (flat, flat, 0.5),
         "mlp": (x, made(16, 8), made(8, 16), 0.5),
@@ -159,7 +168,8 @@ def opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("name", list(opcheck_arguments(torch.device("cpu"))))
 def test_opcheck(name, device):
-    torch.library.opcheck(getattr(torch.ops.parbank, name).default, opcheck_arguments(device)[name])
+    op = getattr(torch.ops.parbank, name.split(",")[0])
+    torch.library.opcheck(op.default, opcheck_arguments(device)[name])
 
 
 class Block(nn.Module):

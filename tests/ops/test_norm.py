@@ -6,7 +6,7 @@ from aot import Job, build
 from checking import assert_as_exact_as_torch, assert_matches, assert_same_bits
 
 from parbank.errors import ParbankError
-from parbank.ops import add_rms_norm, configs, mix_rms_norm, reference, rms_norm
+from parbank.ops import add_mix_rms_norm, add_rms_norm, configs, mix_rms_norm, reference, rms_norm
 from parbank.ops.mix import MAX_WIDTH as MAX_MIX_WIDTH
 from parbank.ops.norm import MAX_WIDTH
 
@@ -16,6 +16,15 @@ SHAPES = [(1, 1), (7, 127), (2, 3, 7), (1, 1023), (0, 8), (13,)]
 def mix_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     x, x0 = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
     return [x, x0, *(torch.randn(shape[-1], device=device) for _ in range(2))]
+
+
+def add_mix_inputs(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, skipped: bool = True
+) -> list[torch.Tensor | None]:
+    """x, y, x0, a, b, skip, gain."""
+    x, x0, a, b = mix_inputs(shape, dtype, device)
+    y, skip, gain, _ = mix_inputs(shape, dtype, device)
+    return [x, y, x0, a, b, skip, gain] if skipped else [x, y, x0, a, b, None, None]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -33,6 +42,26 @@ def test_mix_matches_the_reference(shape, dtype, device, poison):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("skipped", [False, True])
+def test_mix_behind_the_sum_matches_the_reference(shape, skipped, dtype, device, poison):
+    inputs = add_mix_inputs(shape, dtype, device, skipped)
+    assert_matches(
+        lambda *i: add_mix_rms_norm(*i, scale=0.7), lambda *i: reference.add_mix_rms_norm(*i, scale=0.7), inputs
+    )
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_the_sum_is_that_of_adding_first(skipped, dtype, device):
+    """The kernel's sum is rounded once, and the mix is that of the rounded sum: backward makes it again from there."""
+    x, y, x0, a, b, skip, gain = add_mix_inputs((37, 48), dtype, device, skipped)
+    total, mixed, normed = add_mix_rms_norm(x, y, x0, a, b, skip, gain, 0.7)
+    wide = x.float() + y.float() + (gain * skip.float() if skipped else 0.0)
+    torch.testing.assert_close(total, wide.to(dtype))
+    for found, expected in zip((mixed, normed), mix_rms_norm(total, x0, a, b, 0.7), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_sum_matches_the_reference(shape, dtype, device, poison):
     inputs = [torch.randn(shape, device=device).to(dtype) for _ in range(2)]
     assert_matches(lambda *i: add_rms_norm(*i, 0.7), lambda *i: reference.add_rms_norm(*i, 0.7), inputs)
@@ -43,6 +72,9 @@ def test_rows_are_split_over_programs(device, poison):
     inputs = [torch.randn(101, 24, device=device), torch.randn(24, device=device)]
     assert_matches(rms_norm, reference.rms_norm, inputs)
     assert_matches(mix_rms_norm, reference.mix_rms_norm, mix_inputs((101, 24), torch.float32, device))
+    for skipped in (False, True):
+        inputs = add_mix_inputs((101, 24), torch.float32, device, skipped)
+        assert_matches(add_mix_rms_norm, reference.add_mix_rms_norm, inputs)
 
 
 def test_non_contiguous_input(device):
@@ -58,6 +90,17 @@ def test_non_contiguous_input(device):
         lambda x, a, b: reference.mix_rms_norm(x[:, :32], x[:, 32:], a, b),
         [wide, torch.randn(32, device=device), torch.randn(32, device=device)],
     )
+    parts = [slice(0, 16), slice(16, 32), slice(32, 48), slice(48, 64)]
+
+    def of_parts(op):
+        def call(x, a, b, gain):
+            first, second, third, fourth = (x[:, part] for part in parts)
+            return op(first, second, third, a, b, fourth, gain)
+
+        return call
+
+    vectors = [torch.randn(16, device=device) for _ in range(3)]
+    assert_matches(of_parts(add_mix_rms_norm), of_parts(reference.add_mix_rms_norm), [wide, *vectors])
 
 
 def test_gains_that_are_columns_of_a_parameter(device):
@@ -69,6 +112,33 @@ def test_gains_that_are_columns_of_a_parameter(device):
         lambda x, y, g: reference.mix_rms_norm(x, y, g[:, 0], g[:, 1]),
         [x, x0, gains],
     )
+    assert_matches(
+        lambda x, y, g: add_mix_rms_norm(x, y, y, g[:, 0], g[:, 1], x, g[:, 1]),
+        lambda x, y, g: reference.add_mix_rms_norm(x, y, y, g[:, 0], g[:, 1], x, g[:, 1]),
+        [x, x0, gains],
+    )
+
+
+@pytest.mark.parametrize("used", [(1,), (2,), (0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("skipped", [False, True])
+def test_some_of_the_three_results_may_go_unused(used, skipped, device):
+    """A sum that only its own mix reads is the common case: then no gradient reaches it from elsewhere."""
+    inputs = add_mix_inputs((9, 16), torch.float32, device, skipped)
+    assert_matches(
+        lambda *i: [add_mix_rms_norm(*i)[index] for index in used],
+        lambda *i: [reference.add_mix_rms_norm(*i)[index] for index in used],
+        inputs,
+    )
+
+
+def test_the_sum_alone_may_be_used(device):
+    x, y, x0, a, b, skip, gain = add_mix_inputs((9, 16), torch.float32, device)
+    leaves = [t.requires_grad_() for t in (x, y, skip, gain)]
+    total, _, _ = add_mix_rms_norm(x, y, x0, a, b, skip, gain)
+    weight = torch.randn_like(total)
+    found = torch.autograd.grad((weight * total).sum(), leaves)
+    for one, expected in zip(found, (weight, weight, gain * weight, (weight * skip).sum(0)), strict=True):
+        torch.testing.assert_close(one, expected)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -92,6 +162,8 @@ def test_rows_too_long_for_registers_take_the_reference(device):
     vector = torch.ones(MAX_MIX_WIDTH + 1, device=device)
     x = x[:, : MAX_MIX_WIDTH + 1]
     torch.testing.assert_close(mix_rms_norm(x, x, vector, vector), reference.mix_rms_norm(x, x, vector, vector))
+    arguments = (x, x, x, vector, vector, x, vector)
+    torch.testing.assert_close(add_mix_rms_norm(*arguments), reference.add_mix_rms_norm(*arguments), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +176,11 @@ def test_rows_too_long_for_registers_take_the_reference(device):
         (lambda x: add_rms_norm(x, x[:2]), "y is .*must agree"),
         (lambda x: mix_rms_norm(x, x.half(), x[0], x[0]), "x0 is torch.float16"),
         (lambda x: mix_rms_norm(x, x, x[0, :3], x[0]), r"a has shape \(3,\)"),
+        (lambda x: add_mix_rms_norm(x, x[:2], x, x[0], x[0]), "y is .*must agree"),
+        (lambda x: add_mix_rms_norm(x, x, x, x[0], x[0], x.half(), x[0]), "skip is torch.float16"),
+        (lambda x: add_mix_rms_norm(x, x, x, x[0], x[0], x, x[0, :3]), r"gain has shape \(3,\)"),
+        (lambda x: add_mix_rms_norm(x, x, x, x[0], x[0], x), "skip was given without gain"),
+        (lambda x: add_mix_rms_norm(x, x, x, x[0], x[0], None, x[0]), "gain was given without skip"),
     ],
 )
 def test_wrong_arguments_are_named(call, said, device):
@@ -117,40 +194,56 @@ def test_reference_gradients():
     assert torch.autograd.gradcheck(lambda x, w: reference.rms_norm(x, w, 0.5), (x, a))
     assert torch.autograd.gradcheck(lambda *i: reference.add_rms_norm(*i, 0.5), (x, x0))
     assert torch.autograd.gradcheck(lambda *i: reference.mix_rms_norm(*i, 0.5), (x, x0, a, b))
+    y, skip = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    gain = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *i: reference.add_mix_rms_norm(*i, scale=0.5), (x, y, x0, a, b))
+    assert torch.autograd.gradcheck(lambda *i: reference.add_mix_rms_norm(*i, scale=0.5), (x, y, x0, a, b, skip, gain))
+
+
+VARIANTS = {
+    "rms_norm": ("norm:_norm_forward_kernel", [{"WEIGHTED": True, "ADDED": False}]),
+    "rms_norm_backward": ("norm:_norm_backward_kernel", [{"WEIGHTED": True, "ADDED": False}]),
+    "add_rms_norm": ("norm:_norm_forward_kernel", [{"WEIGHTED": False, "ADDED": True}]),
+    "add_rms_norm_backward": (
+        "norm:_norm_backward_kernel",
+        [{"WEIGHTED": False, "ADDED": True}, {"WEIGHTED": False, "ADDED": False}],
+    ),
+    "mix_rms_norm": ("mix:_mix_norm_forward_kernel", [{"ADDED": False, "SKIPPED": False}]),
+    "add_mix_rms_norm": (
+        "mix:_mix_norm_forward_kernel",
+        [{"ADDED": True, "SKIPPED": False}, {"ADDED": True, "SKIPPED": True}],
+    ),
+    "mix_rms_norm_backward": (
+        "mix:_mix_norm_backward_kernel",
+        [{"REACHED": False, "SKIPPED": False}, {"REACHED": True, "SKIPPED": False}],
+    ),
+    "skip_mix_rms_norm_backward": (
+        "mix:_mix_norm_backward_kernel",
+        [{"REACHED": False, "SKIPPED": True}, {"REACHED": True, "SKIPPED": True}],
+    ),
+}
+"""Table -> its kernel, and the constants in which the launchers set it off."""
 
 
 def norm_jobs(arch: str) -> list[Job]:
-    pointers = {"x": "*bf16", "y": "*bf16", "dy": "*bf16", "dx": "*bf16", "weight": "*fp32", "inverse": "*fp32"}
-    pointers |= {"x0": "*bf16", "dx0": "*bf16", "m": "*bf16", "dm": "*bf16", "a": "*fp32", "b": "*fp32"}
-    pointers |= {"partial": "*fp32", "partial_a": "*fp32", "partial_b": "*fp32"}
-    pointers |= {"addend": "*bf16", "straight": "*bf16", "total": "*bf16"}
+    wide = ("x", "y", "dy", "dx", "x0", "dx0", "m", "dm", "addend", "straight", "total", "dtotal", "skip", "dskip")
+    pointers = dict.fromkeys(wide, "*bf16")
+    pointers |= dict.fromkeys(("weight", "inverse", "a", "b", "gain", "partial"), "*fp32")
     numbers = {"rows": "i32", "scale": "fp32", "eps": "fp32"}
-    numbers |= {f"stride_{name}": "i32" for name in ("x", "x0", "dy", "dm", "addend", "straight")}
-    kernels = {
-        "rms_norm": "norm:_norm_forward_kernel",
-        "rms_norm_backward": "norm:_norm_backward_kernel",
-        "add_rms_norm": "norm:_norm_forward_kernel",
-        "add_rms_norm_backward": "norm:_norm_backward_kernel",
-        "mix_rms_norm": "mix:_mix_norm_forward_kernel",
-        "mix_rms_norm_backward": "mix:_mix_norm_backward_kernel",
-    }
-    jobs = []
-    for op, kernel in kernels.items():
-        for width, launch in configs.tables()[op][arch]:
-            constexprs = {"WIDTH": width * 3 // 4, **launch.blocks}
-            if not op.startswith("mix"):
-                constexprs |= {"WEIGHTED": not op.startswith("add"), "ADDED": op.startswith("add")}
-            jobs.append(
-                Job(
-                    f"parbank.ops.{kernel}",
-                    pointers | numbers,
-                    constexprs,
-                    configs.ARCHITECTURES[arch],
-                    launch.num_warps,
-                    launch.num_stages,
-                )
-            )
-    return jobs
+    numbers |= {f"stride_{name}": "i32" for name in wide}
+    return [
+        Job(
+            f"parbank.ops.{kernel}",
+            pointers | numbers,
+            {"WIDTH": width * 3 // 4, **variant, **launch.blocks},
+            configs.ARCHITECTURES[arch],
+            launch.num_warps,
+            launch.num_stages,
+        )
+        for op, (kernel, variants) in VARIANTS.items()
+        for width, launch in configs.tables()[op][arch]
+        for variant in variants
+    ]
 
 
 @pytest.mark.slow
@@ -169,12 +262,16 @@ def test_as_exact_as_torch(shape, dtype, device):
     assert_as_exact_as_torch(rms_norm, reference.rms_norm, [x, None])
     assert_as_exact_as_torch(mix_rms_norm, reference.mix_rms_norm, mix_inputs(shape, dtype, device))
     assert_as_exact_as_torch(add_rms_norm, reference.add_rms_norm, mix_inputs(shape, dtype, device)[:2])
+    for skipped in (False, True):
+        inputs = add_mix_inputs(shape, dtype, device, skipped)
+        assert_as_exact_as_torch(add_mix_rms_norm, reference.add_mix_rms_norm, inputs)
 
 
 @pytest.mark.gpu
 def test_same_bits_every_time(device):
     inputs = mix_inputs((8192, 512), torch.bfloat16, device)
     assert_same_bits(mix_rms_norm, inputs)
+    assert_same_bits(add_mix_rms_norm, add_mix_inputs((8192, 512), torch.bfloat16, device))
     assert_same_bits(add_rms_norm, inputs[:2])
     assert_same_bits(rms_norm, [inputs[0], inputs[2]])
 

@@ -1,0 +1,157 @@
+"""Each position mixed with the one before it, channel by channel: one pass over memory each way.
+
+    y[t] = (1 - g) * x[t] + g * p[t],   p[t] = x[t - 1], or nothing where t starts a window or a document
+
+    dx[t] = (1 - g) * dy[t] + g * dy[t + 1] (nothing where t + 1 starts one),   dg = sum over positions of dy * (p - x)
+
+A neighbour's row is read through the cache, where it was or will be for its own sake. Sums over rows are made as in norm.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parbank.errors import ParbankError
+from parbank.ops import configs, reference
+from parbank.ops.backend import tl, triton
+from parbank.ops.checks import as_rows, as_vector, on_device, refuse_double_backward, takes_kernel
+from parbank.ops.norm import backward_rows, check_channels, choose_launch, forward_rows
+
+MAX_WIDTH = 4096  # the longest row the tables below keep in registers; wider ones take the reference
+
+configs.register("smear", sm80=forward_rows({512: (4, 4), 1024: (2, 4), 2048: (1, 4), 4096: (1, 8)}))
+configs.register(
+    "smear_backward",
+    sm80=backward_rows({512: (4, 4, 4), 1024: (2, 4, 4), 2048: (1, 4, 4), 4096: (1, 8, 2)}, stages=1),
+)
+
+
+@triton.jit
+def _smear_forward_kernel(
+    x, gate, starts, y, rows, time, stride_x,
+    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # 32 bits to divide by: 64 are a long routine
+    row = place.to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    known = col < WIDTH
+    live = row < rows
+    led = live & (place % time != 0) & (tl.load(starts + row, mask=live, other=1) == 0)
+    at = x + row[:, None] * stride_x + col[None, :]
+    value = tl.load(at, mask=live[:, None] & known[None, :], other=0.0).to(tl.float32)
+    previous = tl.load(at - stride_x, mask=led[:, None] & known[None, :], other=0.0).to(tl.float32)
+    g = tl.load(gate + col, mask=known, other=0.0).to(tl.float32)[None, :]
+    out = (1 - g) * value + g * previous
+    tl.store(y + row[:, None] * WIDTH + col[None, :], out.to(y.dtype.element_ty), mask=live[:, None] & known[None, :])
+
+
+@triton.jit
+def _smear_backward_kernel(
+    dy, x, gate, starts, dx, partial, rows, time, stride_dy, stride_x,
+    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PER_SM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    col = tl.arange(0, BLOCK)
+    known = col < WIDTH
+    g = tl.load(gate + col, mask=known, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
+    for tile in tl.range(program, tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
+        place = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        row = place.to(tl.int64)
+        live = row < rows
+        inside = live[:, None] & known[None, :]
+        led = live & (place % time != 0) & (tl.load(starts + row, mask=live, other=1) == 0)
+        leads = (place + 1 < rows) & ((place + 1) % time != 0)
+        leads = leads & (tl.load(starts + row + 1, mask=leads, other=1) == 0)
+        from_x = x + row[:, None] * stride_x + col[None, :]
+        from_dy = dy + row[:, None] * stride_dy + col[None, :]
+        value = tl.load(from_x, mask=inside, other=0.0).to(tl.float32)
+        previous = tl.load(from_x - stride_x, mask=led[:, None] & known[None, :], other=0.0).to(tl.float32)
+        back = tl.load(from_dy, mask=inside, other=0.0).to(tl.float32)
+        following = tl.load(from_dy + stride_dy, mask=leads[:, None] & known[None, :], other=0.0).to(tl.float32)
+        total += back * (previous - value)
+        out = (1 - g) * back + g * following
+        tl.store(dx + row[:, None] * WIDTH + col[None, :], out.to(dx.dtype.element_ty), mask=inside)
+    tl.store(partial + program * WIDTH + col, tl.sum(total, 0), mask=known)
+
+
+def _bytes(starts: Tensor) -> Tensor:
+    return starts.contiguous().view(torch.uint8)
+
+
+@torch.library.custom_op("parbank::smear", mutates_args=(), schema="(Tensor x, Tensor gate, Tensor starts) -> Tensor")
+def _smear(x: Tensor, gate: Tensor, starts: Tensor) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        flat = as_rows(x)
+        rows, width = flat.shape
+        launch, programs = choose_launch("smear", width, rows, x.device, persistent=False)
+        with on_device(x.device):
+            _smear_forward_kernel[(programs,)](
+                flat, as_vector(gate), _bytes(starts), y, rows, x.shape[1], flat.stride(0), WIDTH=width, **launch.kwargs()
+            )  # fmt: skip
+    return y
+
+
+@torch.library.custom_op(
+    "parbank::smear_backward",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor gate, Tensor starts) -> (Tensor, Tensor)",
+)
+def _smear_backward(dy: Tensor, x: Tensor, gate: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """dx, and dgate in float32."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return dx, torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
+    flat, grad = as_rows(x), as_rows(dy)
+    rows, width = flat.shape
+    launch, programs = choose_launch("smear_backward", width, rows, x.device, persistent=True)
+    partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
+    with on_device(x.device):
+        _smear_backward_kernel[(programs,)](
+            grad, flat, as_vector(gate), _bytes(starts), dx, partial, rows, x.shape[1], grad.stride(0), flat.stride(0),
+            WIDTH=width, **launch.kwargs(),
+        )  # fmt: skip
+    return dx, partial.sum(0)
+
+
+@_smear.register_fake
+def _(x: Tensor, gate: Tensor, starts: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_smear_backward.register_fake
+def _(dy: Tensor, x: Tensor, gate: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[-1], dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, gate, starts = ctx.saved_tensors
+    dx, dgate = _smear_backward(dy, x, gate, starts)
+    return dx, dgate.to(gate.dtype), None
+
+
+_smear.register_autograd(_differentiate, setup_context=_save)
+_smear_backward.register_autograd(refuse_double_backward("smear"))
+
+
+def smear(x: Tensor, gate: Tensor, starts: Tensor) -> Tensor:
+    """(1 - gate) * x + gate * (x one position earlier), gate per channel, in one pass each way.
+
+    x (B, T, width); starts (B, T), bool, marks positions with nothing before them; the first of a row never has anything.
+    """
+    check_channels("smear", x, gate=gate)
+    if x.dim() != 3 or starts.shape != x.shape[:2] or starts.dtype != torch.bool or starts.device != x.device:
+        raise ParbankError(
+            f"smear: x is {tuple(x.shape)} on {x.device} and starts {starts.dtype} {tuple(starts.shape)} on {starts.device}; "
+            "they must be (B, T, width) and bool (B, T), on one device"
+        )
+    if not takes_kernel(x, gate, starts) or x.shape[-1] > MAX_WIDTH:
+        return reference.smear(x, gate, starts)
+    return _smear(x, gate, starts)
