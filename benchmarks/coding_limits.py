@@ -18,8 +18,8 @@ of a Gaussian.
   noise of equal energy is what means, covariances and low ranks save together if the matrix itself must show them.
 - covariance: shown by the matrices of the same kind in all other layers, as if they had all been read before.
 - lag: each integer guessed from the one at the best fixed distance, of all distances along rows and columns.
-- partners: every neuron's outgoing weights guessed from its incoming ones, queries from keys, outputs from values, by one
-  free coefficient each.
+- partners: every neuron's outgoing weights guessed from its incoming ones, queries from keys, outputs from values, and both also
+  from the head that shares key and value; a coefficient for each row and guess, free of charge.
 - start: the weights that the run began with, remade from its seed, with one coefficient a tensor.
 
 `noise` is no idea but a check: Gaussian weights of the same widths, quantised and coded in the same way.
@@ -51,6 +51,7 @@ from parbank.train.load import load_trained  # noqa: E402
 Floats = np.ndarray
 NATS = 1 / math.log(2)  # bits in one
 PARTNERS = (("mlp.down", "mlp.up"), ("attention.query", "attention.key"), ("attention.output", "attention.value"))
+HEAD = 64  # rows of a head of the golf model, which this is for
 
 
 def widths(values: np.ndarray) -> tuple[Floats, Floats]:
@@ -173,15 +174,28 @@ def lag(z: Floats) -> float:
 
 
 def partners(z: dict[str, Floats], name: str) -> float:
-    """Rows of a head or a neuron against those of its partner; a coefficient finds half a nat in noise."""
-    for own, other in PARTNERS:
-        if own in name and name.replace(own, other) in z:
-            a, b = z[name], z[name.replace(own, other)]
-            a = a if "query" in own else a.T
-            heads = a.shape[0] // b.shape[0]  # query heads that share a key and a value
-            b = np.repeat(b.reshape(-1, 64, b.shape[1]), heads, 0).reshape(a.shape) if heads > 1 else b
-            return float(explained((a * b).mean(1), a.shape[1]).sum()) - len(a) * NATS / 2
-    return 0.0
+    """Rows of a neuron against those of its partner; of a head, also against those of the head before that shares its key
+    and value. A coefficient finds half a nat in noise."""
+    pairs = [(own, name.replace(own, other)) for own, other in PARTNERS if own in name]
+    if not pairs or pairs[0][1] not in z:
+        return 0.0
+    a, b = z[name] if "query" in pairs[0][0] else z[name].T, z[pairs[0][1]]
+    shared = a.shape[0] // b.shape[0]
+    if shared == 1:
+        return _explained_by(a, [b])
+    heads = a.reshape(-1, shared, HEAD, a.shape[1])
+    saved = 0.0
+    for group, partner in zip(heads, b.reshape(-1, HEAD, b.shape[1])):
+        saved += sum(_explained_by(head, [partner, *group[max(i - 1, 0) : i]]) for i, head in enumerate(group))
+    return saved
+
+
+def _explained_by(rows: Floats, guesses: list[Floats]) -> float:
+    stacked = np.stack(guesses, axis=1)  # (rows, guesses, cols)
+    inner, outer = stacked @ stacked.transpose(0, 2, 1), stacked @ rows[:, :, None]
+    energy = np.square(rows).sum(1)
+    share = (outer * np.linalg.solve(inner, outer)).sum((1, 2)) / energy
+    return float(explained(np.sqrt(share), rows.shape[1]).sum()) - rows.shape[0] * len(guesses) * NATS / 2
 
 
 def start(guess: Floats, z: Floats) -> float:
