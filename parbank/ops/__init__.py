@@ -9,6 +9,7 @@ from parbank.ops.norm import add_rms_norm, rms_norm
 from parbank.ops.qkv import qkv_norm_rope
 from parbank.ops.rope import qk_norm_rope
 from parbank.ops.symmetric import ax_plus_bx, ba_plus_caa, symmetric_product, xxt
+from parbank.ops.window_attention import window_attention
 
 __all__ = [
     "add_rms_norm",
@@ -23,5 +24,6 @@ __all__ = [
     "rms_norm",
     "softcap_cross_entropy",
     "symmetric_product",
+    "window_attention",
     "xxt",
 ]
