@@ -228,14 +228,14 @@ def find_reach(segment: Segment, window: int, *, isolated: bool) -> Reach:
         max(0, carried - (segment.start - begin)),
         *(carried + cut for cut in cuts[1:]),
     ]  # the first key of each run
-    low = torch.full((length,), heads[0], device=device)
-    if len(cuts) > 1:
-        low = torch.from_numpy(np.repeat(heads, np.diff([*cuts, length]))).to(device, non_blocking=True)
     # Runs without a token at the end, up to a power of two: compiled code then meets few numbers of runs.
     spare = (1 << (len(cuts) - 1).bit_length()) - len(cuts) + 1
     queries, keys = cuts + [length] * spare, heads + [carried + length] * spare
     # Never blocking: a copy that is waited for drains the GPU. The driver has taken the numbers when it returns.
     runs = [torch.tensor(n, dtype=torch.int32).to(device, non_blocking=True) for n in (queries, keys)]
+    place = torch.arange(length, dtype=torch.int32, device=device)
+    # worked out there: it is as long as the segment, and the host would wait for the GPU to copy it
+    low = runs[1][torch.searchsorted(runs[0][1:], place, right=True)]
     return Reach(low, runs[0], runs[1], has_flash(device))
 
 

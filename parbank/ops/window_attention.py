@@ -189,7 +189,7 @@ def _window_attention_kernel(
             left, right, lowest, place, scale, "edges", TMA, BLOCK_N, WIDTH,
         )  # fmt: skip
     to = y + (b * time + start) * HEADS * WIDTH + ((row // STACK) * HEADS + head)[:, None] * WIDTH + col[None, :]
-    tl.store(to, (out / total[:, None]).to(y.dtype.element_ty), mask=live)
+    tl.store(to, (out * (1.0 / total)[:, None]).to(y.dtype.element_ty), mask=live)
 
 
 def _takes_tma(x: Tensor) -> bool:

@@ -135,7 +135,7 @@ def test_runs_say_the_same_as_the_mask() -> None:
         for isolated in (False, True):
             reach = find_reach(cut(tokens, start, end, length=40), 9, isolated=isolated)
             runs = list(zip(reach.queries.tolist(), reach.queries.tolist()[1:], reach.keys.tolist()))
-            low = torch.cat([torch.full((b - a,), head) for a, b, head in runs])
+            low = torch.cat([torch.full((b - a,), head, dtype=torch.int32) for a, b, head in runs])
             assert torch.equal(low, reach.low)
             ends = reach.keys.tolist()[1:]
             assert all(stop == 8 + b for (_, b, _), stop in zip(runs, ends)), "queries end where their keys end"
