@@ -5,10 +5,10 @@ here a key has the place of its token in the segment, and those carried stand at
 sees the places max(i - window + 1, low[i] - carried) .. i. Blocks of keys begin at multiples of BLOCK_N, so none has keys
 of both kinds.
 
-A program takes a tile of queries of one key head and goes through their keys in four loops: those carried (few tiles see
-any), the left edge of the window, the middle, which every query of the tile sees whole and which needs no mask, and the
-diagonal. Where the middle begins follows from the largest of the tile's lower ends: a document that starts inside the tile
-moves it, blocks that lie before every query's lower end are never read, and no tile needs a case of its own.
+A program takes a tile of queries of one key head through the keys carried (few tiles see any) and then through their own:
+the left edge of the window, the middle, which every query of the tile sees whole and which needs no mask, and the diagonal.
+Where the middle begins follows from the largest of the tile's lower ends: a document that starts inside the tile moves it,
+blocks that lie before every query's lower end are never read, and no tile needs a case of its own.
 
 The softmax is taken online in base 2: with t = scale * log2(e) and m the largest score so far times t, p = 2^(t s - m) is one
 fused multiply-add and one exponential. Sums and the output are float32; p is rounded to the values' type for its product, as
