@@ -87,20 +87,18 @@ def cases(quick: bool) -> Iterator[Case]:
 def candidates() -> list[configs.Launch]:
     make = launch_config
     found = []
-    for tma in (True, False):
+    for anchor in (False, True):
         for stack in (True, False):
-            for split in (False, True):
-                flags = {"tma": tma, "stack": stack, "split": split}
+            for tma in (True, False):
+                flags = {"stack": stack, "anchor": anchor, "tma": tma}
                 found += [make(128, 64, 8, stages, **flags) for stages in (2, 3, 4)]
-                found += [make(128, 128, 8, stages, **flags) for stages in (2, 3)]
-                found += [make(64, 128, 4, 2, **flags), make(64, 64, 4, 2, **flags), make(64, 64, 4, 3, **flags)]
                 found += [make(128, 64, 4, stages, **flags) for stages in (2, 3)]
-    for stack in (True, False):  # three programs of 4 warps a multiprocessor; four of them; two of 8; wide tiles
-        found += [make(64, 128, 4, 2, tma=True, stack=stack, maxnreg=168)]
-        found += [make(64, 64, 4, 2, tma=True, stack=stack, maxnreg=128)]
-        found += [make(128, 128, 4, 2, tma=True, stack=stack)]
-        found += [make(256, 64, 8, stages, tma=True, stack=stack) for stages in (2, 3)]
-        found += [make(128, 32, 8, 4, tma=True, stack=stack), make(128, 256, 8, 2, tma=True, stack=stack)]
+                found += [make(128, 128, 8, 2, **flags), make(64, 128, 4, 2, **flags), make(64, 64, 4, 2, **flags)]
+            # so many registers that two programs of 8 warps, or three of 4, share a multiprocessor; and wider tiles
+            flags = {"stack": stack, "anchor": anchor, "tma": True}
+            found += [make(128, 64, 8, 3, **flags, maxnreg=128), make(64, 128, 4, 2, **flags, maxnreg=168)]
+            found += [make(128, 128, 8, 3, **flags), make(128, 128, 4, 2, **flags), make(128, 32, 8, 4, **flags)]
+            found += [make(256, 64, 8, stages, **flags) for stages in (2, 3)]
     return found
 
 

@@ -14,6 +14,13 @@ The softmax is taken online in base 2: with t = scale * log2(e) and m the larges
 fused multiply-add and one exponential. Sums and the output are float32; p is rounded to the values' type for its product, as
 FlashAttention does.
 
+The largest score so far need not be known. Every query sees its own key, so with m its score with that key (ANCHOR) the sum is
+at least 1, and only a score that exceeds it by 60 in base 2 could do harm; the sum then shows it, and the tile is done again
+the usual way. Norms of queries and keys that are bounded, as after QK norm, never get there. This saves a maximum, a rescaling
+of the output and their chain of dependences, a quarter of the instructions of a block. Its price: the largest p is no longer
+the exact 1 but rounded like the others, which adds to the error in bfloat16, most where one key dominates; so no table takes
+it by itself.
+
 The heads that share a key head may be stacked in one tile (STACK): a tile of as many rows then spans fewer tokens, and so
 fewer keys that only some of its rows see.
 """
@@ -44,13 +51,13 @@ def launch_config(
     stages: int,
     *,
     stack: bool = False,
-    split: bool = False,
+    anchor: bool = False,
     tma: bool = False,
     **options: int,
 ) -> Launch:
-    """m rows of queries by n keys; split: loops of their own for edges and middle; tma: keys and values through
-    descriptors; options: further ones of the launch, such as maxnreg."""
-    blocks = {"BLOCK_M": m, "BLOCK_N": n, "STACK": stack, "SPLIT": split, "TMA": tma}
+    """m rows of queries by n keys; tma: keys and values through descriptors; options: further ones of the launch, such as
+    maxnreg. stack and anchor are explained above."""
+    blocks = {"BLOCK_M": m, "BLOCK_N": n, "STACK": stack, "ANCHOR": anchor, "TMA": tma}
     return Launch(blocks, num_warps=warps, num_stages=stages, options=options)
 
 
@@ -68,65 +75,72 @@ configs.register("window_attention_float32", sm80=[(ANY, launch_config(16, 16, 4
 
 
 @triton.jit
-def _read(
-    source, batch, head, at, count, stride,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr, BOUND: tl.constexpr,
-):  # fmt: skip
-    """Rows at .. at + BLOCK of one head: with BOUND, zeros for those outside of 0 .. count; the copy engine does that itself."""
+def _read(source, batch, head, at, count, stride, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
+    """Rows at .. at + BLOCK of one head, zeros for those outside of 0 .. count; the copy engine does that by itself."""
     if TMA:
         tile = source.load([batch, at, head, 0]).reshape(BLOCK, WIDTH)
     else:
         row, col = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
         where = source + tl.cast(at, tl.int64) * stride + row[:, None] * stride + col[None, :]
-        if BOUND:
-            tile = tl.load(where, mask=((at + row >= 0) & (at + row < count))[:, None], other=0.0)
-        else:
-            tile = tl.load(where)
+        tile = tl.load(where, mask=((at + row >= 0) & (at + row < count))[:, None], other=0.0)
     return tile
-
-
-@triton.jit
-def _hide(score, at, lowest, place, BLOCK_N: tl.constexpr):
-    """The scores of keys at .. at + BLOCK_N, without those that a query does not see."""
-    key = at + tl.arange(0, BLOCK_N)
-    seen = (key[None, :] >= lowest[:, None]) & (key[None, :] <= place[:, None])
-    return tl.where(seen, score, float("-inf"))
 
 
 @triton.jit
 def _over_keys(
     out, top, total, q, k, v, batch, head, stride_k, stride_v, first, last, offset, count, left, right, lowest, place, scale,
-    MASK: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+    ANCHORED: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Takes the blocks of keys from `first` up to `last` into the softmax: its output, largest score and sum so far.
+    """Takes the blocks of keys from `first` up to `last` into the softmax: its output, reference score and sum so far.
 
     Of the `count` keys in k, that at place 0 has the index `offset`. Each query sees those from its `lowest` up to its own
     `place`; from `left` up to `right` all do."""
     for block in range(first, last, BLOCK_N):
         at = tl.multiple_of(block, BLOCK_N)
-        keys = _read(k, batch, head, at + offset, count, stride_k, BLOCK_N, WIDTH, TMA, MASK != "none")
+        keys = _read(k, batch, head, at + offset, count, stride_k, BLOCK_N, WIDTH, TMA)
         score = tl.dot(q, keys.T, input_precision="ieee")
-        if MASK == "all":
-            score = _hide(score, at, lowest, place, BLOCK_N)
-        elif MASK == "edges":  # noqa: SIM102 (decided when compiling; what follows, for each block)
-            if (at < left) | (at >= right):
-                score = _hide(score, at, lowest, place, BLOCK_N)
-        higher = tl.maximum(top, tl.max(score, 1) * scale)
-        p = tl.exp2(score * scale - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(p, 1)
-        values = _read(v, batch, head, at + offset, count, stride_v, BLOCK_N, WIDTH, TMA, MASK != "none")
-        out = tl.dot(p.to(values.dtype), values, out * shrink[:, None], input_precision="ieee")
-        top = higher
+        if (at < left) | (at >= right):
+            key = at + tl.arange(0, BLOCK_N)
+            seen = (key[None, :] >= lowest[:, None]) & (key[None, :] <= place[:, None])
+            score = tl.where(seen, score, float("-inf"))
+        if not ANCHORED:
+            higher = tl.maximum(top, tl.max(score, 1) * scale)
+            shrink = tl.exp2(top - higher)
+            total *= shrink
+            out *= shrink[:, None]
+            top = higher
+        p = tl.exp2(score * scale - top[:, None])
+        total += tl.sum(p, 1)
+        values = _read(v, batch, head, at + offset, count, stride_v, BLOCK_N, WIDTH, TMA)
+        out = tl.dot(p.to(values.dtype), values, out, input_precision="ieee")
     return out, top, total
 
 
 @triton.jit
+def _over_all(
+    top, q, past_k, past_v, k, v, batch, head, pk_t, pv_t, k_t, v_t, begin, left, right, end, carried, time, lowest, place,
+    scale, ANCHORED: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The softmax over the keys carried, then over the own: its output and its sum."""
+    out = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    out, top, total = _over_keys(
+        out, top, total, q, past_k, past_v, batch, head, pk_t, pv_t, begin, 0, carried, carried,
+        0, 0, lowest, place, scale, ANCHORED, TMA, BLOCK_N, WIDTH,
+    )  # fmt: skip
+    out, top, total = _over_keys(
+        out, top, total, q, k, v, batch, head, k_t, v_t, tl.maximum(begin, 0), end, 0, time,
+        left, right, lowest, place, scale, ANCHORED, TMA, BLOCK_N, WIDTH,
+    )  # fmt: skip
+    return out, total
+
+
+@triton.jit
 def _window_attention_kernel(
-    q, past_k, past_v, k, v, low, y, time, carried, window, scale,
+    q, past_k, past_v, k, v, own_k, low, y, time, carried, window, scale,
     q_b, q_t, q_h, pk_b, pk_t, pk_h, pv_b, pv_t, pv_h, k_b, k_t, k_h, v_b, v_t, v_h,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STACK: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STACK: tl.constexpr, ANCHOR: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile of BLOCK_M queries: BLOCK_M / STACK tokens of STACK neighbouring heads.
 
@@ -149,44 +163,33 @@ def _window_attention_kernel(
     where = q + b * q_b + start.to(tl.int64) * q_t + (row // STACK)[:, None] * q_t + head[:, None] * q_h + col[None, :]
     query = tl.load(where, mask=live, other=0.0)
 
-    out = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    top = tl.full((BLOCK_M,), -1e38, tl.float32)  # finite: what has seen nothing yet must not subtract two infinities
-    total = tl.zeros((BLOCK_M,), tl.float32)
-
     # x & -BLOCK_N rounds down to a block's beginning, below zero too
     end = tl.minimum(start + TOKENS, time)
     begin = tl.min(lowest, 0) & -BLOCK_N
-    own = tl.maximum(begin, 0)
-    whole = (start + 1) & -BLOCK_N  # the block at `whole` is the first with keys that the first query does not see
-    left = tl.minimum(tl.maximum((tl.max(lowest, 0) + BLOCK_N - 1) & -BLOCK_N, own), tl.maximum(own, whole))
-    right = tl.maximum(left, whole)
-
+    right = (start + 1) & -BLOCK_N  # the first block with a key that the first query does not see
+    left = (tl.max(lowest, 0) + BLOCK_N - 1) & -BLOCK_N  # the first block that no query's lower end cuts
     if not TMA:
         past_k += b * pk_b + kv_head * pk_h
         past_v += b * pv_b + kv_head * pv_h
         k += b * k_b + kv_head * k_h
         v += b * v_b + kv_head * v_h
-    out, top, total = _over_keys(
-        out, top, total, query, past_k, past_v, batch, kv_head, pk_t, pv_t, begin, 0, carried, carried,
-        left, right, lowest, place, scale, "all", TMA, BLOCK_N, WIDTH,
-    )  # fmt: skip
-    if SPLIT:
-        out, top, total = _over_keys(
-            out, top, total, query, k, v, batch, kv_head, k_t, v_t, own, left, 0, time,
-            left, right, lowest, place, scale, "all", TMA, BLOCK_N, WIDTH,
+    none = tl.full((BLOCK_M,), -1e38, tl.float32)  # finite: what has seen nothing yet must not subtract two infinities
+    if ANCHOR:
+        where = own_k + b * k_b + kv_head * k_h + place.to(tl.int64)[:, None] * k_t + col[None, :]
+        anchor = tl.sum(query.to(tl.float32) * tl.load(where).to(tl.float32), 1) * scale
+        out, total = _over_all(
+            anchor, query, past_k, past_v, k, v, batch, kv_head, pk_t, pv_t, k_t, v_t, begin, left, right, end,
+            carried, time, lowest, place, scale, True, TMA, BLOCK_M, BLOCK_N, WIDTH,
         )  # fmt: skip
-        out, top, total = _over_keys(
-            out, top, total, query, k, v, batch, kv_head, k_t, v_t, left, right, 0, time,
-            left, right, lowest, place, scale, "none", TMA, BLOCK_N, WIDTH,
-        )  # fmt: skip
-        out, top, total = _over_keys(
-            out, top, total, query, k, v, batch, kv_head, k_t, v_t, right, end, 0, time,
-            left, right, lowest, place, scale, "all", TMA, BLOCK_N, WIDTH,
-        )  # fmt: skip
+        if not (tl.max(total, 0) < 2.0**60):
+            out, total = _over_all(
+                none, query, past_k, past_v, k, v, batch, kv_head, pk_t, pv_t, k_t, v_t, begin, left, right, end,
+                carried, time, lowest, place, scale, False, TMA, BLOCK_M, BLOCK_N, WIDTH,
+            )  # fmt: skip
     else:
-        out, top, total = _over_keys(
-            out, top, total, query, k, v, batch, kv_head, k_t, v_t, own, end, 0, time,
-            left, right, lowest, place, scale, "edges", TMA, BLOCK_N, WIDTH,
+        out, total = _over_all(
+            none, query, past_k, past_v, k, v, batch, kv_head, pk_t, pv_t, k_t, v_t, begin, left, right, end,
+            carried, time, lowest, place, scale, False, TMA, BLOCK_M, BLOCK_N, WIDTH,
         )  # fmt: skip
     to = y + (b * time + start) * HEADS * WIDTH + ((row // STACK) * HEADS + head)[:, None] * WIDTH + col[None, :]
     tl.store(to, (out * (1.0 / total)[:, None]).to(y.dtype.element_ty), mask=live)
@@ -220,6 +223,8 @@ def _window_attention(
     group = heads // k.shape[2]
     # the heads of a group that fill a tile evenly: the power of two in their number
     blocks["STACK"] = stack = min(group & -group, blocks["BLOCK_M"]) if blocks["STACK"] else 1
+    # an anchored score may be far over 1, which float16 does not hold
+    blocks["ANCHOR"] = blocks["ANCHOR"] and q.dtype != torch.float16
     keys: list[Any] = [past_k, past_v, k, v]
     blocks["TMA"] = blocks["TMA"] and all(_takes_tma(x) for x in keys)
     if blocks["TMA"]:  # nothing carried cannot be described, and is not read
@@ -227,7 +232,7 @@ def _window_attention(
     tiles = -(-time // (blocks["BLOCK_M"] // stack))
     with on_device(q.device):
         _window_attention_kernel[(batch * tiles * (heads // stack),)](
-            q, *keys, low.contiguous(), y, time, past_k.shape[1], window,
+            q, *keys, k, low.contiguous(), y, time, past_k.shape[1], window,
             math.log2(math.e) / math.sqrt(width),
             *(stride for x in (q, past_k, past_v, k, v) for stride in x.stride()[:3]),
             HEADS=heads, GROUP=group, WIDTH=width, **blocks,
