@@ -12,7 +12,6 @@ at token ten million as at the first. So a key that is carried on is never rotat
 Nothing else needs carrying. Smear and bigrams look one and two tokens back, and a segment is given those two tokens.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,11 +24,14 @@ from torch import Tensor
 from parbank import ops
 from parbank.model.attention import Context
 from parbank.model.gpt import GPT, Skips, _of_layer
+from parbank.ops.window_attention import takes
 
 BEFORE = 2  # tokens given ahead of a segment: smear looks one back, at an embedding whose bigram looks one more back
 # Most layers a compiled stream may have: every layer is compiled once for itself, and Dynamo's own limit of 8 versions of
 # one function is meant to catch functions that are compiled again and again.
 COMPILED_LAYERS = 256
+# What attends on a GPU: "kernel" is ops.window_attention, "flash" PyTorch's FlashAttention 2.
+ATTENTION = "kernel"
 
 Past = tuple[Tensor, Tensor]
 
@@ -103,7 +105,7 @@ class Stream:
         """`compiled` builds each layer once for one length of segment; give segments of that length only."""
         self.model, self.window = model, window
         self.carry = carry if carry is not None else LocalCarry()
-        # without FlashAttention a layer is a loop over blocks of queries, which compiling would write out
+        # where neither runs, a layer is a loop over blocks of queries, which compiling would write out
         self._compiled = compiled = compiled and fits_flash(model)
         self._embed: Callable[..., Any] = torch.compile(_embed, dynamic=False) if compiled else _embed
         self._layer: Callable[..., Any] = torch.compile(_layer, dynamic=False) if compiled else _layer
@@ -187,19 +189,20 @@ def _layer(
     left: list[Past] = []
 
     def attend_here(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
-        keep = keys.shape[1] - (window - 1)
-        # Copies, since a view would hold all of the segment; laid out like the first carry, for compiled code looks.
-        left.append(
-            (
-                keys[:, keep:].clone(memory_format=torch.contiguous_format),
-                values[:, keep:].clone(memory_format=torch.contiguous_format),
-            )
-        )
-        return attend_window(q, keys, values, window, reach)
+        left.append((_keep(past[0], k), _keep(past[1], v)))
+        return attend_window(q, past, (k, v), window, reach)
 
     context = Context(cos, sin, None, attend_here)
     return *model.blocks[layer](*before, weights, context, extra, first), left[0]
+
+
+def _keep(past: Tensor, own: Tensor) -> Tensor:
+    """The last keys of both, as many as were carried. A copy, since a view would hold all of the segment; laid out like the
+    first carry, for compiled code looks."""
+    carried, length = past.shape[1], own.shape[1]
+    if length < carried:
+        return torch.cat([past[:, length:], own], dim=1)
+    return own[:, length - carried :].clone(memory_format=torch.contiguous_format)
 
 
 def _read_out(model: GPT, x: Tensor, addend: Tensor, targets: Tensor | None) -> Tensor:
@@ -222,23 +225,26 @@ def find_reach(segment: Segment, window: int, *, isolated: bool) -> Reach:
         max(0, carried - (segment.start - begin)),
         *(carried + cut for cut in cuts[1:]),
     ]  # the first key of each run
-    low = torch.full((length,), heads[0], device=device)
-    if len(cuts) > 1:
-        low = torch.from_numpy(np.repeat(heads, np.diff([*cuts, length]))).to(device, non_blocking=True)
     # Runs without a token at the end, up to a power of two: compiled code then meets few numbers of runs.
     spare = (1 << (len(cuts) - 1).bit_length()) - len(cuts) + 1
     queries, keys = cuts + [length] * spare, heads + [carried + length] * spare
     # Never blocking: a copy that is waited for drains the GPU. The driver has taken the numbers when it returns.
     runs = [torch.tensor(n, dtype=torch.int32).to(device, non_blocking=True) for n in (queries, keys)]
+    place = torch.arange(length, dtype=torch.int32, device=device)
+    # worked out there: it is as long as the segment, and the host would wait for the GPU to copy it
+    low = runs[1][torch.searchsorted(runs[0][1:], place, right=True)]
     return Reach(low, runs[0], runs[1], has_flash(device))
 
 
-def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, reach: Reach) -> Tensor:
-    """Softmax attention of q (1, T, heads, D) over k, v (1, window - 1 + T, kv_heads, D), each query over the `window` keys up
-    to its own, as far as `reach` lets it. The one place that chooses how."""
-    if reach.flash and q.dtype in (torch.bfloat16, torch.float16) and _fits_head(q.shape[-1]):
-        return _attend_flash(q, k, v, window, reach)
-    return _attend_blocks(q, k, v, window, reach)
+def attend_window(q: Tensor, past: Past, own: Past, window: int, reach: Reach) -> Tensor:
+    """Softmax attention of q (1, T, heads, D) over the keys and values carried (1, window - 1, kv_heads, D) and its own
+    (1, T, kv_heads, D), each query over the `window` keys up to its own, as far as `reach` lets it. The one place that chooses
+    how: a single query, as in sampling, is too little work for the kernel, which has one program a tile and head."""
+    tensors = (q, *past, *own, reach.low)
+    fits_flash = reach.flash and q.dtype in (torch.bfloat16, torch.float16) and _fits_head(q.shape[-1])
+    if fits_flash and (q.shape[1] == 1 or ATTENTION == "flash" or not takes(*tensors)):
+        return _attend_flash(q, past, own, window, reach)
+    return ops.window_attention(q, *past, *own, reach.low, window)
 
 
 def has_flash(device: torch.device) -> bool:
@@ -255,34 +261,12 @@ def _fits_head(width: int) -> bool:
     return width % 8 == 0 and width <= 256
 
 
-def _attend_flash(q: Tensor, k: Tensor, v: Tensor, window: int, reach: Reach) -> Tensor:
+def _attend_flash(q: Tensor, past: Past, own: Past, window: int, reach: Reach) -> Tensor:
     """The varlen form, one run a document. In a run the last query is lined up with the last key, and keys ahead of the
     first run's head are never read, so the empty carry at the start of a text is skipped the same way."""
+    k, v = (torch.cat(pair, dim=1) for pair in zip(past, own))
     runs = (reach.queries, reach.keys, q.shape[1], k.shape[1])
     y, *_ = torch.ops.aten._flash_attention_forward(
         q[0], k[0], v[0], *runs, 0.0, False, False, window_size_left=window - 1, window_size_right=0
     )
     return y[None]
-
-
-def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, reach: Reach) -> Tensor:
-    """Block by block of queries under an explicit mask, so that memory stays bounded whatever the length."""
-    length, carried = q.shape[1], window - 1
-    step = max(64, math.ceil(window / 4))  # a block looks at window + step keys, so a quarter more work than needed
-    parts = []
-    for a in range(0, length, step):
-        b = min(length, a + step)
-        key = torch.arange(
-            a, carried + b, device=q.device
-        )  # query i stands at key carried + i, and its window begins at i
-        query = torch.arange(a, b, device=q.device)[:, None]
-        mask = (key >= query) & (key <= query + carried) & (key >= reach.low[a:b, None])
-        part = F.scaled_dot_product_attention(
-            q[:, a:b].transpose(1, 2),
-            k[:, a : carried + b].transpose(1, 2),
-            v[:, a : carried + b].transpose(1, 2),
-            attn_mask=mask,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-        parts.append(part.transpose(1, 2))
-    return torch.cat(parts, dim=1)

@@ -10,6 +10,7 @@ from parbank.ops.qkv import qkv_norm_rope
 from parbank.ops.rope import qk_norm_rope
 from parbank.ops.smear import smear
 from parbank.ops.symmetric import ax_plus_bx, ba_plus_caa, symmetric_product, xxt
+from parbank.ops.window_attention import window_attention
 
 __all__ = [
     "add_mix_rms_norm",
@@ -26,5 +27,6 @@ __all__ = [
     "smear",
     "softcap_cross_entropy",
     "symmetric_product",
+    "window_attention",
     "xxt",
 ]

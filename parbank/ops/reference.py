@@ -4,6 +4,8 @@ These also run wherever Triton or a GPU is missing. Statistics (means of squares
 whatever the input, float64 stays float64, and results come back in the input's dtype.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -137,6 +139,35 @@ def qkv_norm_rope(
     width = w_query.shape[0] // heads
     q, k, v = (F.linear(x, w).unflatten(-1, (-1, width)) for w in (w_query, w_key, w_value))
     return *qk_norm_rope(q, k, gain, cos, sin, eps), v
+
+
+def window_attention(
+    q: Tensor, past_k: Tensor, past_v: Tensor, k: Tensor, v: Tensor, low: Tensor, window: int
+) -> Tensor:
+    """Softmax attention of q (B, T, heads, D) over keys past_k (B, P, kv_heads, D), then k (B, T, kv_heads, D), values likewise:
+    each query over the `window` keys up to its own, which is key P + i, and none before low[i] but its own.
+
+    Block by block of queries under an explicit mask, so that memory stays bounded whatever the length.
+    """
+    length, carried = q.shape[1], past_k.shape[1]
+    keys, values = torch.cat([past_k, k], dim=1), torch.cat([past_v, v], dim=1)
+    step = max(64, math.ceil(window / 4))  # a block looks at window + step keys, so a quarter more work than needed
+    parts = []
+    for a in range(0, length, step):
+        b = min(length, a + step)
+        first, last = max(0, carried + a - window + 1), carried + b
+        key = torch.arange(first, last, device=q.device)
+        own = torch.arange(carried + a, carried + b, device=q.device)[:, None]
+        seen = (key <= own) & (key > own - window) & (key >= low[a:b, None].clamp(max=own))
+        part = F.scaled_dot_product_attention(
+            q[:, a:b].transpose(1, 2),
+            keys[:, first:last].transpose(1, 2),
+            values[:, first:last].transpose(1, 2),
+            attn_mask=seen,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        parts.append(part.transpose(1, 2))
+    return torch.cat(parts, dim=1) if parts else torch.empty_like(q)
 
 
 def xxt(x: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def test_runs_say_the_same_as_the_mask() -> None:
         for isolated in (False, True):
             reach = find_reach(cut(tokens, start, end, length=40), 9, isolated=isolated)
             runs = list(zip(reach.queries.tolist(), reach.queries.tolist()[1:], reach.keys.tolist()))
-            low = torch.cat([torch.full((b - a,), head) for a, b, head in runs])
+            low = torch.cat([torch.full((b - a,), head, dtype=torch.int32) for a, b, head in runs])
             assert torch.equal(low, reach.low)
             ends = reach.keys.tolist()[1:]
             assert all(stop == 8 + b for (_, b, _), stop in zip(runs, ends)), "queries end where their keys end"
@@ -161,10 +161,14 @@ def test_each_layer_is_compiled_once_and_changes_nothing_but_rounding() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["kernel", "flash"])
 @pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (4, 4), (4, 1)])
-def test_flash_attention_has_the_window_it_is_told(heads: int, kv_heads: int, isolated: bool) -> None:
+def test_attention_has_the_window_it_is_told(
+    heads: int, kv_heads: int, isolated: bool, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In bfloat16, against the blocks in float32, over awkward lengths, and never a key outside its reach."""
+    monkeypatch.setattr("parbank.model.stream.ATTENTION", attention)
     torch.manual_seed(0)
     cuda = torch.device("cuda")
     for length, window in ((1, 1), (1, 33), (300, 64), (513, 128), (64, 700)):
@@ -176,8 +180,10 @@ def test_flash_attention_has_the_window_it_is_told(heads: int, kv_heads: int, is
             reach = find_reach(replace(segment, ids=segment.ids.to(cuda)), window, isolated=isolated)
             assert reach.flash
             k[:, : int(reach.low[0])] = float("nan")  # what must not be read
-            found = attend_window(q, k, v, window, reach)
-            expected = attend_window(q.float(), k.float().nan_to_num(), v.float(), window, reach)
+            past, own = (tuple(x.split([window - 1, length], dim=1)[half] for x in (k, v)) for half in (0, 1))
+            found = attend_window(q, past, own, window, reach)
+            wide = [tuple(x.float().nan_to_num() for x in pair) for pair in (past, own)]
+            expected = attend_window(q.float(), *wide, window, reach)
             torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
             k = k.nan_to_num()
 
@@ -208,14 +214,13 @@ def test_a_window_as_long_as_the_text_is_plain_attention() -> None:
     q, k, v = torch.randn(1, 50, 4, 8), torch.randn(1, 50, 2, 8), torch.randn(1, 50, 2, 8)
     reach = Reach(torch.full((50,), 49), torch.tensor([0, 50]), torch.tensor([49, 99]))
     empty = torch.zeros(1, 49, 2, 8)
-    found = attend_window(q, torch.cat([empty, k], 1), torch.cat([empty, v], 1), 50, reach)
-    torch.testing.assert_close(found, attend(q, k, v, None))
+    torch.testing.assert_close(attend_window(q, (empty, empty), (k, v), 50, reach), attend(q, k, v, None))
 
 
 def test_the_flash_call_fits_the_operator() -> None:
     """Without a GPU only its shapes can be asked for: names, order and types of the arguments are then checked all the same."""
     meta = torch.device("meta")
-    q, k = torch.empty(1, 10, 8, 64, device=meta), torch.empty(1, 31 + 10, 4, 64, device=meta)
+    q, past, own = (torch.empty(1, *shape, 64, device=meta) for shape in ((10, 8), (31, 4), (10, 4)))
     runs = torch.empty(2, dtype=torch.int32, device=meta)
-    y = _attend_flash(q, k, k, 32, Reach(torch.empty(10, device=meta), runs, runs))
+    y = _attend_flash(q, (past, past), (own, own), 32, Reach(torch.empty(10, device=meta), runs, runs))
     assert (y.shape, y.device) == (q.shape, meta)
