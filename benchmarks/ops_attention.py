@@ -87,18 +87,17 @@ def cases(quick: bool) -> Iterator[Case]:
 def candidates() -> list[configs.Launch]:
     make = launch_config
     found = []
-    for anchor in (False, True):
-        for stack in (True, False):
-            for tma in (True, False):
-                flags = {"stack": stack, "anchor": anchor, "tma": tma}
-                found += [make(128, 64, 8, stages, **flags) for stages in (2, 3, 4)]
-                found += [make(128, 64, 4, stages, **flags) for stages in (2, 3)]
-                found += [make(128, 128, 8, 2, **flags), make(64, 128, 4, 2, **flags), make(64, 64, 4, 2, **flags)]
-            # so many registers that two programs of 8 warps, or three of 4, share a multiprocessor; and wider tiles
-            flags = {"stack": stack, "anchor": anchor, "tma": True}
-            found += [make(128, 64, 8, 3, **flags, maxnreg=128), make(64, 128, 4, 2, **flags, maxnreg=168)]
-            found += [make(128, 128, 8, 3, **flags), make(128, 128, 4, 2, **flags), make(128, 32, 8, 4, **flags)]
-            found += [make(256, 64, 8, stages, **flags) for stages in (2, 3)]
+    for stack in (True, False):
+        for tma in (True, False):
+            flags = {"stack": stack, "tma": tma}
+            found += [make(128, 64, 8, stages, **flags) for stages in (2, 3, 4)]
+            found += [make(128, 64, 4, stages, **flags) for stages in (2, 3)]
+            found += [make(128, 128, 8, 2, **flags), make(64, 128, 4, 2, **flags), make(64, 64, 4, 2, **flags)]
+        # so many registers that two programs of 8 warps, or three of 4, share a multiprocessor; and wider tiles
+        flags = {"stack": stack, "tma": True}
+        found += [make(128, 64, 8, 3, **flags, maxnreg=128), make(64, 128, 4, 2, **flags, maxnreg=168)]
+        found += [make(128, 128, 8, 3, **flags), make(128, 128, 4, 2, **flags), make(128, 32, 8, 4, **flags)]
+        found += [make(256, 64, 8, stages, **flags) for stages in (2, 3)]
     return found
 
 

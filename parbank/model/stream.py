@@ -30,8 +30,6 @@ BEFORE = 2  # tokens given ahead of a segment: smear looks one back, at an embed
 # Most layers a compiled stream may have: every layer is compiled once for itself, and Dynamo's own limit of 8 versions of
 # one function is meant to catch functions that are compiled again and again.
 COMPILED_LAYERS = 256
-# What attends on a GPU: "kernel" is ops.window_attention, "flash" PyTorch's FlashAttention 2.
-ATTENTION = "kernel"
 
 Past = tuple[Tensor, Tensor]
 
@@ -242,7 +240,7 @@ def attend_window(q: Tensor, past: Past, own: Past, window: int, reach: Reach) -
     how: a single query, as in sampling, is too little work for the kernel, which has one program a tile and head."""
     tensors = (q, *past, *own, reach.low)
     fits_flash = reach.flash and q.dtype in (torch.bfloat16, torch.float16) and _fits_head(q.shape[-1])
-    if fits_flash and (q.shape[1] == 1 or ATTENTION == "flash" or not takes(*tensors)):
+    if fits_flash and (q.shape[1] == 1 or not takes(*tensors)):
         return _attend_flash(q, past, own, window, reach)
     return ops.window_attention(q, *past, *own, reach.low, window)
 

@@ -14,13 +14,6 @@ The softmax is taken online in base 2: with t = scale * log2(e) and m the larges
 fused multiply-add and one exponential. Sums and the output are float32; p is rounded to the values' type for its product, as
 FlashAttention does.
 
-The largest score so far need not be known. Every query sees its own key, so with m its score with that key (ANCHOR) the sum is
-at least 1, and only a score that exceeds it by 60 in base 2 could do harm; the sum then shows it, and the tile is done again
-the usual way. Norms of queries and keys that are bounded, as after QK norm, never get there. This saves a maximum, a rescaling
-of the output and their chain of dependences, a quarter of the instructions of a block. Its price: the largest p is no longer
-the exact 1 but rounded like the others, which adds to the error in bfloat16, most where one key dominates; so no table takes
-it by itself.
-
 The heads that share a key head may be stacked in one tile (STACK): a tile of as many rows then spans fewer tokens, and so
 fewer keys that only some of its rows see.
 """
@@ -45,19 +38,11 @@ WIDTHS = (16, 32, 64, 128)
 
 
 def launch_config(
-    m: int,
-    n: int,
-    warps: int,
-    stages: int,
-    *,
-    stack: bool = False,
-    anchor: bool = False,
-    tma: bool = False,
-    **options: int,
+    m: int, n: int, warps: int, stages: int, *, stack: bool = False, tma: bool = False, **options: int
 ) -> Launch:
-    """m rows of queries by n keys; tma: keys and values through descriptors; options: further ones of the launch, such as
-    maxnreg. stack and anchor are explained above."""
-    blocks = {"BLOCK_M": m, "BLOCK_N": n, "STACK": stack, "ANCHOR": anchor, "TMA": tma}
+    """m rows of queries by n keys; stack: see above; tma: keys and values through descriptors; options: further ones of the
+    launch, such as maxnreg."""
+    blocks = {"BLOCK_M": m, "BLOCK_N": n, "STACK": stack, "TMA": tma}
     return Launch(blocks, num_warps=warps, num_stages=stages, options=options)
 
 
@@ -89,9 +74,9 @@ def _read(source, batch, head, at, count, stride, BLOCK: tl.constexpr, WIDTH: tl
 @triton.jit
 def _over_keys(
     out, top, total, q, k, v, batch, head, stride_k, stride_v, first, last, offset, count, left, right, lowest, place, scale,
-    ANCHORED: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Takes the blocks of keys from `first` up to `last` into the softmax: its output, reference score and sum so far.
+    """Takes the blocks of keys from `first` up to `last` into the softmax: its output, largest score and sum so far.
 
     Of the `count` keys in k, that at place 0 has the index `offset`. Each query sees those from its `lowest` up to its own
     `place`; from `left` up to `right` all do."""
@@ -103,44 +88,23 @@ def _over_keys(
             key = at + tl.arange(0, BLOCK_N)
             seen = (key[None, :] >= lowest[:, None]) & (key[None, :] <= place[:, None])
             score = tl.where(seen, score, float("-inf"))
-        if not ANCHORED:
-            higher = tl.maximum(top, tl.max(score, 1) * scale)
-            shrink = tl.exp2(top - higher)
-            total *= shrink
-            out *= shrink[:, None]
-            top = higher
-        p = tl.exp2(score * scale - top[:, None])
-        total += tl.sum(p, 1)
+        higher = tl.maximum(top, tl.max(score, 1) * scale)
+        shrink = tl.exp2(top - higher)
+        p = tl.exp2(score * scale - higher[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        out *= shrink[:, None]
+        top = higher
         values = _read(v, batch, head, at + offset, count, stride_v, BLOCK_N, WIDTH, TMA)
         out = tl.dot(p.to(values.dtype), values, out, input_precision="ieee")
     return out, top, total
 
 
 @triton.jit
-def _over_all(
-    top, q, past_k, past_v, k, v, batch, head, pk_t, pv_t, k_t, v_t, begin, left, right, end, carried, time, lowest, place,
-    scale, ANCHORED: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The softmax over the keys carried, then over the own: its output and its sum."""
-    out = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    out, top, total = _over_keys(
-        out, top, total, q, past_k, past_v, batch, head, pk_t, pv_t, begin, 0, carried, carried,
-        0, 0, lowest, place, scale, ANCHORED, TMA, BLOCK_N, WIDTH,
-    )  # fmt: skip
-    out, top, total = _over_keys(
-        out, top, total, q, k, v, batch, head, k_t, v_t, tl.maximum(begin, 0), end, 0, time,
-        left, right, lowest, place, scale, ANCHORED, TMA, BLOCK_N, WIDTH,
-    )  # fmt: skip
-    return out, total
-
-
-@triton.jit
 def _window_attention_kernel(
-    q, past_k, past_v, k, v, own_k, low, y, time, carried, window, scale,
+    q, past_k, past_v, k, v, low, y, time, carried, window, scale,
     q_b, q_t, q_h, pk_b, pk_t, pk_h, pv_b, pv_t, pv_h, k_b, k_t, k_h, v_b, v_t, v_h,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STACK: tl.constexpr, ANCHOR: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STACK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile of BLOCK_M queries: BLOCK_M / STACK tokens of STACK neighbouring heads.
 
@@ -173,24 +137,17 @@ def _window_attention_kernel(
         past_v += b * pv_b + kv_head * pv_h
         k += b * k_b + kv_head * k_h
         v += b * v_b + kv_head * v_h
-    none = tl.full((BLOCK_M,), -1e38, tl.float32)  # finite: what has seen nothing yet must not subtract two infinities
-    if ANCHOR:
-        where = own_k + b * k_b + kv_head * k_h + place.to(tl.int64)[:, None] * k_t + col[None, :]
-        anchor = tl.sum(query.to(tl.float32) * tl.load(where).to(tl.float32), 1) * scale
-        out, total = _over_all(
-            anchor, query, past_k, past_v, k, v, batch, kv_head, pk_t, pv_t, k_t, v_t, begin, left, right, end,
-            carried, time, lowest, place, scale, True, TMA, BLOCK_M, BLOCK_N, WIDTH,
-        )  # fmt: skip
-        if not (tl.max(total, 0) < 2.0**60):
-            out, total = _over_all(
-                none, query, past_k, past_v, k, v, batch, kv_head, pk_t, pv_t, k_t, v_t, begin, left, right, end,
-                carried, time, lowest, place, scale, False, TMA, BLOCK_M, BLOCK_N, WIDTH,
-            )  # fmt: skip
-    else:
-        out, total = _over_all(
-            none, query, past_k, past_v, k, v, batch, kv_head, pk_t, pv_t, k_t, v_t, begin, left, right, end,
-            carried, time, lowest, place, scale, False, TMA, BLOCK_M, BLOCK_N, WIDTH,
-        )  # fmt: skip
+    out = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    top = tl.full((BLOCK_M,), -1e38, tl.float32)  # finite: what has seen nothing yet must not subtract two infinities
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    out, top, total = _over_keys(
+        out, top, total, query, past_k, past_v, batch, kv_head, pk_t, pv_t, begin, 0, carried, carried,
+        0, 0, lowest, place, scale, TMA, BLOCK_N, WIDTH,
+    )  # fmt: skip
+    out, top, total = _over_keys(
+        out, top, total, query, k, v, batch, kv_head, k_t, v_t, tl.maximum(begin, 0), end, 0, time,
+        left, right, lowest, place, scale, TMA, BLOCK_N, WIDTH,
+    )  # fmt: skip
     to = y + (b * time + start) * HEADS * WIDTH + ((row // STACK) * HEADS + head)[:, None] * WIDTH + col[None, :]
     tl.store(to, (out * (1.0 / total)[:, None]).to(y.dtype.element_ty), mask=live)
 
@@ -223,8 +180,6 @@ def _window_attention(
     group = heads // k.shape[2]
     # the heads of a group that fill a tile evenly: the power of two in their number
     blocks["STACK"] = stack = min(group & -group, blocks["BLOCK_M"]) if blocks["STACK"] else 1
-    # an anchored score may be far over 1, which float16 does not hold
-    blocks["ANCHOR"] = blocks["ANCHOR"] and q.dtype != torch.float16
     keys: list[Any] = [past_k, past_v, k, v]
     blocks["TMA"] = blocks["TMA"] and all(_takes_tma(x) for x in keys)
     if blocks["TMA"]:  # nothing carried cannot be described, and is not read
@@ -232,7 +187,7 @@ def _window_attention(
     tiles = -(-time // (blocks["BLOCK_M"] // stack))
     with on_device(q.device):
         _window_attention_kernel[(batch * tiles * (heads // stack),)](
-            q, *keys, k, low.contiguous(), y, time, past_k.shape[1], window,
+            q, *keys, low.contiguous(), y, time, past_k.shape[1], window,
             math.log2(math.e) / math.sqrt(width),
             *(stride for x in (q, past_k, past_v, k, v) for stride in x.stride()[:3]),
             HEADS=heads, GROUP=group, WIDTH=width, **blocks,
