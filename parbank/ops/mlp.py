@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ParbankError
-from parbank.ops import backend, configs, reference
+from parbank.ops import backend, configs, mlp_hopper, reference
 from parbank.ops.backend import HAS_TRITON, tl, triton
 from parbank.ops.checks import (
     as_rows,
@@ -49,10 +49,12 @@ def launch_config(
 
 
 for _op, _stages in (("mlp_up", 4), ("mlp_down_backward", 3)):
+    _tiles = [(ANY, launch_config(128, 256, 64, 8, _stages, tma=True, split=2, per_sm=1))]
     configs.register(
         _op,
         sm80=[(ANY, launch_config(128, 128, 32, 8, 3))],
-        sm90=[(ANY, launch_config(128, 256, 64, 8, _stages, tma=True, split=2, per_sm=1))],
+        sm90=[(ANY, mlp_hopper.launch_config())],
+        sm100=_tiles,  # and on Hopper for products that mlp_hopper.py does not fit
     )
     configs.register(_op + "_float32", sm80=[(ANY, launch_config(32, 64, 32, 4, 2))])
 
@@ -180,6 +182,11 @@ def _product(left: Tensor, right: Tensor, a: Tensor | None, out: Tensor, signs: 
     right = right if 1 in right.stride() else right.contiguous()
     op = ("mlp_up" if a is None else "mlp_down_backward") + ("_float32" if left.dtype == torch.float32 else "")
     launch = configs.choose(op, rows, left.device)
+    if "EARLY" in launch.blocks:
+        if mlp_hopper.fits(left, right) and _takes_tma(left):
+            mlp_hopper.launch_product(left, right, a, out, signs, slope, launch)
+            return
+        launch = configs.tables()[op]["sm100"][-1][1]
     tma = launch.blocks["TMA"] and _takes_tma(left, right, out)
     if launch.blocks["TMA"] and not tma:
         launch = configs.tables()[op]["sm80"][-1][1]  # made for plain loads
