@@ -1,6 +1,6 @@
 """Searches launch configs on the GPU at hand and writes down what each one takes.
 
-    python benchmarks/tune.py [--only symmetric,rms_norm] [--without WORD] [--quick] [--out DIR]
+    python benchmarks/tune.py [--only symmetric,rms_norm] [--skip 1536] [--without tma] [--quick] [--out DIR]
 
 What can be tuned is declared beside the benchmarks: an ops_*.py file may have a function `tunables()`. Kernels are
 compiled first, by as many processes as there are cores, into Triton's cache; then this process times them one at a time,
@@ -57,10 +57,10 @@ class Tunable:
 
 @dataclass(frozen=True)
 class Choice:
-    """What of all that is declared to tune: ops by the beginning of their names, cases and candidates by a word."""
+    """What to tune: ops by the beginning of their names, less the cases and candidates that have a word in theirs."""
 
     only: tuple[str, ...] = ()
-    case: str = ""
+    skip: tuple[str, ...] = ()
     without: str = ""
 
 
@@ -73,7 +73,7 @@ def collect(choice: Choice) -> list[Tunable]:
         replace(
             tunable,
             candidates=[x for x in tunable.candidates if not choice.without or choice.without not in describe(x)],
-            cases={name: build for name, build in tunable.cases.items() if choice.case in name},
+            cases={name: build for name, build in tunable.cases.items() if not any(x in name for x in choice.skip)},
         )
         for tunable in found
         if not choice.only or any(tunable.op.startswith(name) for name in choice.only)
@@ -197,14 +197,15 @@ def _time(tunable: Tunable, launch: configs.Launch, call: Callable[[], Any], rep
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="comma-separated tables, by the beginning of their names")
-    parser.add_argument("--case", default="", help="only cases with this in their names")
+    parser.add_argument("--skip", default="", help="comma-separated words: leave out cases with one in their names")
     parser.add_argument("--without", default="", help="leave out candidates with this in their descriptions")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/tune.py needs a CUDA device")
-    choice = Choice(tuple(filter(None, arguments.only.split(","))), arguments.case, arguments.without)
+    only, skip = (tuple(filter(None, words.split(","))) for words in (arguments.only, arguments.skip))
+    choice = Choice(only, skip, arguments.without)
     start = time.monotonic()
     failed = compile_all(choice)
     print(f"compiled in {time.monotonic() - start:.0f} s; {len(failed)} candidates cannot run", flush=True)
