@@ -182,7 +182,7 @@ def _product(left: Tensor, right: Tensor, a: Tensor | None, out: Tensor, signs: 
     right = right if 1 in right.stride() else right.contiguous()
     op = ("mlp_up" if a is None else "mlp_down_backward") + ("_float32" if left.dtype == torch.float32 else "")
     launch = configs.choose(op, rows, left.device)
-    if "EARLY" in launch.blocks:
+    if "RESIDENT" in launch.blocks:
         if mlp_hopper.fits(left, right) and _takes_tma(left):
             mlp_hopper.launch_product(left, right, a, out, signs, slope, launch)
             return

@@ -218,7 +218,7 @@ if HAS_GLUON:
 
 def launch_config(*, early: bool = False) -> Launch:
     """early: the place of a chunk is filled again before, not after, a part of the tile in front is finished."""
-    return Launch({"EARLY": early}, num_warps=8, num_stages=3)
+    return Launch({"RESIDENT": True, "EARLY": early}, num_warps=8, num_stages=3)
 
 
 def fits(left: Tensor, right: Tensor) -> bool:

@@ -170,7 +170,11 @@ def job(arch: str, table: str, launch: configs.Launch, *, k_major: bool, even: b
 def hopper_job(table: str, launch: configs.Launch, *, k_major: bool, depth: int) -> Job:
     layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
     constexprs = {"K_MAJOR": k_major, "BACKWARD": "down" in table, "M": 128, "N": 128, "DEPTH": depth, "PARTS": 4}
-    constexprs |= {"STAGES": launch.num_stages, "stride_k" if k_major else "stride_n": 1, **launch.blocks}
+    constexprs |= {
+        "STAGES": launch.num_stages,
+        "stride_k" if k_major else "stride_n": 1,
+        "EARLY": launch.blocks["EARLY"],
+    }
     signature = {"desc": f"tensordesc<bf16[128,{depth // 4}],{layout}>", "signs": "*i64", "slope": "fp32"}
     signature |= dict.fromkeys(("weight", "a", "out"), "*bf16")
     signature |= dict.fromkeys(("rows", "cols", "stride_n" if k_major else "stride_k"), "i32")
