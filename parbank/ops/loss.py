@@ -67,13 +67,23 @@ def _far(x, cap):
 
 
 @triton.jit
-def _softcap(x, cap, peak):
-    """`peak` is the largest |x| of the tile: one branch for all of it."""
+def _softcap(x, cap, peak, less):
+    """log2(e)*cap*tanh(x/cap) - less. `peak` is the largest |x| of the tile: one branch for all of it.
+
+    The difference is free as part of the polynomial. It is written the other way round for the rest, or the compiler would
+    make one subtraction behind both branches of it.
+    """
     if peak > 0.7 * cap:
-        z = _far(x, cap)
+        z = (less - _far(x, cap)) * -1.0
     else:
-        z = _near(x, cap)
+        z = _near(x, cap) - less
     return z
+
+
+@triton.jit
+def _bound(peak, cap):
+    """What no capped logit of a row exceeds, in powers of two: |tanh(t)| is below |t| and 1."""
+    return 1.4426950408889634 * tl.minimum(peak, cap)
 
 
 @triton.jit
@@ -83,9 +93,9 @@ def _scores(pointers, inside, known, cap, CAPPED: tl.constexpr, BOUNDED: tl.cons
     if CAPPED:
         x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
         peak = tl.max(tl.abs(x), 1)
-        z = _softcap(x, cap, tl.max(peak, 0))
+        z = _softcap(x, cap, tl.max(peak, 0), 0.0)
         if BOUNDED:
-            top = 1.4426950408889634 * tl.minimum(peak, cap)  # |tanh(t)| is below |t| and 1
+            top = _bound(peak, cap)
         else:
             top = tl.max(tl.where(known[None, :], z, -1.0e30), 1)
     else:
@@ -116,9 +126,16 @@ def _log_sum_exp(
     for first in range(0, VOCAB, BLOCK):
         col = first + tl.arange(0, BLOCK)
         known = col < VOCAB
-        z, top = _scores(start[:, None] + col[None, :], live[:, None] & known[None, :], known, cap, CAPPED, BOUNDED)
-        new = tl.maximum(shift, top)
-        power = _powers(z, new, CAPPED)
+        pointers, inside = start[:, None] + col[None, :], live[:, None] & known[None, :]
+        if CAPPED and BOUNDED:
+            x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+            peak = tl.max(tl.abs(x), 1)
+            new = tl.maximum(shift, _bound(peak, cap))
+            power = tl.exp2(_softcap(x, cap, tl.max(peak, 0), new[:, None]))
+        else:
+            z, top = _scores(pointers, inside, known, cap, CAPPED, BOUNDED)
+            new = tl.maximum(shift, top)
+            power = _powers(z, new, CAPPED)
         if VOCAB % BLOCK != 0:
             power = tl.where(known[None, :], power, 0.0)
         total = total * tl.exp2(shift - new) + tl.sum(power, 1)
@@ -132,7 +149,7 @@ def _loss(start, live, target, log2_sum, cap, ignore, VOCAB: tl.constexpr, CAPPE
     known = live & (target >= 0) & (target < VOCAB)
     z = tl.load(start + target, mask=known, other=0.0).to(tl.float32)
     if CAPPED:
-        loss = (log2_sum - _far(z, cap)) * 0.6931471805599453
+        loss = _softcap(z, cap, tl.max(tl.abs(z), 0), log2_sum) * -0.6931471805599453
     else:
         loss = log2_sum * 0.6931471805599453 - z
     loss = tl.where(known, loss, float("nan"))
@@ -180,7 +197,7 @@ def _loss_backward_kernel(
     log2_sum = tl.load(sums + row, mask=live, other=0.0)
     factor = tl.where(target == ignore, 0.0, tl.load(grad + row * stride_grad, mask=live, other=0.0).to(tl.float32))
     if CAPPED:
-        z = _softcap(z, cap, tl.max(tl.max(tl.abs(z), 1), 0))
+        z = _softcap(z, cap, tl.max(tl.max(tl.abs(z), 1), 0), 0.0)
     back = _gradient(z, log2_sum, col, target, cap, CAPPED) * factor[:, None]
     tl.store(out + row[:, None] * stride_out + col[None, :], back.to(out.dtype.element_ty), mask=inside)
 
