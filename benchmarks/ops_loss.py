@@ -124,11 +124,11 @@ def tunables() -> list[Any]:
     for rows, vocab in SIZES:
         case, size = f"{rows} x {vocab}", 2.0 * rows * vocab
         held = (
-            launches(BLOCK_ROWS=(1, 2, 4, 8), BLOCK=(1024,), warps=(1, 2, 4, 8))
+            launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(512, 1024), warps=(1, 2, 4))
             if vocab == 1024
             else launches(BLOCK_ROWS=(1,), BLOCK=(2048, 4096, 8192), warps=(4, 8, 16, 32))
         )
-        tiles = launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(1024,), warps=(1, 2, 4, 8))
+        tiles = launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(512, 1024), warps=(1, 2, 4))
         if vocab > 1024:
             tiles += launches(BLOCK_ROWS=(1, 2), BLOCK=(2048, 4096), warps=(4, 8))
         chunk = (1 << 24) // vocab
