@@ -107,7 +107,12 @@ def down_exact() -> Tensor:
 
 def candidates() -> list[configs.Launch]:
     make = fused.launch_config
-    found = [fused.mlp_hopper.launch_config(early=early) for early in (False, True)]
+    found = [
+        fused.mlp_hopper.launch_config(early=early, ahead=ahead, chunks=chunks)
+        for early in (False, True)
+        for ahead in (0, 1, 2, 4)
+        for chunks in (4, 8)
+    ]
     found += [make(128, 256, 64, 8, stages, tma=True, split=2, per_sm=1) for stages in (3, 4)]
     found += [make(128, 256, 64, 8, 3, tma=tma, split=split) for tma in (True, False) for split in (1, 2)]
     found += [make(256, 128, 64, 8, 3, tma=True, per_sm=1)]
@@ -116,7 +121,8 @@ def candidates() -> list[configs.Launch]:
         found += [make(128, 128, 64, warps, 3, tma=True, split=2, per_sm=per_sm) for warps in (4, 8)]
         found += [make(128, 128, 32, 4, 4, tma=True, split=2, per_sm=per_sm)]
         found += [make(64, 256, 64, 4, 2, tma=True, split=2, per_sm=per_sm)]
-    found += [make(128, 128, 64, 4, 2, tma=True, per_sm=3), make(64, 128, 64, 4, 3, tma=True, per_sm=3)]
+    found += [make(128, 128, 64, 8, stages, tma=True, split=split) for stages in (2, 4) for split in (1, 2)]
+    found += [make(128, 128, 128, 8, 2, tma=True, split=2), make(64, 256, 64, 8, 3, tma=True, split=2)]
     return found
 
 

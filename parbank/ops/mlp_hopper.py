@@ -40,14 +40,13 @@ try:
 except ImportError:  # no Triton, or one from before Gluon
     HAS_GLUON = False
 
-ROWS, COLS = 128, 128  # a tile; its columns are what 128 KiB of shared memory hold of a weight 512 deep
-PARTS = 4  # of the depth, and of the columns: one part is differentiated while the next one's products run
+ROWS, COLS, DEPTH = 128, 128, 512  # a tile; 128 columns 512 deep are 128 KiB, and leave 96 for rows on their way
 
 if HAS_GLUON:
     _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton 3.7
 
     @gluon.jit
-    def _ask(desc, x, bars, chunk, chunks, first, step, PARTS: gl.constexpr, STAGES: gl.constexpr):
+    def _ask(desc, x, bars, chunk, chunks, first, step, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
         """Starts to copy a chunk, a part of the depth of one block of rows, into its place in the ring."""
         K: gl.constexpr = desc.block_type.shape[1]
         M: gl.constexpr = desc.block_type.shape[0]
@@ -55,8 +54,20 @@ if HAS_GLUON:
         stage = chunk % STAGES
         bar = bars.index(stage)
         mbarrier.expect(bar, M * K * 2, pred=live)
-        at = [(first + chunk // PARTS * step) * M, chunk % PARTS * K]
+        at = [(first + chunk // CHUNKS * step) * M, chunk % CHUNKS * K]
         tma.async_copy_global_to_shared(desc, at, bar, x.index(stage), pred=live)
+
+    @gluon.jit
+    def _warm(pointers, wanted, BYTES: gl.constexpr):
+        """Asks memory to have BYTES from each wanted pointer on in the L2 cache."""
+        gl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+            "=r,l,r",
+            [pointers, wanted.to(gl.int32) * BYTES],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
     @gluon.jit
     def _quarters(acc, M: gl.constexpr, PART: gl.constexpr):
@@ -107,12 +118,14 @@ if HAS_GLUON:
 
     @gluon.jit
     def _mlp_hopper_kernel(
-        desc, weight, a, out, signs, rows, cols, stride_n, stride_k, slope,
+        desc, left, weight, a, out, signs, rows, cols, stride_l, stride_n, stride_k, slope,
         K_MAJOR: gl.constexpr, BACKWARD: gl.constexpr, M: gl.constexpr, N: gl.constexpr, DEPTH: gl.constexpr,
-        STAGES: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr,
+        STAGES: gl.constexpr, CHUNKS: gl.constexpr, EARLY: gl.constexpr,
+        AHEAD: gl.constexpr,
     ):  # fmt: skip
         """desc reads the rows (rows, DEPTH); weight is (cols, DEPTH) by strides; a, out (rows, cols); signs in int64 words."""
-        K: gl.constexpr = DEPTH // PARTS
+        K: gl.constexpr = DEPTH // CHUNKS
+        EVERY: gl.constexpr = CHUNKS // 4  # chunks for each of the four parts of a tile
         MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 16])
         # Registers hold 8 neighbours of two rows, 8 apart; 4 lanes hold a row's 32 columns.
         PART: gl.constexpr = gl.DistributedLinearLayout(
@@ -134,23 +147,23 @@ if HAS_GLUON:
         first = gl.program_id(0) // blocks
         step = gl.num_programs(0) // blocks
         tiles = (rows // M - first + step - 1) // step
-        chunks = tiles * PARTS
+        chunks = tiles * CHUNKS
 
         x = gl.allocate_shared_memory(dtype, [STAGES, M, K], desc.layout)
-        w = gl.allocate_shared_memory(dtype, [PARTS, N, K], desc.layout)
+        w = gl.allocate_shared_memory(dtype, [CHUNKS, N, K], desc.layout)
         bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for place in gl.static_range(STAGES):
             mbarrier.init(bars.index(place), count=1)
         fence_async_shared()
         _barrier()
         for early in gl.static_range(STAGES - 1):
-            _ask(desc, x, bars, early, chunks, first, step, PARTS, STAGES)
+            _ask(desc, x, bars, early, chunks, first, step, CHUNKS, STAGES)
 
         n = gl.arange(0, N, gl.SliceLayout(1, LOAD))
         k = gl.arange(0, K, gl.SliceLayout(0, LOAD))
         of = n // 32 * 32 + n // 2 % 4 * 8 + n // 8 % 4 * 2 + n % 2
         source = weight + gl.expand_dims((col + of) * stride_n, 1) + gl.expand_dims(k * stride_k, 0)
-        for slab in gl.static_range(PARTS):
+        for slab in gl.static_range(CHUNKS):
             w.index(slab).store(gl.load(source + slab * K * stride_k))
         fence_async_shared()
         _barrier()
@@ -167,13 +180,22 @@ if HAS_GLUON:
         a0, a1, a2, a3 = nothing, nothing, nothing, nothing
         word0 = gl.full([M], 0, gl.int64, gl.SliceLayout(1, PART))
         word1 = word0
+        half = gl.arange(0, 2 * M, gl.BlockedLayout([1], [32], [8], [0]))  # one of a row's two halves for each thread
         for tile in range(tiles):
             done = tile > 0
+            if AHEAD > 0:
+                # The programs of a block of rows meet at rows that none has seen: each fetches some of them in advance.
+                soon = (first + (tile + AHEAD) * step) * M + half // 2
+                known = soon < rows
+                line = left + soon.to(gl.int64) * stride_l + half % 2 * (DEPTH // 2)
+                _warm(line, known & (half // 2 % blocks == col // N), DEPTH)
+                if BACKWARD:
+                    _warm(a + soon.to(gl.int64) * cols + col + half % 2 * (N // 2), known, N)
             of_a, of_signs = a + at, signs + at // 64
             to, to_signs = out + (at - jump), signs + (at - jump) // 64
             acc = gl.full([M, N], 0.0, gl.float32, MMA)
-            for part in gl.static_range(PARTS):
-                chunk = tile * PARTS + part
+            for part in gl.static_range(CHUNKS):
+                chunk = tile * CHUNKS + part
                 stage = chunk % STAGES
                 mbarrier.wait(bars.index(stage), chunk // STAGES & 1)
                 acc = warpgroup_mma(x.index(stage), w.index(part).permute((1, 0)), acc, use_acc=part > 0, is_async=True)
@@ -181,21 +203,21 @@ if HAS_GLUON:
                     acc = warpgroup_mma_wait(1, deps=[acc])
                     # The chunk before this one has been multiplied by both warp groups: its place is free.
                     _barrier()
-                    _ask(desc, x, bars, chunk + STAGES - 1, chunks, first, step, PARTS, STAGES)
+                    _ask(desc, x, bars, chunk + STAGES - 1, chunks, first, step, CHUNKS, STAGES)
                 if part == 0:
                     word0 = _finish(piece0, a0, word0, to, to_signs, inner, words, slope, done, 0, BACKWARD, PART)
                     if BACKWARD:
                         a0 = gl.load(of_a + inner)
-                elif part == 1:
+                elif part == EVERY:
                     word0 = _finish(piece1, a1, word0, to, to_signs, inner, words, slope, done, 1, BACKWARD, PART)
                     if BACKWARD:
                         a1 = gl.load(of_a + 32 + inner)
                         word0 = gl.load(of_signs + words)
-                elif part == 2:
+                elif part == 2 * EVERY:
                     word1 = _finish(piece2, a2, word1, to, to_signs, inner, words, slope, done, 2, BACKWARD, PART)
                     if BACKWARD:
                         a2 = gl.load(of_a + 64 + inner)
-                else:
+                elif part == 3 * EVERY:
                     word1 = _finish(piece3, a3, word1, to, to_signs, inner, words, slope, done, 3, BACKWARD, PART)
                     if BACKWARD:
                         a3 = gl.load(of_a + 96 + inner)
@@ -204,7 +226,7 @@ if HAS_GLUON:
                     acc = warpgroup_mma_wait(1, deps=[acc])
                     # The chunk before this one has been multiplied by both warp groups: its place is free.
                     _barrier()
-                    _ask(desc, x, bars, chunk + STAGES - 1, chunks, first, step, PARTS, STAGES)
+                    _ask(desc, x, bars, chunk + STAGES - 1, chunks, first, step, CHUNKS, STAGES)
             acc = warpgroup_mma_wait(0, deps=[acc])
             piece0, piece1, piece2, piece3 = _quarters(acc, M, PART)
             at += jump
@@ -216,18 +238,20 @@ if HAS_GLUON:
         word1 = _finish(piece3, a3, word1, to, to_signs, inner, words, slope, done, 3, BACKWARD, PART)
 
 
-def launch_config(*, early: bool = False) -> Launch:
-    """early: the place of a chunk is filled again before, not after, a part of the tile in front is finished."""
-    return Launch({"RESIDENT": True, "EARLY": early}, num_warps=8, num_stages=3)
+def launch_config(*, early: bool = False, ahead: int = 0, chunks: int = 4) -> Launch:
+    """chunks: into how many parts the depth is cut; three quarters of as many are on their way or in use.
+    early: the place of a chunk is filled again before, not after, a part of the tile in front is finished.
+    ahead: how many tiles in advance what comes from memory is brought into the L2 cache; 0: not at all."""
+    return Launch({"RESIDENT": True, "EARLY": early, "AHEAD": ahead, "CHUNKS": chunks}, 8, 3 * chunks // 4)
 
 
 def fits(left: Tensor, right: Tensor) -> bool:
-    """Whether the kernel is made for this product: whole tiles, and 128 columns of the weight fit into shared memory."""
+    """Whether the kernel is made for this product: whole tiles, and the one depth that fills shared memory."""
     return (
         HAS_GLUON
         and left.shape[0] % ROWS == 0
         and right.shape[0] % COLS == 0
-        and left.shape[1] in (256, 512)
+        and left.shape[1] == DEPTH
         and left.element_size() == 2
     )
 
@@ -236,17 +260,18 @@ def launch_product(
     left: Tensor, right: Tensor, a: Tensor | None, out: Tensor, signs: Tensor, slope: float, launch: Launch
 ) -> None:
     """out and signs from left (rows, depth) and right (cols, depth), stored either way round; backward where a is given."""
-    rows, depth = left.shape
-    cols = right.shape[0]
+    rows, cols = left.shape[0], right.shape[0]
+    chunks = launch.blocks["CHUNKS"]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    desc = TensorDescriptor(left, list(left.shape), list(left.stride()), [ROWS, depth // PARTS], layout)
+    desc = TensorDescriptor(left, list(left.shape), list(left.stride()), [ROWS, DEPTH // chunks], layout)
     blocks = cols // COLS
     lines = max(1, min(persistent_programs(left.device, 1, 1 << 30) // blocks, rows // ROWS))
     kernel: Any = _mlp_hopper_kernel
     with on_device(left.device):
         kernel[(lines * blocks,)](
-            desc, right, out if a is None else a, out, signs.view(torch.int64), rows, cols,
-            right.stride(0), right.stride(1), slope,
-            K_MAJOR=right.stride(1) == 1, BACKWARD=a is not None, M=ROWS, N=COLS, DEPTH=depth, PARTS=PARTS,
-            STAGES=launch.num_stages, EARLY=launch.blocks["EARLY"], num_warps=launch.num_warps,
+            desc, left, right, out if a is None else a, out, signs.view(torch.int64), rows, cols,
+            left.stride(0), right.stride(0), right.stride(1), slope,
+            K_MAJOR=right.stride(1) == 1, BACKWARD=a is not None, M=ROWS, N=COLS, DEPTH=DEPTH, CHUNKS=chunks,
+            STAGES=launch.num_stages, EARLY=launch.blocks["EARLY"], AHEAD=launch.blocks["AHEAD"],
+            num_warps=launch.num_warps,
         )  # fmt: skip
