@@ -131,6 +131,9 @@ def tunables() -> list[Any]:
         tiles = launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(512, 1024), warps=(1, 2, 4))
         if vocab > 1024:
             tiles += launches(BLOCK_ROWS=(1, 2), BLOCK=(2048, 4096), warps=(4, 8))
+        else:  # of 64 registers a multiprocessor holds the most programs of one warp it can, 32
+            held += [configs.Launch({"BLOCK_ROWS": 1, "BLOCK": 1024}, 1, 1, {"maxnreg": 64})]
+            tiles += [configs.Launch({"BLOCK_ROWS": 1, "BLOCK": 1024}, 1, 1, {"maxnreg": 64})]
         chunk = (1 << 24) // vocab
         chunks = [configs.Launch({"CHUNK": 1 << power}) for power in range(22, 28)]
         found += [

@@ -40,79 +40,52 @@ configs.register("softcap_cross_entropy_backward", sm80=[(1024, _launch(2, 1024,
 
 @triton.jit
 def _near(x, cap):
-    """log2(e)*cap*tanh(x/cap) where |x| <= 0.7*cap: tanh(t) = t + t^3 q(t^2), q of degree 4 by minimax, error under 1.5e-8.
-
-    The scales of cap and of powers of two are in the coefficients, which are the same for every element: seven operations
-    and one more, in the exponential's argument, for each.
-    """
-    s = 1.0 / (cap * cap)
-    u = x * x
-    q = (0.020111659583453567 * 1.4426950408889634) * s * s * s * s
-    q = q - (0.005155114805644487 * 1.4426950408889634) * s * s * s * s * s * u
-    q = q * u - (0.05356698947148803 * 1.4426950408889634) * s * s * s
-    q = q * u + (0.1332924312007887 * 1.4426950408889634) * s * s
-    q = q * u - (0.3333319661491843 * 1.4426950408889634) * s
-    return x * (q * u + 1.4426950408889634)
+    """cap*tanh(x/cap) where |x| <= 0.7*cap: tanh(t) = t + t^3 q(t^2), q of degree 4 by minimax, error under 1.5e-8."""
+    u = x * x * (1.0 / (cap * cap))
+    q = 0.020111659583453567 - 0.005155114805644487 * u
+    q = q * u - 0.05356698947148803
+    q = q * u + 0.1332924312007887
+    q = q * u - 0.3333319661491843
+    return x + x * u * q
 
 
 @triton.jit
 def _far(x, cap):
-    """log2(e)*cap*tanh(x/cap) anywhere: 1 - 2/(exp(2t) + 1) loses its digits near zero, where the polynomial has them."""
+    """cap*tanh(x/cap) anywhere: 1 - 2/(exp(2t) + 1) loses its digits near zero, where the polynomial has them."""
     size = tl.abs(x)
     power = tl.exp2(
         tl.minimum(size * (2.8853900817779268 / cap), 126.0)
     )  # exp(2t), as 2^(2t / ln 2), short of infinity
-    far = 1.4426950408889634 * (cap - 2.0 * cap / (power + 1.0))
+    far = cap - 2.0 * cap / (power + 1.0)
     return tl.where(size > 0.7 * cap, tl.where(x < 0, -far, far), _near(x, cap))
 
 
 @triton.jit
-def _softcap(x, cap, peak, less):
-    """log2(e)*cap*tanh(x/cap) - less. `peak` is the largest |x| of the tile: one branch for all of it.
-
-    The difference is free as part of the polynomial. It is written the other way round for the rest, or the compiler would
-    make one subtraction behind both branches of it.
-    """
+def _softcap(x, cap, peak):
+    """`peak` is the largest |x| of the tile: one branch for all of it."""
     if peak > 0.7 * cap:
-        z = (less - _far(x, cap)) * -1.0
+        z = _far(x, cap)
     else:
-        z = _near(x, cap) - less
+        z = _near(x, cap)
     return z
 
 
 @triton.jit
-def _bound(peak, cap):
-    """What no capped logit of a row exceeds, in powers of two: |tanh(t)| is below |t| and 1."""
-    return 1.4426950408889634 * tl.minimum(peak, cap)
-
-
-@triton.jit
 def _scores(pointers, inside, known, cap, CAPPED: tl.constexpr, BOUNDED: tl.constexpr):
-    """The logits of a tile, capped ones in powers of two, and a bound per row in powers of two that their exponentials can be
-    shifted by. Finite for dead rows too."""
+    """The capped logits of a tile, and a bound per row that its exponentials can be shifted by. Finite for dead rows too."""
     if CAPPED:
         x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
         peak = tl.max(tl.abs(x), 1)
-        z = _softcap(x, cap, tl.max(peak, 0), 0.0)
+        z = _softcap(x, cap, tl.max(peak, 0))
         if BOUNDED:
-            top = _bound(peak, cap)
+            top = tl.minimum(peak, cap)  # |tanh(t)| is below |t| and 1
         else:
             top = tl.max(tl.where(known[None, :], z, -1.0e30), 1)
     else:
         # The floor is put in after the cast: float16 would make infinities of it.
         z = tl.where(inside, tl.load(pointers, mask=inside, other=0.0).to(tl.float32), -1.0e30)
-        top = 1.4426950408889634 * tl.max(z, 1)
+        top = tl.max(z, 1)
     return z, top
-
-
-@triton.jit
-def _powers(z, shift, CAPPED: tl.constexpr):
-    """exp(logit) / 2^shift of what _scores gives."""
-    if CAPPED:
-        power = tl.exp2(z - shift[:, None])
-    else:
-        power = tl.exp2(z * 1.4426950408889634 - shift[:, None])
-    return power
 
 
 @triton.jit
@@ -126,16 +99,9 @@ def _log_sum_exp(
     for first in range(0, VOCAB, BLOCK):
         col = first + tl.arange(0, BLOCK)
         known = col < VOCAB
-        pointers, inside = start[:, None] + col[None, :], live[:, None] & known[None, :]
-        if CAPPED and BOUNDED:
-            x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-            peak = tl.max(tl.abs(x), 1)
-            new = tl.maximum(shift, _bound(peak, cap))
-            power = tl.exp2(_softcap(x, cap, tl.max(peak, 0), new[:, None]))
-        else:
-            z, top = _scores(pointers, inside, known, cap, CAPPED, BOUNDED)
-            new = tl.maximum(shift, top)
-            power = _powers(z, new, CAPPED)
+        z, top = _scores(start[:, None] + col[None, :], live[:, None] & known[None, :], known, cap, CAPPED, BOUNDED)
+        new = tl.maximum(shift, top * 1.4426950408889634)
+        power = tl.exp2(z * 1.4426950408889634 - new[:, None])
         if VOCAB % BLOCK != 0:
             power = tl.where(known[None, :], power, 0.0)
         total = total * tl.exp2(shift - new) + tl.sum(power, 1)
@@ -149,10 +115,8 @@ def _loss(start, live, target, log2_sum, cap, ignore, VOCAB: tl.constexpr, CAPPE
     known = live & (target >= 0) & (target < VOCAB)
     z = tl.load(start + target, mask=known, other=0.0).to(tl.float32)
     if CAPPED:
-        loss = _softcap(z, cap, tl.max(tl.abs(z), 0), log2_sum) * -0.6931471805599453
-    else:
-        loss = log2_sum * 0.6931471805599453 - z
-    loss = tl.where(known, loss, float("nan"))
+        z = _far(z, cap)
+    loss = tl.where(known, log2_sum * 0.6931471805599453 - z, float("nan"))
     return tl.where(target == ignore, 0.0, loss)
 
 
@@ -176,10 +140,10 @@ def _loss_forward_kernel(
 @triton.jit
 def _gradient(z, log2_sum, col, target, cap, CAPPED: tl.constexpr):
     """dz of one row's loss, through the cap."""
-    back = _powers(z, log2_sum, CAPPED)
+    back = tl.exp2(z * 1.4426950408889634 - log2_sum[:, None])
     back = tl.where(col[None, :] == target[:, None], back - 1.0, back)
     if CAPPED:
-        t = z * (0.6931471805599453 / cap)
+        t = z * (1.0 / cap)
         back *= 1.0 - t * t
     return back
 
@@ -201,7 +165,7 @@ def _loss_backward_kernel(
     if COUNT:
         factor /= tl.maximum(tl.load(totals + 1), 1.0)  # where all are ignored the gradient is zero
     if CAPPED:
-        z = _softcap(z, cap, tl.max(tl.max(tl.abs(z), 1), 0), 0.0)
+        z = _softcap(z, cap, tl.max(tl.max(tl.abs(z), 1), 0))
     back = _gradient(z, log2_sum, col, target, cap, CAPPED) * factor[:, None]
     tl.store(out + row[:, None] * stride_out + col[None, :], back.to(out.dtype.element_ty), mask=inside)
 
