@@ -3,17 +3,18 @@
 They are those of mlp.py. There a program makes a tile's products, then goes through its epilogue (backward: waits for the
 activation to multiply by) while the tensor units stand still. Here they do not:
 
-- A program keeps its 128 columns of the weight in shared memory for as long as it lives, and only rows of dY stream past.
-  Half as many bytes come from the L2 cache as with tiles of 128 x 256, whose two sides are read for every tile.
-- The products of a tile run asynchronously while the tile before it is differentiated, a quarter for each quarter of the
-  depth. Two accumulators of 128 x 128 fit the registers of eight warps.
-- That quarter's part of the activation was asked for one tile earlier, and lies in registers.
+- A program keeps its 128 columns of the weight in shared memory for as long as it lives, and only rows stream past. Two
+  thirds of the bytes come from the L2 cache that tiles of 128 x 256 read, which fetch both sides for every tile.
+- The products of a tile run asynchronously while the tile before it is finished, a quarter for each quarter of the depth.
+  Two accumulators of 128 x 128 fit the registers of eight warps.
+- Backward, that quarter's part of the activation was asked for one tile earlier, and lies in registers.
 
 The tensor units give a thread columns 8i + 2q, 8i + 2q + 1 of its rows: 4 bytes here and there. The weight's columns are laid
 out so that column 32g + 8i + 2q + e of the product is column 32g + 8q + 2i + e of the matrix: 8 neighbours, so that a thread
 reads and writes 16 bytes at a time, and nothing passes through shared memory on its way in or out.
 
-Gluon, Triton's lower level, has what this takes. It is not interpreted, so these lines are only tested on a GPU.
+Gluon, Triton's lower level, has what this takes. It is not interpreted, so these lines are only tested on a GPU. Measured it
+is the faster one forward only, so mlp.py's tables take it there; docs/ops.md has the figures and what is thought to hold it up.
 """
 
 from typing import Any
