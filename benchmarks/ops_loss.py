@@ -124,13 +124,16 @@ def tunables() -> list[Any]:
     for rows, vocab in SIZES:
         case, size = f"{rows} x {vocab}", 2.0 * rows * vocab
         held = (
-            launches(BLOCK_ROWS=(1, 2, 4, 8), BLOCK=(1024,), warps=(1, 2, 4, 8))
+            launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(512, 1024), warps=(1, 2, 4))
             if vocab == 1024
             else launches(BLOCK_ROWS=(1,), BLOCK=(2048, 4096, 8192), warps=(4, 8, 16, 32))
         )
-        tiles = launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(1024,), warps=(2, 4, 8))
+        tiles = launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(512, 1024), warps=(1, 2, 4))
         if vocab > 1024:
             tiles += launches(BLOCK_ROWS=(1, 2), BLOCK=(2048, 4096), warps=(4, 8))
+        else:  # of 64 registers a multiprocessor holds the most programs of one warp it can, 32
+            held += [configs.Launch({"BLOCK_ROWS": 1, "BLOCK": 1024}, 1, 1, {"maxnreg": 64})]
+            tiles += [configs.Launch({"BLOCK_ROWS": 1, "BLOCK": 1024}, 1, 1, {"maxnreg": 64})]
         chunk = (1 << 24) // vocab
         chunks = [configs.Launch({"CHUNK": 1 << power}) for power in range(22, 28)]
         found += [

@@ -72,7 +72,7 @@ def up_call() -> Callable[[], Any]:
     x, up, _ = inputs()
     a = torch.empty(TOKENS, HIDDEN, device="cuda", dtype=x.dtype)
     signs = torch.empty(TOKENS, HIDDEN // 8, device="cuda", dtype=torch.uint8)
-    return lambda: fused._product(x, up, None, a, signs, SLOPE)
+    return lambda: fused._product(x, up, None, a, signs, SLOPE) or (a, signs)
 
 
 def down_call(transposed: bool) -> Callable[[], Callable[[], Any]]:
@@ -82,23 +82,41 @@ def down_call(transposed: bool) -> Callable[[], Callable[[], Any]]:
             down = down.t().contiguous().t()
         a, du = random(TOKENS, HIDDEN).square(), torch.empty(TOKENS, HIDDEN, device="cuda", dtype=dy.dtype)
         signs = torch.randint(256, (TOKENS, HIDDEN // 8), device="cuda", dtype=torch.uint8)
-        return lambda: fused._product(dy, down.t(), a, du, signs, SLOPE)
+        return lambda: fused._product(dy, down.t(), a, du, signs, SLOPE) or du
 
     return build
 
 
+BITS = 1 << torch.arange(8, dtype=torch.int32)[:, None]  # bit i of byte c is column 8 i + c of its 64
+
+
+def up_exact() -> list[Tensor]:
+    x, up, _ = inputs()
+    u = x.float() @ up.float().t()
+    signs = ((u < 0).view(TOKENS, -1, 8, 8) * BITS.to(u.device)).sum(2).to(torch.uint8)
+    return [reference.leaky_relu_squared(u, SLOPE), signs.view(TOKENS, -1)]
+
+
+def down_exact() -> Tensor:
+    dy, _, down = inputs()
+    a = random(TOKENS, HIDDEN).square()
+    signs = torch.randint(256, (TOKENS, HIDDEN // 8), device="cuda", dtype=torch.uint8)
+    negative = (signs.view(TOKENS, -1, 1, 8) & BITS.to(a.device).to(torch.uint8)).bool().view(TOKENS, HIDDEN)
+    return (dy.float() @ down.float()) * 2 * a.float().sqrt() * torch.where(negative, -SLOPE, 1.0)
+
+
 def candidates() -> list[configs.Launch]:
     make = fused.launch_config
-    found = []
-    for tma, per_sm in ((True, 1), (True, 0), (False, 0)):
-        for split in (1, 2):
-            found += [make(128, 256, 64, 8, stages, tma=tma, split=split, per_sm=per_sm) for stages in (2, 3, 4)]
-            found += [make(256, 128, 64, 8, 3, tma=tma, split=split, per_sm=per_sm)]
-    for per_sm in (0, 1, 2):
-        for warps in (4, 8):
-            found += [make(128, 128, 64, warps, stages, tma=True, per_sm=per_sm) for stages in (2, 3, 4)]
-        found += [make(64, 256, 64, 4, stages, tma=True, split=2, per_sm=per_sm) for stages in (2, 3)]
-        found += [make(128, 128, 128, 8, 2, tma=True, per_sm=per_sm)]
+    found = [make(128, 256, 64, 8, stages, tma=True, split=2, per_sm=1) for stages in (3, 4)]
+    found += [make(128, 256, 64, 8, 3, tma=tma, split=split) for tma in (True, False) for split in (1, 2)]
+    found += [make(256, 128, 64, 8, 3, tma=True, per_sm=1)]
+    # Two and more programs on a multiprocessor: one's products beside the other's epilogue.
+    for per_sm in (0, 2):
+        found += [make(128, 128, 64, warps, 3, tma=True, split=2, per_sm=per_sm) for warps in (4, 8)]
+        found += [make(128, 128, 32, 4, 4, tma=True, split=2, per_sm=per_sm)]
+        found += [make(64, 256, 64, 4, 2, tma=True, split=2, per_sm=per_sm)]
+    found += [make(128, 128, 64, 8, stages, tma=True, split=split) for stages in (2, 4) for split in (1, 2)]
+    found += [make(128, 128, 128, 8, 2, tma=True, split=2), make(64, 256, 64, 8, 3, tma=True, split=2)]
     return found
 
 
@@ -108,6 +126,13 @@ def tunables() -> list[Any]:
     flops = 2.0 * TOKENS * WIDTH * HIDDEN
     back = {"plain": down_call(False), "stored transposed": down_call(True)}
     return [
-        Tunable("mlp_up", candidates(), {"golf": up_call}, calls=4, flops={"golf": flops}),
-        Tunable("mlp_down_backward", candidates(), back, calls=4, flops=dict.fromkeys(back, flops)),
+        Tunable("mlp_up", candidates(), {"golf": up_call}, 4, {"golf": flops}, exact={"golf": up_exact}),
+        Tunable(
+            "mlp_down_backward",
+            candidates(),
+            back,
+            calls=4,
+            flops=dict.fromkeys(back, flops),
+            exact=dict.fromkeys(back, down_exact),
+        ),
     ]

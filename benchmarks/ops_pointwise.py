@@ -15,8 +15,8 @@ from parbank import ops
 from parbank.ops import configs, reference
 from parbank.ops.activation import _leaky_relu_squared, _leaky_relu_squared_backward
 from parbank.ops.mix import _mix_rms_norm, _mix_rms_norm_backward
-from parbank.ops.norm import _rms_norm, _rms_norm_backward
-from parbank.ops.rope import _qk_norm_rope, _qk_norm_rope_backward
+from parbank.ops.norm import _add_rms_norm, _add_rms_norm_backward, _rms_norm, _rms_norm_backward
+from parbank.ops.qkv import _split_qkv, _split_qkv_backward
 from parbank.ops.smear import _smear, _smear_backward
 
 DTYPE = torch.bfloat16
@@ -227,21 +227,25 @@ def tunables() -> list[Any]:
         dy, x = random(TOKENS, 1536), random(TOKENS, 1536)
         return lambda: _leaky_relu_squared_backward(dy, x, SLOPE)
 
+    def add() -> Callable[[], Any]:
+        x, y = random(TOKENS, 512), random(TOKENS, 512)
+        return lambda: _add_rms_norm(x, y, 1.0, 1e-6)
+
+    def add_back() -> Callable[[], Any]:
+        dtotal, dnormed, total = (random(TOKENS, 512) for _ in range(3))
+        inverse = random(TOKENS, dtype=torch.float32)
+        return lambda: _add_rms_norm_backward(dtotal, dnormed, total, inverse, 1.0)
+
     def rope() -> Callable[[], Any]:
-        q, k, gain = random(48, 2048, 8, 64), random(48, 2048, 4, 64), random(8, dtype=torch.float32)
+        row, gain = random(48, 2048, 1024), random(8, dtype=torch.float32)
         cos, sin = angles(2048, 8)
-        return lambda: _qk_norm_rope(q, k, gain, cos, sin, 1e-6)
+        return lambda: _split_qkv(row, 8, 4, gain, cos, sin, 1e-6)
 
     def rope_back() -> Callable[[], Any]:
-        q, dq, k, dk = (
-            random(48, 2048, 8, 64),
-            random(48, 2048, 8, 64),
-            random(48, 2048, 4, 64),
-            random(48, 2048, 4, 64),
-        )
+        dq, dk, dv = (random(48, 2048, heads, 64) for heads in (8, 4, 4))
+        row, gain = random(48, 2048, 1024), random(8, dtype=torch.float32)
         cos, sin = angles(2048, 8)
-        gain = random(8, dtype=torch.float32)
-        return lambda: _qk_norm_rope_backward(dq, dk, q, k, gain, cos, sin, 1e-6)
+        return lambda: _split_qkv_backward(dq, dk, dv, row, 8, 4, gain, cos, sin, 1e-6)
 
     def tunable(op: str, candidates: list[configs.Launch], case: str, build: Build, bytes_: float) -> Any:
         return Tunable(op, candidates, {case: build}, bytes={case: bytes_})
@@ -257,10 +261,16 @@ def tunables() -> list[Any]:
         found.append(tunable("rms_norm_backward", plain, f"{width} plain", norm_back(width, False), 3 * scale))
         found.append(tunable("rms_norm_backward", summed, f"{width} weighted", norm_back(width, True), 3 * scale))
     forward = launches(BLOCK_ROWS=(1, 2, 4, 8), BLOCK=(512,), warps=(1, 2, 4, 8))
-    summed = launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(512,), PER_SM=(2, 4, 8), STAGES=(1, 3), warps=(4, 8))
+    plain = launches(BLOCK_ROWS=(1, 2, 4, 8), BLOCK=(512,), PER_SM=(1,), STAGES=(1,), warps=(1, 2, 4, 8))
+    summed = launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(512,), PER_SM=(2, 3, 4, 8), STAGES=(2, 3), warps=(4, 8))
     blocks = launches(BLOCK=(1024, 2048, 4096, 8192), warps=(2, 4, 8))
+    turned = launches(TILE=(512, 1024, 2048, 4096), warps=(1, 2, 4, 8))
+    back = launches(TILE=(512, 1024, 2048, 4096), PER_SM=(4, 5, 8, 10, 16, 20), warps=(2, 4, 8))
+    resident = [x for x in back if x.blocks["PER_SM"] * x.num_warps in (32, 40, 64)]
     return [
         *found,
+        tunable("add_rms_norm", forward, "512", add, 4 * size),
+        tunable("add_rms_norm_backward", plain, "512", add_back, 4 * size),
         tunable("mix_rms_norm", forward, "512", mix, 4 * size),
         tunable("add_mix_rms_norm", forward, "512", add_mix, 7 * size),
         tunable("mix_rms_norm_backward", summed, "512", mix_back(False), 7 * size),
@@ -269,12 +279,6 @@ def tunables() -> list[Any]:
         tunable("smear_backward", summed, "512", smear(True), 3 * size),
         tunable("leaky_relu_squared", blocks, "1536", act, 6 * size),
         tunable("leaky_relu_squared_backward", blocks, "1536", act_back, 9 * size),
-        tunable("qk_norm_rope", launches(TILE=(1024, 2048, 4096, 8192), warps=(2, 4, 8)), "golf", rope, 3 * size),
-        tunable(
-            "qk_norm_rope_backward",
-            launches(TILE=(1024, 2048, 4096), PER_SM=(2, 5, 10), warps=(4, 8)),
-            "golf",
-            rope_back,
-            4.5 * size,
-        ),
+        tunable("qk_norm_rope", turned, "golf, values passed on", rope, 4 * size),
+        tunable("qk_norm_rope_backward", resident, "golf, values passed on", rope_back, 6 * size),
     ]

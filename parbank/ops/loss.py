@@ -78,7 +78,7 @@ def _scores(pointers, inside, known, cap, CAPPED: tl.constexpr, BOUNDED: tl.cons
         peak = tl.max(tl.abs(x), 1)
         z = _softcap(x, cap, tl.max(peak, 0))
         if BOUNDED:
-            top = _far(peak, cap)
+            top = tl.minimum(peak, cap)  # |tanh(t)| is below |t| and 1
         else:
             top = tl.max(tl.where(known[None, :], z, -1.0e30), 1)
     else:
@@ -122,8 +122,8 @@ def _loss(start, live, target, log2_sum, cap, ignore, VOCAB: tl.constexpr, CAPPE
 
 @triton.jit
 def _loss_forward_kernel(
-    logits, targets, losses, sums, rows, stride, cap, ignore,
-    VOCAB: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr,
+    logits, targets, losses, counted, sums, rows, stride, cap, ignore,
+    VOCAB: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr, COUNT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -133,6 +133,8 @@ def _loss_forward_kernel(
     log2_sum = _log_sum_exp(start, live, cap, VOCAB, CAPPED, BOUNDED, BLOCK_ROWS, BLOCK)
     tl.store(sums + row, log2_sum, mask=live)
     tl.store(losses + row, _loss(start, live, target, log2_sum, cap, ignore, VOCAB, CAPPED), mask=live)
+    if COUNT:
+        tl.store(counted + row, (target != ignore).to(tl.float32), mask=live)
 
 
 @triton.jit
@@ -148,8 +150,8 @@ def _gradient(z, log2_sum, col, target, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _loss_backward_kernel(
-    grad, logits, targets, sums, out, rows, stride_grad, stride, stride_out, cap, ignore,
-    VOCAB: tl.constexpr, CAPPED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad, logits, targets, sums, totals, out, rows, stride_grad, stride, stride_out, cap, ignore,
+    VOCAB: tl.constexpr, CAPPED: tl.constexpr, COUNT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (VOCAB + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -160,34 +162,53 @@ def _loss_backward_kernel(
     target = tl.load(targets + row, mask=live, other=0)
     log2_sum = tl.load(sums + row, mask=live, other=0.0)
     factor = tl.where(target == ignore, 0.0, tl.load(grad + row * stride_grad, mask=live, other=0.0).to(tl.float32))
+    if COUNT:
+        factor /= tl.maximum(tl.load(totals + 1), 1.0)  # where all are ignored the gradient is zero
     if CAPPED:
         z = _softcap(z, cap, tl.max(tl.max(tl.abs(z), 1), 0))
     back = _gradient(z, log2_sum, col, target, cap, CAPPED) * factor[:, None]
     tl.store(out + row[:, None] * stride_out + col[None, :], back.to(out.dtype.element_ty), mask=inside)
 
 
-def launch_losses(logits: Tensor, targets: Tensor, losses: Tensor, sums: Tensor, cap: float, ignore_index: int) -> None:
-    """Fills losses and sums (rows,) from logits (rows, V) and targets (rows,)."""
+def launch_losses(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    sums: Tensor,
+    cap: float,
+    ignore_index: int,
+    counted: Tensor | None = None,
+) -> None:
+    """Fills losses and sums (rows,) from logits (rows, V) and targets (rows,); counted: 1 where a target is not ignored."""
     rows, vocab = logits.shape
     launch = configs.choose("softcap_cross_entropy", vocab, logits.device)
     with on_device(logits.device):
         _loss_forward_kernel[(triton.cdiv(rows, launch.blocks["BLOCK_ROWS"]),)](
-            logits, targets, losses, sums, rows, logits.stride(0), cap, ignore_index,
-            VOCAB=vocab, CAPPED=cap > 0, BOUNDED=cap <= BOUNDED_CAP, **launch.kwargs(),
+            logits, targets, losses, counted, sums, rows, logits.stride(0), cap, ignore_index,
+            VOCAB=vocab, CAPPED=cap > 0, BOUNDED=cap <= BOUNDED_CAP, COUNT=counted is not None, **launch.kwargs(),
         )  # fmt: skip
 
 
 def launch_gradient(
-    grad: Tensor, logits: Tensor, targets: Tensor, sums: Tensor, out: Tensor, cap: float, ignore_index: int
+    grad: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    sums: Tensor,
+    out: Tensor,
+    cap: float,
+    ignore_index: int,
+    totals: Tensor | None = None,
 ) -> None:
-    """Fills out (rows, V) with the gradient of the logits; out may be the logits themselves."""
+    """Fills out (rows, V) with the gradient of the logits; out may be the logits themselves.
+
+    totals: the sum of the losses and their number, which the gradient of a mean is divided by."""
     rows, vocab = logits.shape
     launch = configs.choose("softcap_cross_entropy_backward", vocab, logits.device)
     programs = triton.cdiv(rows, launch.blocks["BLOCK_ROWS"]) * triton.cdiv(vocab, launch.blocks["BLOCK"])
     with on_device(logits.device):
         _loss_backward_kernel[(programs,)](
-            grad, logits, targets, sums, out, rows, grad.stride(0), logits.stride(0), out.stride(0), cap, ignore_index,
-            VOCAB=vocab, CAPPED=cap > 0, **launch.kwargs(),
+            grad, logits, targets, sums, totals, out, rows, grad.stride(0), logits.stride(0), out.stride(0),
+            cap, ignore_index, VOCAB=vocab, CAPPED=cap > 0, COUNT=totals is not None, **launch.kwargs(),
         )  # fmt: skip
 
 
@@ -206,17 +227,42 @@ def _softcap_cross_entropy(logits: Tensor, targets: Tensor, cap: float, ignore_i
 
 
 @torch.library.custom_op(
+    "parbank::softcap_cross_entropy_mean",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor targets, float cap, int ignore_index) -> (Tensor, Tensor, Tensor)",
+)
+def _mean_loss(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean, the log2 of the sums of exponentials, and (sum of the losses, their number).
+
+    An op of its own, because what PyTorch makes of the mean, forward and back, is half a dozen launches beside our two."""
+    parts = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
+    sums = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    if targets.numel():
+        launch_losses(as_rows(logits), targets.contiguous(), parts[0], sums, cap, ignore_index, parts[1])
+    totals = parts.sum(1)
+    return totals[0] / totals[1], sums, totals
+
+
+@torch.library.custom_op(
     "parbank::softcap_cross_entropy_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor logits, Tensor targets, Tensor sums, float cap, int ignore_index) -> Tensor",
+    schema="(Tensor grad, Tensor logits, Tensor targets, Tensor sums, float cap, int ignore_index, Tensor? totals=None)"
+    " -> Tensor",
 )
 def _softcap_cross_entropy_backward(
-    grad: Tensor, logits: Tensor, targets: Tensor, sums: Tensor, cap: float, ignore_index: int
+    grad: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    sums: Tensor,
+    cap: float,
+    ignore_index: int,
+    totals: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if targets.numel():
         flat = out.view(-1, logits.shape[-1])
-        launch_gradient(grad.reshape(-1), as_rows(logits), targets.contiguous(), sums, flat, cap, ignore_index)
+        grad = grad.reshape(-1)
+        launch_gradient(grad, as_rows(logits), targets.contiguous(), sums, flat, cap, ignore_index, totals)
     return out
 
 
@@ -226,8 +272,14 @@ def _(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[T
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.float32)
 
 
+@_mean_loss.register_fake
+def _(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    mean, sums, totals = (logits.new_empty(shape, dtype=torch.float32) for shape in ((), targets.shape, (2,)))
+    return mean, sums, totals
+
+
 @_softcap_cross_entropy_backward.register_fake
-def _(grad: Tensor, logits: Tensor, targets: Tensor, sums: Tensor, cap: float, ignore_index: int) -> Tensor:
+def _(grad: Tensor, logits: Tensor, *rest: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
@@ -244,7 +296,23 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
     return _softcap_cross_entropy_backward(grad, logits, targets, sums, ctx.cap, ctx.ignore_index), None, None, None
 
 
+def _save_mean(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, targets, ctx.cap, ctx.ignore_index = inputs
+    ctx.save_for_backward(logits, targets, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_mean(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None, None
+    logits, targets, sums, totals = ctx.saved_tensors
+    every = grad.expand(targets.shape)
+    back = _softcap_cross_entropy_backward(every, logits, targets, sums, ctx.cap, ctx.ignore_index, totals)
+    return back, None, None, None
+
+
 _softcap_cross_entropy.register_autograd(_differentiate, setup_context=_save)
+_mean_loss.register_autograd(_differentiate_mean, setup_context=_save_mean)
 _softcap_cross_entropy_backward.register_autograd(refuse_double_backward("softcap_cross_entropy"))
 
 
@@ -259,9 +327,10 @@ def softcap_cross_entropy(
     check_loss("softcap_cross_entropy", logits, targets, cap, reduction)
     if not takes_kernel(logits):
         return reference.softcap_cross_entropy(logits, targets, cap, ignore_index, reduction)
-    return reduce_losses(
-        _softcap_cross_entropy(logits, targets, cap, ignore_index)[0], targets, ignore_index, reduction
-    )
+    if reduction == "mean":
+        return _mean_loss(logits, targets, cap, ignore_index)[0]
+    losses, _ = _softcap_cross_entropy(logits, targets, cap, ignore_index)
+    return losses if reduction == "none" else losses.sum()
 
 
 def reduce_losses(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:

@@ -144,6 +144,7 @@ def opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
         "mlp": (x, made(16, 8), made(8, 16), 0.5),
         "mlp_down_backward": (flat, made(8, 16, grad=False), made(4, 16, grad=False).abs(), signs, 0.5),
         "softcap_cross_entropy": (made(4, 5), targets, 30.0, -100),
+        "softcap_cross_entropy_mean": (made(4, 5), targets, 30.0, -100),
         "softcap_cross_entropy_backward": (row, made(4, 5, grad=False), targets, row, 30.0, -100),
         "linear_softcap_losses": (x, w, targets, 30.0, -100),
         "linear_softcap_losses_backward": (row, flat, w.detach(), targets, row, 30.0, -100, True, True),
