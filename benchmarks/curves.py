@@ -1,7 +1,7 @@
 """The same mathematics: the losses of one recipe with everything on and everything off, beside the noise of the seed.
 
     python benchmarks/curves.py --recipe sprint --data text:train=A,val=B [--ways on,off] [--steps 200] [--seeds 0,1]
-        [--set a.b=v]...
+        [--together] [--set a.b=v]...
 
 On is the recipe as it is: Triton ops, torch.compile, CUDA graphs. Off is plain PyTorch, run launch by launch. A seed fixes
 the starting weights and the order of the data, so on and off of one seed should differ by rounding alone, which training
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def pairs(runs: list[Run]) -> dict[str, list[float]]:
     return found
 
 
-def rows_of(runs: list[Run]) -> list[harness.Row]:
+def rows_of(runs: list[Run], together: bool = False) -> list[harness.Row]:
     rows = []
     for name, values in pairs(runs).items():
         rows.append(harness.Row("largest difference of one step's loss", name, max(values), "nats"))
@@ -88,7 +89,8 @@ def rows_of(runs: list[Run]) -> list[harness.Row]:
             harness.Row(f"mean loss of the last {TAIL} steps", name, statistics.fmean(run["losses"][-TAIL:]), "nats")
         )
         rows.append(harness.Row("validation", name, run["val_bpb_before_packing"], "bits/byte"))
-        rows.append(harness.Row("speed", name, run["tokens_per_second"], "tokens/s"))
+        if not together:
+            rows.append(harness.Row("speed", name, run["tokens_per_second"], "tokens/s"))
     return rows
 
 
@@ -142,6 +144,9 @@ def main() -> None:
         "--off-set", action="append", default=[], dest="off_settings", metavar="a.b=v",
         help="for off alone, e.g. batch.micro_batch_tokens=49152 where plain PyTorch does not fit the memory",
     )  # fmt: skip
+    parser.add_argument(
+        "--together", action="store_true", help="all runs at once: sooner done, but speeds mean nothing"
+    )
     parser.add_argument("--name", default="curves", help="of the result files")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
@@ -149,12 +154,15 @@ def main() -> None:
     if set(ways) - WAYS.keys():
         parser.error(f"--ways {arguments.ways}: there are {', '.join(WAYS)}")
     runs: list[Run] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for seed, way in itertools.product(map(int, arguments.seeds.split(",")), ways):
-            runs.append(train(arguments, way, seed, Path(folder) / f"{way}-{seed}"))
+    wanted = list(itertools.product(map(int, arguments.seeds.split(",")), ways))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(wanted) if arguments.together else 1) as pool:
+        calls = [pool.submit(train, arguments, way, seed, Path(folder) / f"{way}-{seed}") for seed, way in wanted]
+        for call in calls:
+            runs.append(call.result())
             # after every run, so that a benchmark that is cut off still leaves what it has
             extra = {"recipe": arguments.recipe, "data": arguments.data.partition(":")[0], "runs": runs}
-            path = harness.write(arguments.name, rows_of(runs), out=arguments.out, extra=extra)
+            extra["together"] = arguments.together
+            path = harness.write(arguments.name, rows_of(runs, arguments.together), out=arguments.out, extra=extra)
             draw(runs, arguments.recipe, path.with_suffix(".png"))
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
 

@@ -1,6 +1,7 @@
 """Trains one recipe with several seeds, each in a process of its own, and writes down what came out.
 
-    python benchmarks/quality.py --recipe sprint --data text:train=A,val=B --seeds 0,1,2 [--out DIR] [--set a.b=v]...
+    python benchmarks/quality.py --recipe sprint --data text:train=A,val=B --seeds 0,1,2 [--out DIR] [--runs DIR]
+                                [--set a.b=v]...
 
 Writes <recipe>_<hardware>_<date>.json with every run's summary and loss curve, the table beside it, and a picture. The
 bounds are the figures to beat: `REFERENCE` holds the published recipe's own numbers on the shared corpus and one H200.
@@ -95,11 +96,12 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="a.b=v")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
+    parser.add_argument("--runs", type=Path, default=None, help="keep the runs' folders here; else they are deleted")
     arguments = parser.parse_args()
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in map(int, arguments.seeds.split(",")):
-            out = Path(folder) / str(seed)
+            out = (arguments.runs or Path(folder)) / str(seed)
             runs.append(train(arguments.recipe, arguments.data, seed, out, arguments.settings))
             # after every seed, so that a run that is cut off still leaves what it has
             extra = {"runs": runs, "settings": arguments.settings}

@@ -1,7 +1,7 @@
 """What every way to spend bytes on weights costs: method x bytes x bits per byte x seconds, on one trained checkpoint.
 
     python benchmarks/quantisation.py CHECKPOINT --data SPEC [--calibrate text:val=PATH] [--caps 16000000,8000000]
-                                      [--qat CHECKPOINT] [--device cuda] [--out DIR]
+                                      [--qat CHECKPOINT] [--rows-only] [--name NAME] [--device cuda] [--out DIR]
 
 Integers per row at 8 and 6 bits first, then each technique alone on the 6-bit rows, then the solver at several caps, one of
 them the size of the 6-bit file. Sizes are those of real files; weights are scored as a reader of the file gets them.
@@ -68,9 +68,9 @@ class Bench:
     """One model on one device, with everything the methods share."""
 
     def __init__(
-        self, checkpoint: Path, data: str | None, calibrate: str | None, device: torch.device, out: Path
+        self, checkpoint: Path, data: str | None, calibrate: str | None, device: torch.device, out: Path, name: str
     ) -> None:
-        self.runtime, self.out = Runtime(device=device), out
+        self.runtime, self.out, self.name = Runtime(device=device), out, name
         self.model, self.tokenizer, self.config = load_trained(checkpoint, device)
         data = data or self.config.data
         self.val = open_validation(data, self.tokenizer).tokens
@@ -114,7 +114,7 @@ class Bench:
     def save(self) -> Path:
         """Writes what there is: after every row, so that a run that is cut off leaves it."""
         extra = {"results": [asdict(result) for result in self.results], "float32_bpb": self.base}
-        path = harness.write("quantisation", rows_of(self), out=self.out, extra=extra)
+        path = harness.write(self.name, rows_of(self), out=self.out, extra=extra)
         draw(self.results, self.base, path.with_suffix(".png"))
         page = path.with_suffix(".md")
         page.write_text(page.read_text() + table(self.results))
@@ -229,7 +229,7 @@ def apply(technique: Technique, banks: list[Bank], base: Contents, roles: dict[s
     return found
 
 
-def run(bench: Bench, caps: list[int], qat: Path | None = None) -> None:
+def run(bench: Bench, caps: list[int], qat: Path | None, rows_only: bool) -> None:
     config = QuantConfig()
     began = time.perf_counter()
     halves = bench.halves()
@@ -241,6 +241,8 @@ def run(bench: Bench, caps: list[int], qat: Path | None = None) -> None:
     bench.record("int6 rows + ANS", rows, time.perf_counter(), note="coding alone")
     if qat is not None:
         record_qat(bench, qat, config)
+    if rows_only:
+        return
     began = time.perf_counter()
     bench.model.load_state_dict(bench.tensors)
     calibration = calibrate(
@@ -340,14 +342,17 @@ def main() -> None:
         "--calibrate", default=None, help="training text in a file of its own: text:val=PATH takes all of it"
     )
     parser.add_argument("--caps", default="", help="bytes, separated by commas")
+    parser.add_argument(
+        "--rows-only", action="store_true", help="leave out what needs calibration: GPTQ, the solver, ..."
+    )
+    parser.add_argument("--name", default="quantisation", help="of the result files")
     parser.add_argument("--qat", type=Path, default=None, help="a checkpoint of the same run that ended with QAT")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
-    bench = Bench(
-        arguments.checkpoint, arguments.data, arguments.calibrate, pick_device(arguments.device), arguments.out
-    )
-    run(bench, [int(cap) for cap in arguments.caps.split(",") if cap], arguments.qat)
+    device = pick_device(arguments.device)
+    bench = Bench(arguments.checkpoint, arguments.data, arguments.calibrate, device, arguments.out, arguments.name)
+    run(bench, [int(cap) for cap in arguments.caps.split(",") if cap], arguments.qat, arguments.rows_only)
     print(bench.save().with_suffix(".md").read_text())
 
 
