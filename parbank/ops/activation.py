@@ -12,7 +12,7 @@ from torch import Tensor
 from parbank.errors import ParbankError
 from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
-from parbank.ops.checks import on_device, refuse_double_backward, takes_kernel
+from parbank.ops.checks import fake, on_device, refuse_double_backward, takes_kernel
 from parbank.ops.configs import ANY, Launch
 
 # 16 (forward) and 8 (backward) elements a thread: two 16-byte loads in flight each, and registers for full occupancy.
@@ -61,12 +61,12 @@ def _leaky_relu_squared_backward(dy: Tensor, x: Tensor, slope: float) -> Tensor:
     return dx
 
 
-@_leaky_relu_squared.register_fake
+@fake(_leaky_relu_squared)
 def _(x: Tensor, slope: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@_leaky_relu_squared_backward.register_fake
+@fake(_leaky_relu_squared_backward)
 def _(dy: Tensor, x: Tensor, slope: float) -> Tensor:
     return x.new_empty(x.shape)
 

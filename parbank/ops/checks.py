@@ -1,6 +1,8 @@
 """What several ops share: whether a call takes its kernel, tensors as rows, persistent programs, and refusals."""
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -59,6 +61,30 @@ def refuse_double_backward(op: str) -> Callable[..., NoReturn]:
         )
 
     return refuse
+
+
+def fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`op.register_fake`, and on the way the remedy below: a compiler calls the fake before it looks for the op itself."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def shapes(*args: Any, **kwargs: Any) -> Any:
+            _shorten_log_lines()
+            return function(*args, **kwargs)
+
+        op.register_fake(shapes)
+        return function
+
+    return register
+
+
+def _shorten_log_lines() -> None:
+    """Before torch 2.13 Inductor writes down, for a line in a log that is off, everything behind the first call of each op that
+    it has no lowering for. That is once for every path through the graph, and a residual stream through ops has more of
+    them than there are seconds in a day: compiling eleven layers never ended."""
+    exc: Any = sys.modules.get("torch._inductor.exc")
+    if exc is not None and torch.__version__ < "2.13":
+        exc.OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"  target: {target}")
 
 
 def same_device(op: str, *tensors: Tensor | None) -> None:

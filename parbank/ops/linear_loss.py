@@ -20,7 +20,7 @@ from torch import Tensor
 from parbank.errors import ParbankError
 from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
-from parbank.ops.checks import as_rows, on_device, refuse_double_backward, same_device, takes_kernel
+from parbank.ops.checks import as_rows, fake, on_device, refuse_double_backward, same_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
 from parbank.ops.loss import (
     BOUNDED_CAP,
@@ -206,7 +206,7 @@ def _loss_sum(
     return losses.sum(), found.dx, found.dweight
 
 
-@_losses.register_fake
+@fake(_losses)
 def _(x: Tensor, weight: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(targets.shape, dtype=torch.float32), x.new_empty(targets.shape, dtype=torch.float32)
 
@@ -215,7 +215,7 @@ def _fake_gradients(x: Tensor, weight: Tensor, of_x: bool, of_weight: bool) -> t
     return x.new_empty(x.shape if of_x else 0), x.new_empty(weight.shape if of_weight else 0, dtype=torch.float32)
 
 
-@_losses_backward.register_fake
+@fake(_losses_backward)
 def _(
     grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, sums: Tensor,
     cap: float, ignore_index: int, of_x: bool, of_weight: bool,
@@ -223,7 +223,7 @@ def _(
     return _fake_gradients(x, weight, of_x, of_weight)
 
 
-@_loss_sum.register_fake
+@fake(_loss_sum)
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, share: Tensor,
     cap: float, ignore_index: int, of_x: bool, of_weight: bool,

@@ -19,7 +19,7 @@ from torch import Tensor
 from parbank.errors import ParbankError
 from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
-from parbank.ops.checks import as_rows, on_device, refuse_double_backward, same_device, takes_kernel
+from parbank.ops.checks import as_rows, fake, on_device, refuse_double_backward, same_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
 
 BOUNDED_CAP = (
@@ -266,19 +266,19 @@ def _softcap_cross_entropy_backward(
     return out
 
 
-@_softcap_cross_entropy.register_fake
+@fake(_softcap_cross_entropy)
 def _(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor]:
     shape = targets.shape
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.float32)
 
 
-@_mean_loss.register_fake
+@fake(_mean_loss)
 def _(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     mean, sums, totals = (logits.new_empty(shape, dtype=torch.float32) for shape in ((), targets.shape, (2,)))
     return mean, sums, totals
 
 
-@_softcap_cross_entropy_backward.register_fake
+@fake(_softcap_cross_entropy_backward)
 def _(grad: Tensor, logits: Tensor, *rest: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 

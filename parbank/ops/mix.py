@@ -20,7 +20,7 @@ from torch import Tensor
 from parbank.errors import ParbankError
 from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
-from parbank.ops.checks import as_rows, as_vector, on_device, refuse_double_backward, takes_kernel
+from parbank.ops.checks import as_rows, as_vector, fake, on_device, refuse_double_backward, takes_kernel
 from parbank.ops.norm import backward_rows, check_channels, check_like, choose_launch, forward_rows
 from parbank.ops.reference import NORM_EPS
 
@@ -191,13 +191,13 @@ def _mix_rms_norm_backward(
     return dx, dskip, dx0, partial.sum(1)
 
 
-@_mix_rms_norm.register_fake
+@fake(_mix_rms_norm)
 def _(x: Tensor, addend: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = x.new_empty(0 if addend is None else x.shape)
     return total, x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@_mix_rms_norm_backward.register_fake
+@fake(_mix_rms_norm_backward)
 def _(
     dtotal: Tensor | None, dm: Tensor, dy: Tensor, total: Tensor, skip: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

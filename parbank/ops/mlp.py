@@ -26,6 +26,7 @@ from parbank.ops import backend, configs, reference
 from parbank.ops.backend import HAS_TRITON, tl, triton
 from parbank.ops.checks import (
     as_rows,
+    fake,
     on_device,
     persistent_programs,
     refuse_double_backward,
@@ -245,14 +246,14 @@ def _mlp_down_backward(dy: Tensor, w_down: Tensor, a: Tensor, signs: Tensor, slo
     return du
 
 
-@_mlp.register_fake
+@fake(_mlp)
 def _(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> tuple[Tensor, Tensor, Tensor]:
     rows, hidden = x.shape[:-1].numel(), w_up.shape[0]
     signs = x.new_empty(_sign_shape(rows, hidden), dtype=torch.uint8)
     return x.new_empty((*x.shape[:-1], w_down.shape[0])), x.new_empty((rows, hidden)), signs
 
 
-@_mlp_down_backward.register_fake
+@fake(_mlp_down_backward)
 def _(dy: Tensor, w_down: Tensor, a: Tensor, signs: Tensor, slope: float) -> Tensor:
     return a.new_empty(a.shape)
 

@@ -24,6 +24,7 @@ from parbank.ops.backend import tl, triton
 from parbank.ops.checks import (
     as_rows,
     as_vector,
+    fake,
     on_device,
     persistent_programs,
     refuse_double_backward,
@@ -234,22 +235,22 @@ def _add_rms_norm_backward(
     return dx
 
 
-@_rms_norm.register_fake
+@fake(_rms_norm)
 def _(x: Tensor, weight: Tensor | None, scale: float, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@_rms_norm_backward.register_fake
+@fake(_rms_norm_backward)
 def _(dy: Tensor, x: Tensor, weight: Tensor | None, inverse: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(0 if weight is None else x.shape[-1], dtype=torch.float32)
 
 
-@_add_rms_norm.register_fake
+@fake(_add_rms_norm)
 def _(x: Tensor, y: Tensor, scale: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@_add_rms_norm_backward.register_fake
+@fake(_add_rms_norm_backward)
 def _(dtotal: Tensor | None, dnormed: Tensor, total: Tensor, inverse: Tensor, scale: float) -> Tensor:
     return total.new_empty(total.shape)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parbank.errors import ParbankError
 from parbank.ops import reference
-from parbank.ops.checks import refuse_double_backward, takes_kernel
+from parbank.ops.checks import fake, refuse_double_backward, takes_kernel
 from parbank.ops.reference import NORM_EPS
 from parbank.ops.rope import fits, rotate_one, rotate_one_back
 
@@ -69,7 +69,7 @@ def _split_qkv_backward(
     return back, dgain
 
 
-@_split_qkv.register_fake
+@fake(_split_qkv)
 def _(
     row: Tensor, heads: int, kv_heads: int, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +79,7 @@ def _(
     return q, k, v
 
 
-@_split_qkv_backward.register_fake
+@fake(_split_qkv_backward)
 def _(
     dq: Tensor, dk: Tensor, dv: Tensor, row: Tensor, heads: int, kv_heads: int, gain: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
 from parbank.ops.checks import (
     as_vector,
+    fake,
     next_power_of_2,
     on_device,
     persistent_programs,
@@ -263,12 +264,12 @@ def _qk_norm_rope_backward(
     return back_q, back_k, dgain
 
 
-@_qk_norm_rope.register_fake
+@fake(_qk_norm_rope)
 def _(q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-@_qk_norm_rope_backward.register_fake
+@fake(_qk_norm_rope_backward)
 def _(
     dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:

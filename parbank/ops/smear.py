@@ -15,7 +15,7 @@ from torch import Tensor
 from parbank.errors import ParbankError
 from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
-from parbank.ops.checks import as_rows, as_vector, on_device, refuse_double_backward, takes_kernel
+from parbank.ops.checks import as_rows, as_vector, fake, on_device, refuse_double_backward, takes_kernel
 from parbank.ops.norm import backward_rows, check_channels, choose_launch, forward_rows
 
 MAX_WIDTH = 4096  # the longest row the tables below keep in registers; wider ones take the reference
@@ -117,12 +117,12 @@ def _smear_backward(dy: Tensor, x: Tensor, gate: Tensor, starts: Tensor) -> tupl
     return dx, partial.sum(0)
 
 
-@_smear.register_fake
+@fake(_smear)
 def _(x: Tensor, gate: Tensor, starts: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@_smear_backward.register_fake
+@fake(_smear_backward)
 def _(dy: Tensor, x: Tensor, gate: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[-1], dtype=torch.float32)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from parbank.errors import ParbankError
 from parbank.ops import configs, reference
 from parbank.ops.backend import HAS_TRITON, tl, triton
-from parbank.ops.checks import on_device, takes_kernel
+from parbank.ops.checks import fake, on_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
 
 if HAS_TRITON:
@@ -296,22 +296,22 @@ def _ax_plus_bx(x: Tensor, b: Tensor, a: float) -> Tensor:
     return _product(_flat(b), addend.mT, addend, 1.0, a, False).view(x.shape)
 
 
-@_xxt.register_fake
+@fake(_xxt)
 def _(x: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-2])
 
 
-@_ba_plus_caa.register_fake
+@fake(_ba_plus_caa)
 def _(a: Tensor, b: float, c: float) -> Tensor:
     return a.new_empty(a.shape)
 
 
-@_symmetric_product.register_fake
+@fake(_symmetric_product)
 def _(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
     return a.new_empty(a.shape)
 
 
-@_ax_plus_bx.register_fake
+@fake(_ax_plus_bx)
 def _(x: Tensor, b: Tensor, a: float) -> Tensor:
     return x.new_empty(x.shape)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from parbank.errors import ParbankError
 from parbank.ops import backend, configs, reference
 from parbank.ops.backend import HAS_TRITON, tl, triton
-from parbank.ops.checks import on_device, same_device, takes_kernel
+from parbank.ops.checks import fake, on_device, same_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
 
 if HAS_TRITON:
@@ -200,7 +200,7 @@ def _describe(x: Tensor, rows: int) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, x.shape[3]])
 
 
-@_window_attention.register_fake
+@fake(_window_attention)
 def _(q: Tensor, past_k: Tensor, past_v: Tensor, k: Tensor, v: Tensor, low: Tensor, window: int) -> Tensor:
     return q.new_empty(q.shape)
 

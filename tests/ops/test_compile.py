@@ -235,3 +235,19 @@ def test_a_training_run_in_bfloat16_with_ops_on_and_off_agrees(device):
     size = (1024, 256, 4, 8, 64)
     on, off = (train(name, device, torch.bfloat16, size, 30) for name in ("triton", "reference"))
     assert on == pytest.approx(off, rel=1e-2)
+
+
+def test_a_deep_residual_stream_compiles(device):
+    """By Inductor itself. Every layer reads both outputs of the one before, so 2^28 paths lead to an op that is met for the
+    first time at the end; old versions of PyTorch write them all down (see checks.py) and would not be done this year."""
+
+    def deep(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(28):
+            x, y = ops.add_rms_norm(x, y)
+        return ops.leaky_relu_squared(x, 0.5), y
+
+    torch._dynamo.reset()
+    x, y = (torch.randn(3, 16, device=device) for _ in range(2))
+    with backend.use_backend("triton"), torch._inductor.config.patch(force_disable_caches=True):
+        for found, expected in zip(torch.compile(deep, fullgraph=True)(x, y), deep(x, y)):
+            torch.testing.assert_close(found, expected)
