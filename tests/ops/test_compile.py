@@ -248,6 +248,10 @@ def test_a_deep_residual_stream_compiles(device):
 
     torch._dynamo.reset()
     x, y = (torch.randn(3, 16, device=device) for _ in range(2))
-    with backend.use_backend("triton"), torch._inductor.config.patch(force_disable_caches=True):
+    with (
+        backend.use_backend("triton"),
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
         for found, expected in zip(torch.compile(deep, fullgraph=True)(x, y), deep(x, y)):
             torch.testing.assert_close(found, expected)
