@@ -15,7 +15,7 @@ Three ways to the same result, for matrices of r x c with r <= c, in products of
   those as fast as the positive ones, without the bound that the polynomial has for x > 0. A restart (X <- Q X, R <- X X^T,
   Q <- I) makes R non-negative again; RESTART says how often.
 
-Our kernels cost the host some 0.2 ms a launch, cuBLAS a tenth of that, and a launch that a CUDA graph replays nothing. So
+Our kernels cost the host some 0.2 ms a launch, cuBLAS far less, and a launch that a CUDA graph replays nothing. So
 outside of graphs the kernels run where a product is large enough to hide that (LAUNCH_FLOP), and cuBLAS elsewhere.
 """
 
