@@ -248,7 +248,7 @@ def run_section(
     record(rows, case, "ParallelMuon, graph", bound, lambda: measure_device(ours(True), settings))
     record(rows, case, "ParallelMuon, graph: host", bound, lambda: measure_host(ours(True), settings))
 
-    # What running AdamW beside the reduce-scatter could hide at most, and one pass over all gradients: the price of knowing
+    # What running AdamW beside the reduce-scatter hides at most, and one pass over all gradients: the price of knowing
     # before it that they are finite everywhere.
     case = f"{name}: AdamW on the small parameters"
     group = {"params": make(small), "algorithm": "adamw", "lr": 1e-3}

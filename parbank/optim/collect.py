@@ -4,6 +4,10 @@ Three cases, one result. Alone: gradients are used where they are. Ranks with eq
 looks at the blocks it owns. Ranks with gradients of their own: every batch is summed at its owners and the small
 parameters everywhere, in one flat sum that also carries one flag a parameter, "this rank has a gradient for it": a parameter
 that no rank has a gradient for is left alone, and none needs to know on the host.
+
+The flat sum goes first, since nccl does what it is asked in order, and the batches fly while the small parameters are stepped.
+For that the sum carries one flag more, "a gradient of this rank is not finite": without a clip that is all AdamW has to know
+of the others. With one it waits for the norm, and so for every batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,6 +51,12 @@ class Collected:
     """What counts towards the norm and is the same on every rank."""
     active: Tensor | None = None
     """Per Muon parameter: how many ranks have a gradient; None where that is all of them."""
+    squares: Tensor | None = None
+    """The sum of squares of what is the same on every rank, where it had to be taken already: AdamW scales what it reads."""
+    spoilt: Tensor | None = None
+    """On the device: whether some rank has a gradient that is not finite. None: the norm will tell."""
+    flying: list[Any] = field(default_factory=list)
+    """The batches' sums on their way: `measure` waits for them."""
     divisor: int = 1
     """Gradients are sums over so many ranks."""
 
@@ -59,14 +69,16 @@ def collect(
     reduce: bool,
     constant: Callable[[Sequence[float]], Tensor],
     staging: dict[int, Tensor] | None,
+    early: bool = False,
 ) -> Collected:
-    """Finds the gradients, starts and finishes what has to be summed, and says what the norm is made of.
+    """Finds the gradients, starts what has to be summed, and says what the norm is made of.
 
     `constant` puts numbers on the device, and knows those it has put there before. `staging` keeps the memory that
-    scattered gradients are copied to, for a step that must find it in the same place.
+    scattered gradients are copied to, for a step that must find it in the same place. `early`: find out whether gradients
+    are finite before the batches arrive, where there is something to wait for.
     """
     if ranks.world > 1 and reduce:
-        return _reduce(groups, batches, pieces, ranks, constant, staging)
+        return _reduce(groups, batches, pieces, ranks, constant, staging, early)
     found = Collected(small=_find_small(groups))
     for batch, mine in zip(batches, pieces):
         blocks = {id(m.param): m.blocks(grad_of(m)) for m in batch.members}
@@ -91,13 +103,9 @@ def _reduce(
     ranks: Ranks,
     constant: Callable[[Sequence[float]], Tensor],
     staging: dict[int, Tensor] | None,
+    early: bool,
 ) -> Collected:
     found = Collected(divisor=ranks.world)
-    works: list[Any] = []
-    flats: list[Tensor] = []
-    for batch in batches:  # the largest first
-        flats.append(flatten_batch(batch, staging))
-        works += ranks.reduce(flats[-1], batch)
     adam = [
         (number, param)
         for number, group in enumerate(groups)
@@ -108,10 +116,21 @@ def _reduce(
     device = groups[0]["params"][0].device
     parts = [torch.zeros(p.numel(), device=device) if p.grad is None else p.grad.reshape(-1).float() for _, p in adam]
     parts.append(constant([*_flags(groups, "muon"), *_flags(groups, "adamw")]))
+    if early:
+        parts.append(_is_spoilt(groups, device))
     flat = torch.cat(parts)
-    wait(ranks.sum(flat, async_op=True))
+    summing = ranks.sum(flat, async_op=True)
+    flats: list[Tensor] = []
+    for batch in batches:  # the largest first
+        flats.append(flatten_batch(batch, staging))
+        found.flying += ranks.reduce(flats[-1], batch)
+    wait(summing)
     sizes = [p.numel() for _, p in adam]
-    *grads, found.active, present = flat.split([*sizes, muon, len(adam)])
+    *grads, found.active, present, spoilt = flat.split([*sizes, muon, len(adam), int(early)])
+    small_ones = flat[: sum(sizes)]
+    if early:
+        found.squares = _sum_of_squares([small_ones] if adam else [], device)
+        found.spoilt = (spoilt[0] > 0) | ~torch.isfinite(found.squares)
     by_group: dict[int, Small] = {}
     for position, ((number, param), grad) in enumerate(zip(adam, grads)):
         small = by_group.setdefault(number, Small(number))
@@ -119,14 +138,22 @@ def _reduce(
         small.grads.append(grad.view(param.shape))
         small.flags.append(present[position] if param.grad is None else None)
     found.small = list(by_group.values())
-    found.shared = [flat[: sum(sizes)]] if adam else []
-    wait(works)
+    found.shared = [small_ones] if adam and not early else []
     for mine, summed in zip(pieces, flats):
         found.pieces.append(
             [summed[p.slot : p.slot + p.count].view(p.count, p.member.rows, p.member.cols) for p in mine]
         )
         found.split += found.pieces[-1]
     return found
+
+
+def _is_spoilt(groups: Sequence[dict[str, Any]], device: torch.device) -> Tensor:
+    """(1,): 1.0 if a gradient of this rank is not finite, else 0.0."""
+    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None and p.grad.numel()]
+    if not grads:
+        return torch.zeros(1, device=device)
+    largest = torch.stack(torch._foreach_norm(grads, torch.inf, dtype=torch.float32))
+    return (~torch.isfinite(largest).all()).float().view(1)
 
 
 def flatten_batch(batch: Batch, staging: dict[int, Tensor] | None = None) -> Tensor:
@@ -176,11 +203,12 @@ def measure(
     found: Collected, ranks: Ranks, max_norm: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The global gradient norm, and (1 or 0 for a step taken or skipped, factor on every gradient), both on the device."""
+    wait(found.flying)
     device = max_norm.device
     total = _sum_of_squares(found.split, device)
     if ranks.world > 1:
         ranks.sum(total)
-    total = total / found.copies + _sum_of_squares(found.shared, device)
+    total = total / found.copies + (_sum_of_squares(found.shared, device) if found.squares is None else found.squares)
     factor = torch.full((), 1.0 / found.divisor, device=device)
     if grad_scale is not None:
         factor = factor / grad_scale.squeeze()
@@ -188,6 +216,8 @@ def measure(
     taken = torch.isfinite(norm)
     if found_inf is not None:
         taken = taken & (found_inf.squeeze() == 0)
+    if found.spoilt is not None:
+        taken = taken & ~found.spoilt
     clip = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
     return norm, torch.stack([taken.float(), clip * factor])
 

@@ -107,5 +107,6 @@ class GraphedStep:
             for group in optimizer.param_groups
             if group["algorithm"] == "adamw"
         ]
-        fixed = (optimizer.reduce_gradients, id(optimizer.extra_captured), optimizer.fixed_addresses())
+        clips = optimizer.max_norm is not None  # decides the order of the step
+        fixed = (optimizer.reduce_gradients, clips, id(optimizer.extra_captured), optimizer.fixed_addresses())
         return tuple(addresses), tuple(numbers), optimizer.layout_key(), fixed

@@ -2,10 +2,11 @@
 
 A step, whatever the number of ranks:
 
-1. collect: gradients of each batch start their way to the rank that owns them; one norm over everything, on the device.
+1. collect: gradients of each batch start their way to the rank that owns them, and AdamW runs while they fly; then one norm
+   over everything, on the device.
 2. orthogonalize: batch by batch, the owner moves its momentum on, runs Newton-Schulz, and sends the updates out while
-   the next batch is worked on. AdamW runs while the last updates fly. (It cannot run before: the clip is global, and a
-   step with a non-finite gradient anywhere changes nothing, so every update waits for every gradient.)
+   the next batch is worked on. With a clip AdamW runs here, while the last updates fly: the clip is global, so that no
+   update can begin before the last gradient has arrived.
 3. apply: every rank subtracts the same updates from the same weights.
 
 Which blocks form a batch and who owns them: `layout`. What is sent: `communication`. The arithmetic: `newton_schulz`,
@@ -273,14 +274,19 @@ class ParallelMuon(torch.optim.Optimizer):
         pieces = [batch.pieces(self._ranks.rank) for batch in batches]
         reduce = self.reduce_gradients and not self._sharded()
         staging = None if self._graph is None else self._staging
-        found = collect(self.param_groups, batches, pieces, self._ranks, reduce, self._constant, staging)
+        early = self.max_norm is None
+        found = collect(self.param_groups, batches, pieces, self._ranks, reduce, self._constant, staging, early)
+        self._check_scaler(found)
+        if found.spoilt is not None:
+            values = torch.stack([1 - found.spoilt.float(), torch.full((), 1 / found.divisor, device=self._device)])
+            self._step_small(found, values)
         control = self._measure(found)
         flying = []
         for batch, mine, grads in zip(batches, pieces, found.pieces):
             updates = self._orthogonalize(batch, mine, grads, control)
             flying.append(self._ranks.gather(updates, batch))
-        for small in found.small:
-            self._step_adamw(small, control)
+        if found.spoilt is None:
+            self._step_small(found, control.values)
         step_sharded(self.param_groups, self.state, control)
         for batch, (updates, works) in zip(batches, flying):
             wait(works)
@@ -288,14 +294,16 @@ class ParallelMuon(torch.optim.Optimizer):
         if self.extra_captured is not None:
             self.extra_captured()
 
-    def _measure(self, found: Collected) -> Control:
-        """The global norm, the clip, and whether the step is taken: all on the device."""
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if grad_scale is not None and found.divisor > 1:
+    def _check_scaler(self, found: Collected) -> None:
+        if getattr(self, "grad_scale", None) is not None and found.divisor > 1:
             raise ConfigError(
                 "a GradScaler keeps a scale of its own on every rank, and gradients of different scales cannot be averaged; "
                 "train in bfloat16 without a scaler, or use DDP with reduce_gradients=False"
             )
+
+    def _measure(self, found: Collected) -> Control:
+        """The global norm, the clip, and whether the step is taken: all on the device."""
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         norm, values = measure(found, self._ranks, self._hyper.max_norm, grad_scale, found_inf)
         skipped = values[0] == 0
         self.last_grad_norm.copy_(norm)
@@ -321,12 +329,17 @@ class ParallelMuon(torch.optim.Optimizer):
             update.normalize_rows(X, pieces, moments, control)
         return X
 
-    def _step_adamw(self, small: Small, control: Control) -> None:
+    def _step_small(self, found: Collected, values: Tensor) -> None:
+        """AdamW on all its groups; `values` as in Control."""
+        for small in found.small:
+            self._step_adamw(small, values)
+
+    def _step_adamw(self, small: Small, values: Tensor) -> None:
         """AdamW on one group. A parameter without a gradient here may have one on another rank: then it is stepped alone."""
         group, hyper = self.param_groups[small.group], self._hyper.values[small.group]
         for param in small.params:
             adamw.init_state(self.state[param], param)
-        taken, factor = control.values
+        taken, factor = values
         together = [n for n, flag in enumerate(small.flags) if flag is None]
         alone = [n for n, flag in enumerate(small.flags) if flag is not None]
         for numbers in [together, *([n] for n in alone)]:

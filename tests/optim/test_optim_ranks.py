@@ -93,6 +93,40 @@ def _plain(rank: int, world: int, group: Any, folder: Path) -> dict[str, Any]:
     return {"weights": _vector(model), "norms": norms, "state": state, "owned": owned}
 
 
+def _unclipped(rank: int, world: int, group: Any, folder: Path) -> dict[str, Any]:
+    model = Banked()
+    optimizer = ParallelMuon(model.groups(), process_group=group)
+    return {"norms": _train(model, optimizer, rank, world), "weights": _vector(model)}
+
+
+def _order(rank: int, world: int, group: Any, folder: Path) -> dict[str, list[str]]:
+    """What happens in a step without a clip and with one: AdamW on the small parameters, and waiting for the batches."""
+    from parbank.optim import adamw, collect
+
+    step, wait, found = adamw.step_adamw, collect.wait, {}
+    for name, clip in (("free", None), ("clipped", 0.5)):
+        events: list[str] = []
+
+        def stepping(*args: Any, seen: list[str] = events) -> None:
+            seen.append("adamw")
+            step(*args)
+
+        def waiting(works: Any, seen: list[str] = events) -> None:
+            if len(works) > 1:  # the flat sum is one
+                seen.append("batches")
+            wait(works)
+
+        model = Banked()
+        optimizer = ParallelMuon(model.groups(), process_group=group, max_norm=clip)
+        adamw.step_adamw, collect.wait = stepping, waiting
+        try:
+            _train(model, optimizer, rank, world, 0, 1)
+        finally:
+            adamw.step_adamw, collect.wait = step, wait
+        found[name] = list(dict.fromkeys(events))
+    return found
+
+
 def _equal_gradients(rank: int, world: int, group: Any, folder: Path) -> Tensor:
     """DDP: every rank has the mean gradient of the whole batch already."""
     from torch.nn.parallel import DistributedDataParallel
@@ -269,7 +303,7 @@ def _late_group(rank: int, world: int, group: Any, folder: Path) -> str:
 
 
 SCENARIOS: list[Callable[..., Any]] = [
-    _plain, _equal_gradients, _banked, _missing, _nothing, _not_finite, _restore,
+    _plain, _unclipped, _order, _equal_gradients, _banked, _missing, _nothing, _not_finite, _restore,
     _save_distributed, _load_distributed, _regroup, _scaler, _late_group,
 ]  # fmt: skip
 
@@ -307,7 +341,7 @@ def _weights(ranks: Ranks, scenario: str, world: int) -> Tensor:
 
 
 @several
-@pytest.mark.parametrize("scenario", ["_plain", "_regroup"])
+@pytest.mark.parametrize("scenario", ["_plain", "_unclipped", "_regroup"])
 def test_equals_one_rank(ranks: Ranks, scenario: str, world: int) -> None:
     torch.testing.assert_close(_weights(ranks, scenario, world), _weights(ranks, scenario, 1), rtol=1e-4, atol=1e-5)
 
@@ -318,6 +352,21 @@ def test_norm_is_global(ranks: Ranks, world: int) -> None:
     assert max(norms) > 0.5, "the clip must have been at work"
     for rank in range(world):
         torch.testing.assert_close(ranks[rank]["_plain"][world - 1]["norms"], norms, rtol=1e-4, atol=0)
+
+
+@several
+def test_norm_without_a_clip(ranks: Ranks, world: int) -> None:
+    """AdamW has then scaled the small gradients before the norm is taken."""
+    expected = ranks[0]["_unclipped"][0]["norms"]
+    for rank in range(world):
+        torch.testing.assert_close(ranks[rank]["_unclipped"][world - 1]["norms"], expected, rtol=1e-4, atol=0)
+
+
+@several
+def test_adamw_runs_while_the_batches_fly_unless_a_clip_makes_it_wait(ranks: Ranks, world: int) -> None:
+    for rank in range(world):
+        found = ranks[rank]["_order"][world - 1]
+        assert found == {"free": ["adamw", "batches"], "clipped": ["batches", "adamw"]}
 
 
 @several
