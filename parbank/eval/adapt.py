@@ -1,6 +1,7 @@
 """Adapters: what learns from a text while it is being scored. See ttt.py for what they are given, and when."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -83,7 +84,7 @@ class Adapter(Protocol):
         """A document begins: forget, if that is what this adapter does."""
 
 
-class _StepwiseAdapter:
+class _StepwiseAdapter(ABC):
     """What the adapters have in common: steps over a chunk, each of them one CUDA graph where one process has the text to
     itself. (Several gather their gradients in between, launch by launch: the same kernels in the same order.)"""
 
@@ -107,9 +108,9 @@ class _StepwiseAdapter:
         self._optimizer: torch.optim.Optimizer
         self._begin(model)
 
+    @abstractmethod
     def _begin(self, model: GPT) -> None:
         """Sets the four above."""
-        raise NotImplementedError
 
     @property
     def captures(self) -> int:
