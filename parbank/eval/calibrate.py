@@ -183,7 +183,8 @@ class _Probe(TorchFunctionMode):
         if self.shared.setdefault(name, owner) != name:
             return
         flat = x.flatten(0, -2).float()
-        _add(self.inputs, name, flat.mT @ flat)
+        with torch.autocast(self.device.type, enabled=False):  # it would round the sum to 16 bits, which is indefinite
+            _add(self.inputs, name, flat.mT @ flat)
 
     def _watch(self, kind: str, name: str, out: Tensor) -> None:
         def add(gradient: Tensor) -> None:

@@ -115,7 +115,13 @@ def test_casts_of_mixed_precision_are_seen_through() -> None:
         narrow = measure(model, ids, context=64, count=256)
     assert set(narrow.hessians) == set(wide.hessians)
     for name, hessian in wide.hessians.items():
-        assert float(narrow.hessians[name].trace()) == pytest.approx(float(hessian.trace()), rel=0.2)
+        found = narrow.hessians[name]
+        assert float(found.trace()) == pytest.approx(float(hessian.trace()), rel=0.2)
+        # The sums themselves are float32. In 16 bits the small directions of H drown, and it has negative ones.
+        if not name.endswith("embedding.weight"):
+            assert not torch.equal(found, found.bfloat16().float())
+        spectrum = torch.linalg.eigvalsh(found.double())
+        assert spectrum[0] > -1e-6 * spectrum[-1]
 
 
 def test_too_little_text_is_an_error_that_says_so() -> None:
