@@ -3,9 +3,10 @@
     python benchmarks/scoring.py ARTIFACT_OR_CHECKPOINT --data SPEC [--stride 64] [--segments 0,32768] [--windows 1536,...]
                                  [--only sliding,...] [--tokens N] [--out DIR]
 
-The reference is the published protocol as it is published: sliding windows in batches of 32 through the compiled model,
-each window's scores picked out on the host's word; and for ttt the recipe on top of it, chunk by chunk, three epochs of
-eager SGD. All times are warm: what compiles has run once before on a short piece of the text, in the same shapes.
+The reference is the published protocol as it is published: sliding windows in batches of 32 through the compiled model in
+plain PyTorch, each window's scores picked out on the host's word; and for ttt the recipe on top of it, chunk by chunk,
+three epochs of eager SGD. All times are warm: what compiles has run once before on a short piece of the text, in the same
+shapes.
 Results are written after every method, so that a run that is cut off leaves what it has.
 """
 
@@ -33,6 +34,7 @@ from parbank.eval.score import Scored, autocast, score_windows  # noqa: E402
 from parbank.eval.streaming import score_streaming  # noqa: E402
 from parbank.eval.ttt import score_ttt  # noqa: E402
 from parbank.model import GPT, ModelConfig  # noqa: E402
+from parbank.ops.backend import use_backend  # noqa: E402
 from parbank.runtime import Runtime, pick_device  # noqa: E402
 from parbank.train.load import load_model  # noqa: E402
 
@@ -124,10 +126,12 @@ class Bench:
         self._measure(name, run, self.tokens if warm == "whole" else self.short, repeats)
 
     def reference(self, name: str, call: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """In plain PyTorch, as published."""
+
         def run(tokens: np.ndarray) -> np.ndarray:
             ids = torch.from_numpy(tokens.astype(np.int32)).to(self.place.device)
             nats = torch.zeros(len(tokens) - 1, device=self.place.device)
-            with restored(self.model):
+            with restored(self.model), use_backend("reference"):
                 call(ids, nats)
             return nats.cpu().numpy()
 

@@ -19,6 +19,7 @@ from parbank.config import require
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import DataError, ParbankError
+from parbank.graphs import Graphs, Places
 from parbank.model import GPT
 from parbank.model.gpt import MAX_POSITIONS
 from parbank.runtime import Runtime
@@ -170,10 +171,19 @@ class WindowScorer:
     def __init__(
         self, model: GPT, runtime: Runtime, *, width: int, stride: int, rows: int, compiled: bool = False
     ) -> None:
-        """`rows` windows of at most `width` tokens go through together. Compiled, every batch is padded to that."""
+        """`rows` windows of at most `width` tokens go through together. Compiled, every batch is padded to that, and on a
+        GPU replayed as a graph: Python takes longer to launch such a pass than the GPU to run it."""
         self._forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compiled else model
         self._runtime, self._width, self._stride, self._rows = runtime, width, stride, rows
         self._padded = compiled
+        self._parameters = list(model.parameters())
+        self._graphs = Graphs(enabled=compiled and runtime.is_cuda)
+        self._losses = torch.empty(rows, width, device=runtime.device)  # where a pass leaves what it found
+
+    @property
+    def captures(self) -> int:
+        """How many graphs were made."""
+        return self._graphs.captures
 
     @torch.inference_mode()
     def score(self, text: Text, first: int, nats: Tensor, *, more: bool, progress: Progress = silent) -> None:
@@ -194,9 +204,15 @@ class WindowScorer:
         inputs = torch.where(place < end, ids[known], 0).long()
         scored = (place >= begin) & (place < end)
         targets = torch.where(scored, ids[(known + 1).clamp(max=len(ids) - 1)], IGNORED).long()
-        with autocast(ids.device):
-            losses = self._forward(inputs, targets, reduction="none")
-        nats[torch.where(scored, place, len(nats) - 1)] = losses.float()
+        self._graphs.run(self._run, [inputs, targets], places=self._places)
+        nats[torch.where(scored, place, len(nats) - 1)] = self._losses[: len(windows)]
+
+    def _run(self, inputs: Tensor, targets: Tensor) -> None:
+        with autocast(inputs.device):
+            self._losses[: len(inputs)].copy_(self._forward(inputs, targets, reduction="none"))
+
+    def _places(self) -> Places:
+        return [parameter.data_ptr() for parameter in self._parameters]
 
 
 def check_context(context: int) -> None:

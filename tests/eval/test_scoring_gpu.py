@@ -12,6 +12,7 @@ from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.eval.adapt import AdaptConfig, LowRankAdapter, SgdAdapter
 from parbank.eval.methods import EvalConfig, score_text
+from parbank.eval.score import Text, make_window_scorer, run_scorer, score_windows, silent
 from parbank.model import GPT
 from parbank.runtime import Runtime
 from tests.eval.test_score import make_model
@@ -54,6 +55,25 @@ def test_a_gpu_scores_what_a_cpu_does(config: EvalConfig, tokens: np.ndarray) ->
     again = score_text(model, TokenSet([tokens]), config, cuda).nats
     if config.method != "ttt":  # gradients of embeddings are added by atomics, in any order
         assert np.array_equal(found, again), "the same bits again"
+
+
+@pytest.mark.gpu
+def test_replayed_windows_score_what_launched_ones_do(tokens: np.ndarray) -> None:
+    """The first batch of a scorer is launched, all later ones replayed; and weights may change where they lie."""
+    cuda = Runtime(device=torch.device("cuda", 0))
+    model, text = make_model().cuda(), Text.load(TokenSet([tokens]), cuda)
+    shape: dict[str, Any] = {"context": 64, "stride": 16, "batch_tokens": 512}
+    scorer = make_window_scorer(model, cuda, targets=text.targets, compiled=True, **shape)
+    first, again = (run_scorer(scorer, model, text, cuda, silent).nats for _ in range(2))
+    assert scorer.captures == 1
+    assert np.array_equal(first, again)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.8)
+    moved = run_scorer(scorer, model, text, cuda, silent).nats
+    plain = score_windows(model, TokenSet([tokens]), runtime=cuda, **shape).nats
+    assert scorer.captures == 1
+    assert np.abs(moved - plain).mean() < 0.02 < np.abs(moved - first).mean()
 
 
 @pytest.mark.gpu
