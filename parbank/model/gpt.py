@@ -1,7 +1,8 @@
 """The GPT: embeddings, blocks over parameter banks, and the loss."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -169,11 +170,12 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """Orthogonal matrices, except those that write to the residual stream: they start at zero, so every block starts
         as the identity. Small embeddings, because the tied head reads them too."""
-        for name, matrix in self.banks.matrices().items():
-            if name.endswith(("output.weight", "down.weight")):
-                matrix.zero_()
-            else:
-                nn.init.orthogonal_(matrix)
+        with _one_thread():
+            for name, matrix in self.banks.matrices().items():
+                if name.endswith(("output.weight", "down.weight")):
+                    matrix.zero_()
+                else:
+                    nn.init.orthogonal_(matrix)
         self.token_embedding.weight.normal_(std=self.config.embedding_std)
         if self.bigram is not None:
             # One of the two at zero starts as nothing; both at zero would get no gradient and stay nothing.
@@ -285,6 +287,18 @@ def _translate(state: dict[str, Any], prefix: str, change: Callable[[dict[str, A
     """Applies a change of names, in place, to the entries of a state dict under `prefix`."""
     own = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
     state.update({prefix + name: value for name, value in change(own).items()})
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Factorising one matrix of a few hundred rows after another is quickest so: the threads of a busy machine spend their
+    time waiting for each other. And the start does not depend on their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _gained(x: Tensor, gain: Tensor | None) -> Tensor:
