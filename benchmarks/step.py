@@ -8,6 +8,10 @@ PyTorch under Inductor; `kernels`: ours; `all`: ours, with passes and optimizer 
 `all`, with the MLP, or MLP and head, in 8 bits): forward + backward of one micro-batch, the optimizer section, a whole step of one
 micro-batch and of the whole batch, peak memory, and a waterfall by kernel class with its picture.
 
+A GPU that is kept busy lowers its clock when it reaches its power limit, which a few short calls never do. So the floor and
+each variant are also held for some seconds, all products and attention queued one after another as a graph, and what they
+take at the end is written down beside clock and power.
+
 Each --inductor adds a variant: as `all`, compiled with these settings of torch._inductor.config. Larger micro-batches come by
 --set batch.micro_batch_tokens=196608.
 
@@ -18,6 +22,7 @@ import argparse
 import gc
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -28,7 +33,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, Row, Settings, hardware, measure, write
+from clocks import Watch
+from harness import RESULTS, Row, Settings, capture, hardware, measure, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from waterfall import Waterfall, draw, profile
@@ -46,6 +52,7 @@ from parbank.train.passes import Passes
 # The published recipe's own figures on one H200, random data: forward + backward at 98,304 tokens, optimizer section.
 REFERENCE_TOKENS, REFERENCE_MICRO, REFERENCE_SECTION = 98_304, 69.6, 8.9
 DEVICE = torch.device("cuda")
+HELD = "forward + backward, held for seconds"
 
 
 @dataclass(frozen=True)
@@ -102,29 +109,53 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
 
 
+def product_both_ways(tokens: int, inputs: int, outputs: int) -> list[Callable[[], Any]]:
+    """A product, and the gradients of its input and of its weight."""
+    x, w, g = random(tokens, inputs), random(outputs, inputs), random(tokens, outputs)
+    return [partial(torch.matmul, a, b) for a, b in ((x, w.mT), (g, w), (g.mT, x))]
+
+
 def measure_products(c: ModelConfig, tokens: int, settings: Settings) -> dict[str, float]:
-    times = {}
-    for name, (inputs, outputs, count) in products(c).items():
-        x, w, g = random(tokens, inputs), random(outputs, inputs), random(tokens, outputs)
-        pairs = [(x, w.mT), (g, w), (g.mT, x)]  # forward, and the gradients of its input and of its weight
-        times[name] = count * sum(measure(partial(torch.matmul, a, b), settings=settings) for a, b in pairs)
-    return times
+    return {
+        name: count * sum(measure(call, settings=settings) for call in product_both_ways(tokens, inputs, outputs))
+        for name, (inputs, outputs, count) in products(c).items()
+    }
+
+
+def floor_in_a_row(c: ModelConfig, batch: int, length: int, backend: SDPBackend) -> Callable[[], Any]:
+    """Everything the floor counts, once, without a pause."""
+    calls = [(attention_both_ways(c, batch, length, backend), c.layers)]
+    for inputs, outputs, count in products(c).values():
+        calls += [(call, count) for call in product_both_ways(batch * length, inputs, outputs)]
+
+    def run() -> None:
+        for call, count in calls:
+            for _ in range(count):
+                call()
+
+    return capture(run).replay
+
+
+def attention_both_ways(c: ModelConfig, batch: int, length: int, backend: SDPBackend) -> Callable[[], Any]:
+    """One layer's attention, forward and backward."""
+    heads = (c.heads, c.kv_heads, c.kv_heads, c.heads)
+    *leaves, gradient = (random(batch, length, h, c.head_width).transpose(1, 2) for h in heads)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+
+    def call() -> Any:
+        with sdpa_kernel(backend):
+            y = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        return torch.autograd.grad(y, leaves, gradient)
+
+    return call
 
 
 def measure_attention(c: ModelConfig, batch: int, length: int, settings: Settings) -> dict[str, float]:
     """Milliseconds of all layers both ways, by backend."""
-    q, k, v = (random(batch, length, h, c.head_width).transpose(1, 2) for h in (c.heads, c.kv_heads, c.kv_heads))
-    head = random(batch, length, c.heads, c.head_width).transpose(1, 2)
     times = {}
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-
-        def call(leaves: list[Tensor] = leaves, backend: SDPBackend = backend) -> Any:
-            with sdpa_kernel(backend):
-                y = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
-            return torch.autograd.grad(y, leaves, head)
-
         try:
+            call = attention_both_ways(c, batch, length, backend)
             times[backend.name.lower()] = c.layers * measure(call, settings=settings)
         except RuntimeError as error:
             print(f"{backend.name}: {str(error).splitlines()[0]}")
@@ -180,8 +211,11 @@ def pass_counts(config: RunConfig) -> tuple[int, ...]:
     return tuple(dict.fromkeys((1, config.batch.batch_tokens // config.batch.micro_batch_tokens)))
 
 
-def measure_queued(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
-    """Milliseconds of a call among its like, queued without a pause as in training: on the device, and of the host."""
+def measure_queued(call: Callable[[], Any], repeats: int, *, skip: int = 0) -> tuple[float, float]:
+    """Milliseconds of a call among its like, queued without a pause as in training: on the device, and of the host.
+
+    The first `skip` of them do not count.
+    """
     call()
     torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -194,7 +228,16 @@ def measure_queued(call: Callable[[], Any], repeats: int) -> tuple[float, float]
         host.append(1e3 * (time.perf_counter() - began))
     torch.cuda.synchronize()
     device = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
-    return statistics.median(device), statistics.median(host)
+    return statistics.median(device[skip:]), statistics.median(host[skip:])
+
+
+def hold(call: Callable[[], Any], seconds: float = 4.0) -> list[tuple[str, float | None, str]]:
+    """What a call takes when the GPU has been busy with it for a while, and the clock and the power then."""
+    short, _ = measure_queued(call, 2)
+    repeats = max(4, round(1e3 * seconds / short))
+    with Watch() as watch:
+        held, _ = measure_queued(call, repeats, skip=repeats // 2)
+    return [("time", held, "ms"), ("clock", watch.clock, "MHz"), ("power", watch.power, "W")]
 
 
 def measure_variant(
@@ -203,9 +246,10 @@ def measure_variant(
     config = override(config, *variant.settings)
     tokens, repeats = config.batch.micro_batch_tokens, 5 if settings.quick else 15
 
-    def note(case: str, value: float, unit: str = "ms", bound: float | None = None) -> None:
-        rows.append(Row(case, name, value, unit, bound))
-        print(f"{case:44} {name:12} {value:10.3f} {unit}" + (f"  bound {bound:.2f}" if bound else ""), flush=True)
+    def note(case: str, value: float | None, unit: str = "ms", bound: float | None = None) -> None:
+        rows.append(Row(case, name, value, unit, bound, "" if value is not None else "nvidia-smi does not tell"))
+        shown = f"{value:10.3f} {unit}" if value is not None else "unknown"
+        print(f"{case:44} {name:12} {shown}" + (f"  bound {bound:.2f}" if bound else ""), flush=True)
 
     began = time.perf_counter()
     step = Step(config, variant.options)
@@ -227,6 +271,8 @@ def measure_variant(
         note(f"whole step, {passes * tokens:,} tokens", whole, bound=passes * floor)
         note(f"whole step, {passes * tokens:,} tokens: host", host)
     note("peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+    for what, value, unit in hold(step.accumulate):
+        note(f"{HELD}: {what}", value, unit)
     return {"micro": profile(step.accumulate), "whole": profile(lambda: step.whole(1))}
 
 
@@ -260,8 +306,11 @@ def main() -> None:
     for passes in pass_counts(config):
         whole = passes * published + REFERENCE_SECTION
         rows.append(Row(f"whole step, {passes * tokens:,} tokens", "published", whole, "ms", passes * floor))
+    backend = SDPBackend.__members__[min(attention, key=lambda name: attention[name]).upper()]
+    for what, value, unit in hold(floor_in_a_row(config.model, tokens // length, length, backend)):
+        rows.append(Row(f"{HELD}: {what}", "floor", value, unit))
     for row in rows:
-        print(f"{row.case:44} {row.provider:12} {row.value:10.3f} {row.unit}", flush=True)
+        print(f"{row.case:44} {row.provider:12} {row.value or math.nan:10.3f} {row.unit}", flush=True)
     falls: dict[str, dict[str, Waterfall]] = {}
     for name, variant in variants.items():
         try:
