@@ -139,36 +139,50 @@ def test_the_golf_model_is_four_kinds_of_matrix_in_three_banks() -> None:
     assert sum(p.numel() for p in model.parameters()) == 26_928_220
 
 
-def loss_and_gradients(model: GPT, ids: torch.Tensor, backend: str, compiled: bool = False) -> dict[str, torch.Tensor]:
+def loss_and_gradients(
+    model: GPT, ids: torch.Tensor, backend: str, compiler: str | None = None
+) -> dict[str, torch.Tensor]:
     model.zero_grad()
     with use_backend(backend):
-        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        call = torch.compile(model, fullgraph=True, backend=compiler) if compiler else model
         loss = call(ids, ids.roll(-1, 1))
         loss.backward()
     return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
-@pytest.mark.parametrize(
-    ("base", "layers", "compiled"),
-    [("everything", 3, True), ("everything", 5, False), ("everything", 4, False), ("unet_skips", 3, False)],
-)
-def test_the_kernels_compute_what_the_plain_path_does(base: str, layers: int, compiled: bool) -> None:
-    """Sums between blocks with and without skips and mix, for an odd and an even number of layers."""
-    extras = {"value_layers": (1, 2)} if base == "everything" else {}
-    config = replace(OPTIONS[base], layers=layers, width=16, heads=2, kv_heads=1, **extras)
-    model, ids = random_model(config), random_ids(config, length=6)
+def check_kernels(config: ModelConfig, length: int, device: str, compiler: str | None, tolerance: float) -> None:
+    """One forward and backward pass in float32, through the kernels and in plain PyTorch."""
+    model, ids = random_model(config).to(device), random_ids(config, length=length).to(device)
     with torch.no_grad():
         # near the size of trained ones: of larger ones the softcap leaves little but saturated logits
         for parameter in model.parameters():
             parameter.mul_(0.5)
     torch._dynamo.reset()
     expected = loss_and_gradients(model, ids, "reference")
-    found = loss_and_gradients(model, ids, "triton", compiled)
+    found = loss_and_gradients(model, ids, "triton", compiler)
     assert found.keys() == expected.keys() == {"loss"} | dict(model.named_parameters()).keys()
     for key, exact in expected.items():
         error = (found[key] - exact).norm() / exact.norm()
-        assert error < 1e-4, f"{key}: {error}"
+        assert error < tolerance, f"{key}: {error}"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize(
+    ("base", "layers", "compiler"),
+    [("everything", 3, "aot_eager"), ("everything", 5, None), ("everything", 4, None), ("unet_skips", 3, None)],
+)
+def test_the_kernels_compute_what_the_plain_path_does(base: str, layers: int, compiler: str | None) -> None:
+    """Sums between blocks with and without skips and mix, for an odd and an even number of layers."""
+    extras = {"value_layers": (1, 2)} if base == "everything" else {}
+    config = replace(OPTIONS[base], layers=layers, width=16, heads=2, kv_heads=1, **extras)
+    check_kernels(config, 6, "cpu", compiler, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", [4, 5])
+def test_compiled_the_kernels_compute_what_the_plain_path_does_on_a_gpu(layers: int) -> None:
+    config = replace(EVERYTHING, layers=layers, width=128, heads=4, kv_heads=2, value_layers=(1, 2))
+    check_kernels(config, 128, "cuda", "inductor", 1e-3)
 
 
 def test_a_missing_matrix_is_reported_by_load_state_dict() -> None:

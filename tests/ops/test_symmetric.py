@@ -309,7 +309,7 @@ BANKS = [(22, 512, 512), (22, 256, 512), (22, 512, 1536), (3, 1023, 130)]
 
 
 def error(got: Tensor, exact: Tensor) -> float:
-    """Root mean square: a maximum over millions of roundings is too noisy to be held to a tenth."""
+    """Root mean square: a maximum over millions of roundings is one of them, and noise."""
     return (got.double() - exact).square().mean().sqrt().item()
 
 
@@ -331,7 +331,8 @@ class TestOnGpu:
             ("ax_plus_bx", step(x), torch.baddbmm(x, b, x, beta=3.4445), 3.4445 * wide + b.double() @ wide),
         ]
         for name, ours, theirs, exact in cases:
-            assert error(ours, exact) <= 1.1 * error(theirs, exact), name
+            # 0.2%: in float32 sums of another order round to another error, a little larger or smaller
+            assert error(ours, exact) <= 1.002 * error(theirs, exact), name
         assert torch.equal(a, a.mT)
         assert torch.equal(b, b.mT)
 
