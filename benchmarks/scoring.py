@@ -1,7 +1,7 @@
 """What a score costs: every method on one text in one run, beside the published way to do it.
 
     python benchmarks/scoring.py ARTIFACT_OR_CHECKPOINT --data SPEC [--stride 64] [--segments 0,32768] [--windows 1536,...]
-                                 [--only sliding,...] [--tokens N] [--out DIR]
+                                 [--only sliding,...] [--tokens N] [--name NAME] [--out DIR]
 
 The reference is the published protocol as it is published: sliding windows in batches of 32 through the compiled model in
 plain PyTorch, each window's scores picked out on the host's word; and for ttt the recipe on top of it, chunk by chunk,
@@ -105,8 +105,11 @@ def reference_ttt(
 class Bench:
     """One model, one text, and the rows found so far."""
 
-    def __init__(self, loaded: LoadedModel, tokens: np.ndarray, stride: int, place: Runtime, out: Path) -> None:
+    def __init__(
+        self, loaded: LoadedModel, tokens: np.ndarray, stride: int, place: Runtime, out: Path, name: str
+    ) -> None:
         self.loaded, self.tokens, self.stride, self.place, self.out = loaded, tokens, stride, place, out
+        self.name = name
         self.context, self.model = loaded.context, loaded.model
         self.forward: Callable[..., torch.Tensor] = (
             torch.compile(self.model, dynamic=False) if place.is_cuda else self.model
@@ -179,7 +182,7 @@ class Bench:
             "tokens": len(self.tokens) - 1,
             "seconds": self.seconds,
         }
-        harness.write("scoring", self.rows, out=self.out, extra=extra)
+        harness.write(self.name, self.rows, out=self.out, extra=extra)
 
 
 def flops_per_token(model: GPT, context: int, kind: str) -> float:
@@ -243,6 +246,7 @@ def main() -> None:
     parser.add_argument("--windows", default="", help="more rows of streaming, over windows of so many tokens")
     parser.add_argument("--only", default="", help="reference, chunked, streaming, sliding, ttt; all if not given")
     parser.add_argument("--tokens", type=int, default=0, help="score only so many; 0 is all")
+    parser.add_argument("--name", default="scoring", help="of the result files")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
     device = pick_device("auto")
@@ -250,10 +254,10 @@ def main() -> None:
     loaded = load_model(arguments.model, place.device)
     text = open_validation(arguments.data, loaded.tokenizer).tokens
     tokens = text.read(0, min(len(text), arguments.tokens + 1) if arguments.tokens else len(text))
-    bench = Bench(loaded, tokens, arguments.stride, place, arguments.out)
+    bench = Bench(loaded, tokens, arguments.stride, place, arguments.out, arguments.name)
     numbers = {name: [int(n) for n in getattr(arguments, name).split(",") if n] for name in ("segments", "windows")}
     run_all(bench, [part for part in arguments.only.split(",") if part], **numbers)
-    print(next(arguments.out.glob("scoring_*.md")).read_text())
+    print(next(arguments.out.glob(f"{arguments.name}_{harness.hardware()}_*.md")).read_text())
 
 
 if __name__ == "__main__":
