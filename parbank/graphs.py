@@ -2,19 +2,20 @@
 
 A pass of a small model is many short kernels, and Python needs about as long to launch them as the GPU to run them. A graph
 replays the same kernels on the same memory. So what it reads and writes must stay in place: inputs are copied to where it
-found them, and results are what the work leaves in tensors of its own.
+found them, and results are what the work leaves in tensors of its own, or hands back for use at once.
 """
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Places = list[int | None]
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -24,6 +25,7 @@ class _Recorded:
     inputs: list[Tensor]
     places: Places
     graph: torch.cuda.CUDAGraph | None = None
+    result: Any = None
 
 
 class Graphs:
@@ -38,42 +40,46 @@ class Graphs:
 
     def run(
         self,
-        work: Callable[..., None],
+        work: Callable[..., Result],
         inputs: Sequence[Tensor],
         *,
         key: tuple[Any, ...] = (),
         places: Callable[[], Places] = list,
-    ) -> None:
+    ) -> Result:
         """`work(*inputs)`: the first time as it is, which compiles and makes what stays, and from then on as a graph.
 
         `key` is what the work depends on beside the shapes of its inputs; `places` gives the addresses of what it uses and
         somebody else may move: where they have changed it starts over. The work is handed in with every call, not kept, so
         that who owns both is in no cycle with its graphs, and their memory is free the moment it is dropped.
+
+        What the work returned is returned. The tensors of a graph lie where it was recorded, and the next run, of whatever
+        shapes, may overwrite them.
         """
         if not self._enabled:
-            work(*inputs)
-            return
+            return work(*inputs)
         name = (*key, *(tuple(tensor.shape) for tensor in inputs))
         recorded = self._recorded.get(name)
         if recorded is None or places() != recorded.places:
-            work(*inputs)
+            result = work(*inputs)
             self._recorded[name] = _Recorded([tensor.clone() for tensor in inputs], places())
-            return
+            return result
         for held, tensor in zip(recorded.inputs, inputs):
             held.copy_(tensor)
         if recorded.graph is None:
-            recorded.graph = self._capture(work, recorded.inputs)
+            recorded.graph, recorded.result = self._capture(work, recorded.inputs)
         recorded.graph.replay()
+        again: Result = recorded.result
+        return again
 
-    def _capture(self, work: Callable[..., None], inputs: list[Tensor]) -> torch.cuda.CUDAGraph:
+    def _capture(self, work: Callable[..., Result], inputs: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Records the work; nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
         # One pool for the graphs of all shapes: they run one after another, and what they leave lies outside it.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with recording(graph, self._pool):
-            work(*inputs)
+            result = work(*inputs)
         self.captures += 1
-        return graph
+        return graph, result
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def _continue(
     device = next(model.parameters()).device
     training = model.training
     model.eval()
-    stream, read = Stream(model, context), 0
+    stream, read = Stream(model, context, graph=True), 0
     try:
         for _ in range(tokens):
             while read < len(window):

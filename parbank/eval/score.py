@@ -178,7 +178,6 @@ class WindowScorer:
         self._padded = compiled
         self._parameters = list(model.parameters())
         self._graphs = Graphs(enabled=compiled and runtime.is_cuda)
-        self._losses = torch.empty(rows, width, device=runtime.device)  # where a pass leaves what it found
 
     @property
     def captures(self) -> int:
@@ -204,12 +203,12 @@ class WindowScorer:
         inputs = torch.where(place < end, ids[known], 0).long()
         scored = (place >= begin) & (place < end)
         targets = torch.where(scored, ids[(known + 1).clamp(max=len(ids) - 1)], IGNORED).long()
-        self._graphs.run(self._run, [inputs, targets], places=self._places)
-        nats[torch.where(scored, place, len(nats) - 1)] = self._losses[: len(windows)]
+        losses = self._graphs.run(self._run, [inputs, targets], places=self._places)
+        nats[torch.where(scored, place, len(nats) - 1)] = losses.float()
 
-    def _run(self, inputs: Tensor, targets: Tensor) -> None:
+    def _run(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with autocast(inputs.device):
-            self._losses[: len(inputs)].copy_(self._forward(inputs, targets, reduction="none"))
+            return self._forward(inputs, targets, reduction="none")
 
     def _places(self) -> Places:
         return [parameter.data_ptr() for parameter in self._parameters]

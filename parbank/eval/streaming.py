@@ -30,6 +30,8 @@ SPARE = 32  # one part in so many of the work may go into padding
 # Segments of a stream over the tokens that windows go in: a layer of 65,536 tokens takes an H200 about 2 ms, and the host
 # about 1 to launch, so four times that keeps the GPU ahead; a quarter of a million tokens need some 6 GB.
 LONGER = 4
+# Segments up to this length are replayed as a graph, as those of ttt are; a graph of a longer one would only hold its memory.
+GRAPHED = 65_536
 ROUND = 128  # long segments are cut to a multiple of this: a whole number of tiles for products and attention
 
 
@@ -44,7 +46,8 @@ class StreamScorer:
         self._bos = model.config.bos_id if model.config.isolate_documents else None
         self._ring = RingCarry(model, context, runtime) if runtime.world > 1 else None
         carry: Carry = LocalCarry() if self._ring is None else self._ring
-        self._stream = Stream(model, context, carry=carry, compiled=compiled)
+        graph = compiled and self._ring is None and segment <= GRAPHED
+        self._stream = Stream(model, context, carry=carry, compiled=compiled, graph=graph)
         self._number = 0  # segments read so far, by all ranks
 
     @torch.inference_mode()

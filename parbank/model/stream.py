@@ -13,7 +13,9 @@ Nothing else needs carrying. Smear and bigrams look one and two tokens back, and
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parbank import ops
+from parbank.graphs import Graphs, Places
 from parbank.model.attention import Context
 from parbank.model.gpt import GPT, Skips, _of_layer
 from parbank.ops.window_attention import takes
@@ -70,16 +73,20 @@ class Carry(Protocol):
 
 
 class LocalCarry:
-    """The carry of a stream that one process reads from end to end."""
+    """The carry of a stream that one process reads from end to end. It stays where the first segment left it, as a graph
+    that reads and writes it wants it to."""
 
     def __init__(self) -> None:
         self._held: dict[int, Past] = {}
 
     def take(self, layer: int) -> Past | None:
-        return self._held.pop(layer, None)
+        return self._held.get(layer)
 
     def give(self, layer: int, past: Past) -> None:
-        self._held[layer] = past
+        held = self._held.setdefault(layer, past)
+        if held is not past:
+            for old, new in zip(held, past):
+                old.copy_(new)
 
 
 @dataclass(frozen=True)
@@ -95,13 +102,24 @@ class Reach:
     keys: Tensor
     flash: bool = False  # whether the device has FlashAttention; asked here, outside of what is compiled
 
+    @classmethod
+    def spread(cls, queries: Tensor, keys: Tensor, length: int) -> "Reach":
+        """From the runs, for a segment of so many tokens."""
+        place = torch.arange(length, dtype=torch.int32, device=keys.device)
+        return cls(keys[torch.searchsorted(queries[1:], place, right=True)], queries, keys, has_flash(keys.device))
+
 
 class Stream:
     """A model reading one text, segment after segment."""
 
-    def __init__(self, model: GPT, window: int, *, carry: Carry | None = None, compiled: bool = False) -> None:
-        """`compiled` builds each layer once for one length of segment; give segments of that length only."""
+    def __init__(
+        self, model: GPT, window: int, *, carry: Carry | None = None, compiled: bool = False, graph: bool = False
+    ) -> None:
+        """`compiled` builds each layer once for one length of segment; give segments of that length only. `graph` replays
+        segments of a length, from the second on, as a CUDA graph: for short ones, which take longer to launch than to
+        run, and with a carry that stays in place. It holds on to the memory of a pass."""
         self.model, self.window = model, window
+        self._graphs = Graphs(enabled=graph and model.token_embedding.weight.is_cuda)
         self.carry = carry if carry is not None else LocalCarry()
         # where neither runs, a layer is a loop over blocks of queries, which compiling would write out
         self._compiled = compiled = compiled and fits_flash(model)
@@ -109,22 +127,45 @@ class Stream:
         self._layer: Callable[..., Any] = torch.compile(_layer, dynamic=False) if compiled else _layer
         self._read_out: Callable[..., Any] = torch.compile(_read_out, dynamic=False) if compiled else _read_out
 
-    def read(self, segment: Segment, targets: Tensor | None = None, *, last: bool = False) -> Tensor:
-        """The nats of `targets` (T,), one each, or the logits of the next token at every place (`last`: at the last one)."""
-        if not self._compiled:
-            return self._read(segment, targets, last)
-        with torch._dynamo.config.patch(recompile_limit=COMPILED_LAYERS):
-            return self._read(segment, targets, last)
+    @property
+    def captures(self) -> int:
+        """How many graphs were made."""
+        return self._graphs.captures
 
-    def _read(self, segment: Segment, targets: Tensor | None, last: bool) -> Tensor:
-        model, c = self.model, self.model.config
-        device = model.token_embedding.weight.device
-        dtype = model._compute_dtype(device)
+    def read(self, segment: Segment, targets: Tensor | None = None, *, last: bool = False) -> Tensor:
+        """The nats of `targets` (T,), one each, or the logits of the next token at every place (`last`: at the last one).
+        To be used before the next segment is read: a graph writes to the same place again."""
+        device = self.model.token_embedding.weight.device
         ids = torch.cat([segment.before, segment.ids])[None].long()
-        first_of_text = BEFORE - min(segment.start, BEFORE)
-        x, extras = self._embed(model, ids, torch.full((), first_of_text, device=device), dtype)
-        cos, sin = _rotations(segment.start, len(segment.ids), c.rope_dims, c.rope_base, device)
-        reach = find_reach(segment, self.window, isolated=c.isolate_documents)
+        numbers = (segment.start, BEFORE - min(segment.start, BEFORE))  # the second: what of `ids` is ahead of the text
+        start, first = (torch.full((), number, device=device) for number in numbers)
+        runs = find_runs(segment, self.window, isolated=self.model.config.isolate_documents)
+        inputs = [ids, start, first, *runs, *([] if targets is None else [targets])]
+        dtype = self.model._compute_dtype(device)
+        work = partial(self._read, dtype=dtype, last=last)
+        with torch._dynamo.config.patch(recompile_limit=COMPILED_LAYERS) if self._compiled else nullcontext():
+            return self._graphs.run(work, inputs, key=(dtype, last), places=self._places)
+
+    def _places(self) -> Places:
+        return [parameter.data_ptr() for parameter in self.model.parameters()]
+
+    def _read(
+        self,
+        ids: Tensor,
+        start: Tensor,
+        first_of_text: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        targets: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        last: bool,
+    ) -> Tensor:
+        model, c = self.model, self.model.config
+        length, device = ids.shape[1] - BEFORE, ids.device
+        x, extras = self._embed(model, ids, first_of_text, dtype)
+        cos, sin = _rotations(start, length, c.rope_dims, c.rope_base)
+        reach = Reach.spread(queries, keys, length)
         matrices = model.banks.matrices(dtype)
         x0, addend, first = x, None, None
         skips = Skips(model.skip_gains, c.layers)
@@ -207,15 +248,15 @@ def _read_out(model: GPT, x: Tensor, addend: Tensor, targets: Tensor | None) -> 
     return model.read_out(ops.add_rms_norm(x, addend)[1], targets, "none")
 
 
-def _rotations(start: int, length: int, dims: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def _rotations(start: Tensor, length: int, dims: int, base: float) -> tuple[Tensor, Tensor]:
     """Rows start .. start + length of the model's tables, which end at some 32,768."""
-    frequencies = base ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=device) / max(dims, 1))
-    angles = torch.arange(start, start + length, dtype=torch.float64, device=device)[:, None] * frequencies
+    frequencies = base ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=start.device) / max(dims, 1))
+    angles = (start + torch.arange(length, device=start.device)).double()[:, None] * frequencies
     return angles.cos().float(), angles.sin().float()
 
 
-def find_reach(segment: Segment, window: int, *, isolated: bool) -> Reach:
-    """Within one text, or within each document."""
+def find_runs(segment: Segment, window: int, *, isolated: bool) -> tuple[Tensor, Tensor]:
+    """The queries and keys of a Reach: within one text, or within each document."""
     length, carried, device = len(segment.ids), window - 1, segment.ids.device
     begin = segment.document if isolated else 0
     cuts = [0, *segment.inside] if isolated else [0]
@@ -227,11 +268,8 @@ def find_reach(segment: Segment, window: int, *, isolated: bool) -> Reach:
     spare = (1 << (len(cuts) - 1).bit_length()) - len(cuts) + 1
     queries, keys = cuts + [length] * spare, heads + [carried + length] * spare
     # Never blocking: a copy that is waited for drains the GPU. The driver has taken the numbers when it returns.
-    runs = [torch.tensor(n, dtype=torch.int32).to(device, non_blocking=True) for n in (queries, keys)]
-    place = torch.arange(length, dtype=torch.int32, device=device)
-    # worked out there: it is as long as the segment, and the host would wait for the GPU to copy it
-    low = runs[1][torch.searchsorted(runs[0][1:], place, right=True)]
-    return Reach(low, runs[0], runs[1], has_flash(device))
+    first, second = (torch.tensor(n, dtype=torch.int32).to(device, non_blocking=True) for n in (queries, keys))
+    return first, second
 
 
 def attend_window(q: Tensor, past: Past, own: Past, window: int, reach: Reach) -> Tensor:

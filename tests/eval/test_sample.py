@@ -14,6 +14,7 @@ from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ConfigError, DataError
 from parbank.eval.sample import continuation, sample_tokens
 from parbank.model import GPT
+from parbank.model.stream import Segment, Stream
 from parbank.recipes import get_recipe
 from tests.eval.test_score import make_model
 
@@ -55,6 +56,25 @@ def test_zero_temperature_and_one_candidate_are_greedy(model: GPT, tokenizer: To
         assert list(sample_tokens(model, tokenizer, "class A", tokens=20, temperature=0, seed=seed)) == expected
         assert list(sample_tokens(model, tokenizer, "class A", tokens=20, top_k=1, seed=seed)) == expected
         assert list(sample_tokens(model, tokenizer, "class A", tokens=20, temperature=1e-320, seed=seed)) == expected
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_gpu_writes_the_same_replayed_as_launched(tokenizer: Tokenizer) -> None:
+    model = make_model(seed=5).cuda()
+    window = [tokenizer.bos_id, *map(int, tokenizer.encode("class A"))]
+    stream, read = Stream(model, 16), 0  # launch by launch
+    expected: list[int] = []
+    while len(expected) < 40:
+        ids = torch.tensor(window + expected, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            chosen = int(stream.read(Segment.cut(ids, read, len(ids)), last=True)[-1].argmax())
+        if chosen == tokenizer.bos_id:
+            break
+        read = len(ids)
+        expected.append(chosen)
+    assert len(expected) > 5, "long enough to be replayed"
+    assert list(sample_tokens(model, tokenizer, "class A", tokens=40, temperature=0, context=16)) == expected
 
 
 def test_top_k_keeps_the_k_likeliest(model: GPT, tokenizer: Tokenizer) -> None:

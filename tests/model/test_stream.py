@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from parbank.model import GPT, ModelConfig
 from parbank.model.attention import Context, attend
-from parbank.model.stream import Reach, Segment, Stream, _attend_flash, attend_window, find_reach
+from parbank.model.stream import Reach, Segment, Stream, _attend_flash, attend_window, find_runs
 from tests.model.test_gpt import BASE, EVERYTHING, OPTIONS, random_model
 
 LENGTH = 41
@@ -133,7 +133,7 @@ def test_runs_say_the_same_as_the_mask() -> None:
     tokens = text(EVERYTHING)
     for start, end in ((0, 15), (15, 30), (20, 41), (13, 20), (5, 9)):
         for isolated in (False, True):
-            reach = find_reach(cut(tokens, start, end, length=40), 9, isolated=isolated)
+            reach = Reach.spread(*find_runs(cut(tokens, start, end, length=40), 9, isolated=isolated), 40)
             runs = list(zip(reach.queries.tolist(), reach.queries.tolist()[1:], reach.keys.tolist()))
             low = torch.cat([torch.full((b - a,), head, dtype=torch.int32) for a, b, head in runs])
             assert torch.equal(low, reach.low)
@@ -177,7 +177,8 @@ def test_attention_has_the_window_it_is_told(heads: int, kv_heads: int, isolated
         tokens = text(EVERYTHING, 2 * length + 40)
         for start in (0, length):
             segment = cut(tokens, start, start + length)
-            reach = find_reach(replace(segment, ids=segment.ids.to(cuda)), window, isolated=isolated)
+            runs = find_runs(replace(segment, ids=segment.ids.to(cuda)), window, isolated=isolated)
+            reach = Reach.spread(*runs, length)
             assert reach.flash
             k[:, : int(reach.low[0])] = float("nan")  # what must not be read
             past, own = (tuple(x.split([window - 1, length], dim=1)[half] for x in (k, v)) for half in (0, 1))
@@ -199,15 +200,19 @@ def test_the_compiled_stream_on_a_gpu_is_the_plain_one(isolated: bool) -> None:
     with torch.no_grad():
         whole = Stream(model, 200).read(cut(tokens, 0, 3000), targets)
         model.cuda()
-        stream, parts = Stream(model, 200, compiled=True), []
-        for start in range(0, 3000, 1000):
-            segment = cut(tokens, start, start + 1000)
-            segment = replace(segment, ids=segment.ids.cuda(), before=segment.before.cuda())
-            with torch.autocast("cuda", torch.bfloat16):
-                parts.append(stream.read(segment, targets[start : start + 1000].cuda()).float().cpu())
-    found = torch.cat(parts)
-    assert (found - whole).abs().mean() < 0.02
-    assert abs(found.mean() - whole.mean()) < 0.005
+        found = {}
+        for graph in (False, True):
+            stream, parts = Stream(model, 200, compiled=True, graph=graph), []
+            for start in range(0, 3000, 500):
+                segment = cut(tokens, start, start + 500)
+                segment = replace(segment, ids=segment.ids.cuda(), before=segment.before.cuda())
+                with torch.autocast("cuda", torch.bfloat16):
+                    parts.append(stream.read(segment, targets[start : start + 500].cuda()).float().cpu())
+            assert (stream.captures > 0) == graph
+            found[graph] = torch.cat(parts)
+    assert torch.equal(found[False], found[True])
+    assert (found[True] - whole).abs().mean() < 0.02
+    assert abs(found[True].mean() - whole.mean()) < 0.005
 
 
 def test_a_window_as_long_as_the_text_is_plain_attention() -> None:
