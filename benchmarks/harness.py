@@ -3,7 +3,8 @@
 Times are medians of single runs between CUDA events, warm, on random data, with L2 overwritten before each run: what an
 op costs inside a training step, where its input was last touched long ago. Every result holds two rates measured in the
 same run, a large copy and a large bfloat16 product, from which each row's bound is computed. The same card gives other
-numbers when it is hot or shared, and then its bounds move too.
+numbers when it is hot or shared, and then its bounds move too. So the providers of a case take turns: were one timed after
+the other, the last, which is ours, would be timed on the hottest card.
 """
 
 import datetime
@@ -20,6 +21,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 * 2**20  # five times the L2 of an H200
+TURNS = 5  # in which a provider's repeats are taken
 
 
 @dataclass(frozen=True)
@@ -69,39 +71,64 @@ def run_cases(cases: Iterable[Case], settings: Settings) -> list[Row]:
     for case in cases:
         if settings.only and not any(case.op.startswith(name) for name in settings.only):
             continue
-        bound = bound_ms(case.flops, case.bytes)
-        for provider, build in case.providers.items():
-            value, note = None, ""
-            try:
-                value = measure(build(), settings=settings, graph=case.graph)
-            except Exception as error:
-                note = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
-            rows.append(Row(case.name, provider, value, "ms", bound, note))
-            print(f"{case.name:48} {provider:24} {note or f'{value:9.4f} ms'}  bound {bound:.4f}", flush=True)
-            torch._dynamo.reset()
-            torch.cuda.empty_cache()
+        rows += run_case(case, settings)
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def run_case(case: Case, settings: Settings) -> list[Row]:
+    bound = bound_ms(case.flops, case.bytes)
+    ready, notes = {}, {}
+    for provider, build in case.providers.items():
+        try:
+            ready[provider] = prepare(build(), settings, graph=case.graph)
+        except Exception as error:
+            notes[provider] = (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+            )
+    times = take_turns(ready, settings)
+    rows = [Row(case.name, name, times.get(name), "ms", bound, notes.get(name, "")) for name in case.providers]
+    for row in rows:
+        shown = row.note or f"{row.value:9.4f} ms"
+        print(f"{row.case:48} {row.provider:24} {shown}  bound {bound:.4f}", flush=True)
     return rows
 
 
 def measure(call: Callable[[], Any], *, settings: Settings | None = None, graph: bool = False) -> float:
     """The median time of one call in milliseconds."""
     settings = settings or Settings()
+    return take_turns({"": prepare(call, settings, graph=graph)}, settings)[""]
+
+
+def prepare(call: Callable[[], Any], settings: Settings, *, graph: bool) -> Callable[[], Any]:
+    """The call, warm; or the replay of its graph."""
     for _ in range(settings.warmup):
         call()
     torch.cuda.synchronize()
-    timed = capture(call).replay if graph else call
+    return capture(call).replay if graph else call
+
+
+def take_turns(calls: dict[str, Callable[[], Any]], settings: Settings) -> dict[str, float]:
+    """The median milliseconds of each call."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    times = []
-    for _ in range(settings.repeats):
-        flush.zero_()
-        # The events are queued behind the flush, so the host is ahead of the device when the call is.
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        timed()
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in times)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(TURNS):
+        for name, call in calls.items():
+            events = [_time(call, flush) for _ in range(max(1, settings.repeats // TURNS))]
+            torch.cuda.synchronize()
+            times[name] += [start.elapsed_time(end) for start, end in events]
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _time(call: Callable[[], Any], flush: torch.Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    flush.zero_()
+    # The events are queued behind the flush, so the host is ahead of the device when the call is.
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    return start, end
 
 
 def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:

@@ -57,10 +57,10 @@ def symmetric(x: Tensor) -> Tensor:
 
 
 def method(name: str) -> Callable[[Tensor], Tensor]:
-    """The package's own iteration."""
+    """The package's own iteration, choosing as it does for a graph."""
     from parbank.optim.newton_schulz import iterate
 
-    return lambda x: iterate(x, [QUINTIC] * STEPS, name)
+    return lambda x: iterate(x, [QUINTIC] * STEPS, name, graphed=True)
 
 
 def over(function: Callable[[Tensor], Tensor], banks: list[Tensor]) -> Callable[[], Any]:

@@ -179,6 +179,7 @@ def test_the_kernels_compute_what_the_plain_path_does(base: str, layers: int, co
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # Inductor would rather round the products
 @pytest.mark.parametrize("layers", [4, 5])
 def test_compiled_the_kernels_compute_what_the_plain_path_does_on_a_gpu(layers: int) -> None:
     config = replace(EVERYTHING, layers=layers, width=128, heads=4, kv_heads=2, value_layers=(1, 2))
