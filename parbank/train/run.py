@@ -57,11 +57,27 @@ class Result:
     stop_signal: int = 0
 
 
+class Laps:
+    """What each part of something that has just begun takes."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def end(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part], self._last = now - self._last, now
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
 def run(
     config: RunConfig, runtime: Runtime, out: Path, *, resume: bool = False, display: Display | None = None
 ) -> Result:
     """Trains, scores and packs. Everything a user keeps is in the folder `out`."""
-    began = time.perf_counter()
+    setup = Laps()
     display = display or Display(enabled=runtime.is_main)
     check_seed(config.seed)
     check_device(config.train.fp8, runtime.device)
@@ -73,6 +89,7 @@ def run(
     with _open_folder(out, resume, runtime) as checkpoint:
         dataset = _open_data(config, runtime, display)
         config = _fit_data(config, dataset)
+        setup.end("data")
         trainer = Trainer(config, runtime, dataset, out)
     try:
         if checkpoint is not None:
@@ -81,9 +98,11 @@ def run(
         if runtime.is_main:
             _write_json(out / "config.json", to_dict(config))
         display.say(_introduction(trainer))
+        setup.end("model")
         trainer.warm_up()
-        setup_seconds = time.perf_counter() - began
-        display.say(f"ready after {setup_seconds:.1f} s of setup; the clock starts now")
+        setup.end("warm-up")
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in setup.seconds.items())
+        display.say(f"ready after {setup.total:.1f} s of setup ({parts}); the clock starts now")
         waited = trainer.batches.wait_seconds  # the warm-up's, which is no part of training
         _train_with_reports(trainer, display)
         saved = trainer.save()
@@ -92,12 +111,12 @@ def run(
             display.say(f"stopped at step {trainer.step}; saved {saved}; go on with: {again}")
             return Result(None, trainer.stop_signal)
         waited = trainer.batches.wait_seconds - waited
-        return Result(finish(trainer, setup_seconds, waited, display))
+        return Result(finish(trainer, setup, waited, display))
     finally:
         trainer.close()
 
 
-def finish(trainer: Trainer, setup_seconds: float, wait_seconds: float, display: Display) -> dict[str, Any]:
+def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display) -> dict[str, Any]:
     """Scores the averaged weights, packs them, and scores what came out of the file: that is the result."""
     config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
     with trainer.averages.applied():
@@ -114,7 +133,7 @@ def finish(trainer: Trainer, setup_seconds: float, wait_seconds: float, display:
         for parameter in trainer.model.parameters():
             runtime.broadcast(parameter.data)
         after = _score(trainer, display, "scoring the packed model")
-        summary = _summarise(trainer, before, after, setup_seconds, wait_seconds)
+        summary = _summarise(trainer, before, after, setup, wait_seconds)
         if packed is not None:
             display.say("writing a sample, and compressing the same text with zlib, xz and zstd")
             summary |= _packed_summary(trainer, packed)
@@ -336,9 +355,7 @@ def _score(trainer: Trainer, display: Display, title: str) -> Score:
         )
 
 
-def _summarise(
-    trainer: Trainer, before: Score, after: Score, setup_seconds: float, wait_seconds: float
-) -> dict[str, Any]:
+def _summarise(trainer: Trainer, before: Score, after: Score, setup: Laps, wait_seconds: float) -> dict[str, Any]:
     config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
     seconds = trainer.clock.seconds()
     tokens = trainer.tokens
@@ -356,7 +373,8 @@ def _summarise(
         "tokens": tokens,
         "tokens_per_second": tokens / max(seconds, 1e-9),
         "train_seconds": seconds,
-        "setup_seconds": setup_seconds,
+        "setup_seconds": setup.total,
+        "setup_parts": setup.seconds,
         "compile_cache": count_lookups().start,
         "data_wait_seconds": wait_seconds,
         "memory_bytes": memory_bytes(runtime.device),

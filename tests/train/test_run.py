@@ -95,7 +95,8 @@ def test_the_summary_says_what_happened(finished: tuple[Path, Result], text_spec
     assert summary["val_bytes"] == sum(p.stat().st_size for p in Path(text_spec.partition("val=")[2]).iterdir())
     assert abs(summary["val_bpb"] - summary["val_bpb_before_packing"]) < 0.05
     assert 0 <= summary["data_wait_seconds"] < summary["train_seconds"]
-    assert summary["setup_seconds"] > 0
+    assert summary["setup_seconds"] == sum(summary["setup_parts"].values()) > 0
+    assert list(summary["setup_parts"]) == ["data", "model", "warm-up"]
     assert summary["device"] == "cpu"
     assert {"parbank", "python", "torch"} <= summary["versions"].keys()
     assert str(out.parent) not in json.dumps(read_artifact(out / "model.pbk").meta), "a path of this machine"
@@ -252,7 +253,7 @@ def test_a_stopped_run_goes_on_to_the_same_result(
     result = run(load_run_config(out), PLACE, out, resume=True, display=quiet())
     assert result.summary is not None
     assert uninterrupted.summary is not None
-    timing = {"train_seconds", "setup_seconds", "tokens_per_second", "data_wait_seconds", "memory_bytes"}
+    timing = {"train_seconds", "setup_seconds", "setup_parts", "tokens_per_second", "data_wait_seconds", "memory_bytes"}
     for key in result.summary.keys() - timing:
         assert result.summary[key] == uninterrupted.summary[key], key
     assert (out / "model.pbk").read_bytes() == (whole / "model.pbk").read_bytes()
