@@ -6,7 +6,7 @@ found them, and results are what the work leaves in tensors of its own, or hands
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +16,11 @@ from torch import Tensor
 
 Places = list[int | None]
 Result = TypeVar("Result")
+
+
+def addresses(tensors: Iterable[Tensor | None]) -> Places:
+    """Where tensors lie; None for what is not there."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 @dataclass

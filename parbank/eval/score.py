@@ -19,7 +19,7 @@ from parbank.config import require
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import DataError, ParbankError
-from parbank.graphs import Graphs, Places
+from parbank.graphs import Graphs, addresses
 from parbank.model import GPT
 from parbank.model.gpt import MAX_POSITIONS
 from parbank.runtime import Runtime
@@ -176,7 +176,7 @@ class WindowScorer:
         self._forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compiled else model
         self._runtime, self._width, self._stride, self._rows = runtime, width, stride, rows
         self._padded = compiled
-        self._parameters = list(model.parameters())
+        self._model = model
         self._graphs = Graphs(enabled=compiled and runtime.is_cuda)
 
     @property
@@ -203,15 +203,12 @@ class WindowScorer:
         inputs = torch.where(place < end, ids[known], 0).long()
         scored = (place >= begin) & (place < end)
         targets = torch.where(scored, ids[(known + 1).clamp(max=len(ids) - 1)], IGNORED).long()
-        losses = self._graphs.run(self._run, [inputs, targets], places=self._places)
+        losses = self._graphs.run(self._run, [inputs, targets], places=lambda: addresses(self._model.parameters()))
         nats[torch.where(scored, place, len(nats) - 1)] = losses.float()
 
     def _run(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with autocast(inputs.device):
             return self._forward(inputs, targets, reduction="none")
-
-    def _places(self) -> Places:
-        return [parameter.data_ptr() for parameter in self._parameters]
 
 
 def check_context(context: int) -> None:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parbank import ops
-from parbank.graphs import Graphs, Places
+from parbank.graphs import Graphs, addresses
 from parbank.model.attention import Context
 from parbank.model.gpt import GPT, Skips, _of_layer
 from parbank.ops.window_attention import takes
@@ -104,7 +104,8 @@ class Reach:
 
     @classmethod
     def spread(cls, queries: Tensor, keys: Tensor, length: int) -> "Reach":
-        """From the runs, for a segment of so many tokens."""
+        """From the runs, for a segment of so many tokens. Worked out on the device: `low` is as long as the segment, and the
+        host would wait for the GPU to copy it."""
         place = torch.arange(length, dtype=torch.int32, device=keys.device)
         return cls(keys[torch.searchsorted(queries[1:], place, right=True)], queries, keys, has_flash(keys.device))
 
@@ -144,10 +145,7 @@ class Stream:
         dtype = self.model._compute_dtype(device)
         work = partial(self._read, dtype=dtype, last=last)
         with torch._dynamo.config.patch(recompile_limit=COMPILED_LAYERS) if self._compiled else nullcontext():
-            return self._graphs.run(work, inputs, key=(dtype, last), places=self._places)
-
-    def _places(self) -> Places:
-        return [parameter.data_ptr() for parameter in self.model.parameters()]
+            return self._graphs.run(work, inputs, key=(dtype, last), places=lambda: addresses(self.model.parameters()))
 
     def _read(
         self,

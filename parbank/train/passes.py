@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from parbank.eval.score import autocast
-from parbank.graphs import Graphs, Places
+from parbank.graphs import Graphs, Places, addresses
 from parbank.ops.fp8 import Parts, use_fp8
 
 
@@ -73,5 +73,4 @@ class Passes:
 
     def _places(self) -> Places:
         """Where the weights and gradients are that a graph was captured with."""
-        pairs = [(p, p.grad) for p in self._parameters]
-        return [tensor.data_ptr() if tensor is not None else None for pair in pairs for tensor in pair]
+        return addresses(tensor for p in self._parameters for tensor in (p, p.grad))
