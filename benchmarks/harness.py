@@ -84,15 +84,18 @@ def run_case(case: Case, settings: Settings) -> list[Row]:
         try:
             ready[provider] = prepare(build(), settings, graph=case.graph)
         except Exception as error:
-            notes[provider] = (
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
-            )
+            notes[provider] = in_a_line(error)
     times = take_turns(ready, settings)
     rows = [Row(case.name, name, times.get(name), "ms", bound, notes.get(name, "")) for name in case.providers]
     for row in rows:
         shown = row.note or f"{row.value:9.4f} ms"
         print(f"{row.case:48} {row.provider:24} {shown}  bound {bound:.4f}", flush=True)
     return rows
+
+
+def in_a_line(error: Exception) -> str:
+    """What went wrong, as the note of a row."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def measure(call: Callable[[], Any], *, settings: Settings | None = None, graph: bool = False) -> float:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import RESULTS, Row, Settings, bound_ms, measure, write
+from harness import RESULTS, Row, Settings, bound_ms, in_a_line, measure, write
 from optimizer_shapes import MODELS
 from torch import Tensor, nn
 
@@ -131,7 +131,7 @@ def record(rows: list[Row], case: str, provider: str, bound: float, timer: Calla
     try:
         value = timer()
     except Exception as error:
-        note = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+        note = in_a_line(error)
     rows.append(Row(case, provider, value, "ms", bound, note))
     print(f"{case:34} {provider:32} {note or f'{value:9.4f} ms'}  bound {bound:.4f}", flush=True)
     torch.cuda.empty_cache()

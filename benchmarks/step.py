@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from clocks import Watch
-from harness import RESULTS, Row, Settings, capture, hardware, measure, write
+from harness import RESULTS, Row, Settings, capture, hardware, in_a_line, measure, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from waterfall import Waterfall, draw, profile
@@ -317,7 +317,7 @@ def main() -> None:
             with use_backend(variant.backend):
                 falls[name] = measure_variant(name, variant, config, floor, settings, rows)
         except Exception as error:  # one variant that cannot run leaves the others their columns
-            note = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+            note = in_a_line(error)
             rows.append(Row(f"forward + backward, {tokens:,} tokens", name, None, "ms", floor, note))
             print(f"{name}: {note}", flush=True)
         torch._dynamo.reset()
