@@ -3,6 +3,8 @@
     python benchmarks/quality.py --recipe sprint --data text:train=A,val=B --seeds 0,1,2 [--out DIR] [--runs DIR]
                                 [--set a.b=v]...
 
+A run that --runs already holds, finished, is not run again: a benchmark that was cut off goes on with the next seed.
+
 Writes <recipe>_<hardware>_<date>.json with every run's summary and loss curve, the table beside it, and a picture. The
 bounds are the figures to beat: `REFERENCE` holds the published recipe's own numbers on the shared corpus and one H200.
 """
@@ -44,10 +46,11 @@ UNITS = {
 
 
 def train(recipe: str, data: str, seed: int, out: Path, settings: list[str]) -> dict[str, Any]:
-    """One run; its summary with the loss curve in it."""
+    """One run, or what an earlier call left of it; its summary with the loss curve in it."""
     command = [sys.executable, "-m", "parbank", "train", "--recipe", recipe, "--data", data, "--seed", str(seed)]
     command += ["--out", str(out), *(part for setting in settings for part in ("--set", setting))]
-    subprocess.run(command, check=True, cwd=HERE.parent)
+    if not (out / "summary.json").exists():
+        subprocess.run(command, check=True, cwd=HERE.parent)
     summary = json.loads((out / "summary.json").read_text())
     summary["data_wait_share"] = summary["data_wait_seconds"] / summary["train_seconds"]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
