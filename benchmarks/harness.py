@@ -109,7 +109,7 @@ def prepare(call: Callable[[], Any], settings: Settings, *, graph: bool) -> Call
     for _ in range(settings.warmup):
         call()
     torch.cuda.synchronize()
-    return capture(call).replay if graph else call
+    return capture(call) if graph else call
 
 
 def take_turns(calls: dict[str, Callable[[], Any]], settings: Settings) -> dict[str, float]:
@@ -134,8 +134,8 @@ def _time(call: Callable[[], Any], flush: torch.Tensor) -> tuple[torch.cuda.Even
     return start, end
 
 
-def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """The call as a CUDA graph, after a warm-up on the capturing stream as PyTorch asks."""
+def capture(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call as the replay of a CUDA graph, after a warm-up on the capturing stream as PyTorch asks."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -144,7 +144,11 @@ def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         call()
-    return graph
+
+    def replay(_inputs: Callable[[], Any] = call) -> None:
+        graph.replay()  # a graph knows addresses alone: what lies there stays only as long as the call does
+
+    return replay
 
 
 def forward_backward(function: Callable[..., Any], inputs: list[torch.Tensor]) -> Callable[[], Any]:

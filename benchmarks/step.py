@@ -133,7 +133,7 @@ def floor_in_a_row(c: ModelConfig, batch: int, length: int, backend: SDPBackend)
             for _ in range(count):
                 call()
 
-    return capture(run).replay
+    return capture(run)
 
 
 def attention_both_ways(c: ModelConfig, batch: int, length: int, backend: SDPBackend) -> Callable[[], Any]:
