@@ -67,10 +67,11 @@ def differences(a: Run, b: Run) -> list[float]:
 
 
 def pairs(runs: list[Run]) -> dict[str, list[float]]:
-    """Name -> the differences step by step, first of two ways at equal seed, then of two seeds in the same way."""
+    """Name -> the differences step by step: first of the first way and each other at equal seed, then of two seeds in the
+    same way."""
     found = {}
     for a, b in itertools.combinations(runs, 2):
-        if a["seed"] == b["seed"]:
+        if a["seed"] == b["seed"] and a["way"] == runs[0]["way"]:
             found[f"{a['way']} - {b['way']}, seed {a['seed']}"] = differences(a, b)
     for a, b in itertools.combinations(runs, 2):
         if a["way"] == b["way"]:
@@ -112,16 +113,14 @@ def draw(runs: list[Run], recipe: str, path: Path) -> None:
             style = {"linewidth": 1.0, "linestyle": dashes[run["way"]]}
         steps = range(1, len(run["losses"]) + 1)
         left.plot(steps, run["losses"], color=colours[run["seed"]], label=f"{run['way']}, seed {run['seed']}", **style)
+    tints: dict[str, str] = {}  # one for all seeds of a pair of ways, grey for all pairs of seeds
     for name, values in pairs(runs).items():
+        kind = "two seeds" if name.startswith("seed") else name.partition(",")[0]
+        label = kind if kind not in tints else None
+        tint = tints.setdefault(kind, "0.6" if kind == "two seeds" else f"C{2 + len(tints)}")
         # a difference of zero has no place on this axis: it leaves a gap
         shown = [value or float("nan") for value in values]
-        right.plot(
-            range(1, len(values) + 1),
-            shown,
-            linewidth=1.0,
-            label=name,
-            color="0.6" if name.startswith("seed") else None,
-        )
+        right.plot(range(1, len(values) + 1), shown, linewidth=1.0, label=label, color=tint)
     left.set(xlabel="step", ylabel="training loss, nats per token", title=f"{recipe}: {runs[0]['device']}")
     right.set(xlabel="step", ylabel="difference of the losses, nats", yscale="log", title="two ways, beside two seeds")
     for axes in (left, right):
