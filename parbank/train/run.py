@@ -87,7 +87,7 @@ def run(
     )
     check_size(config, display)
     with _open_folder(out, resume, runtime) as checkpoint:
-        dataset = _open_data(config, runtime, display)
+        dataset = _open_data(config, runtime, display, resume)
         config = _fit_data(config, dataset)
         setup.end("data")
         trainer = Trainer(config, runtime, dataset, out)
@@ -251,8 +251,9 @@ def _open_folder(out: Path, resume: bool, runtime: Runtime) -> Iterator[Path | N
         raise
 
 
-def _open_data(config: RunConfig, runtime: Runtime, display: Display) -> Dataset:
+def _open_data(config: RunConfig, runtime: Runtime, display: Display, resume: bool) -> Dataset:
     """The first rank prepares what is missing; the others then find it ready. Too little text is refused."""
+    elsewhere = "; if the run's text lies elsewhere now, say where by --data" if resume else ""
 
     def work() -> Dataset:
         dataset = open_dataset(config.data, vocab_size=config.model.vocab_size, say=display.say)
@@ -263,9 +264,9 @@ def _open_data(config: RunConfig, runtime: Runtime, display: Display) -> Dataset
         return runtime.in_turn(work)
     except DataError as error:
         parts = set(re.split("[:,=]", config.data)) - {"", "text", "train", "val", "shards"}
-        if not parts or any(part in str(error) for part in parts):
-            raise
-        raise DataError(f"{config.data}: {error}") from error  # where a tokenizer is trained, no file's name is known
+        named = not parts or any(part in str(error) for part in parts)
+        # where a tokenizer is trained, no file's name is known
+        raise DataError(("" if named else f"{config.data}: ") + str(error) + elsewhere) from error
 
 
 def _fit_data(config: RunConfig, dataset: Dataset) -> RunConfig:

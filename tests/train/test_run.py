@@ -225,6 +225,13 @@ def test_nothing_to_resume(tmp_path: Path, finished: tuple[Path, Result]) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_a_run_whose_text_has_moved_says_how_to_name_it(finished: tuple[Path, Result]) -> None:
+    out, _ = finished
+    moved = load_run_config(out, 'data="text:gone.txt"')
+    with pytest.raises(DataError, match=r"gone\.txt does not exist; .*lies elsewhere now, say where by --data"):
+        run(moved, PLACE, out, resume=True, display=quiet())
+
+
 class Stopper(Display):
     """Sends this process a signal once a step is reached, as somebody at the keyboard would."""
 
