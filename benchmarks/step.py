@@ -6,7 +6,7 @@ The floor is measured in the same run: every product of the step, forward and bo
 the fastest of PyTorch's backends, each alone, summed. Then, for the golf recipe and each variant (`plain`: every op in plain
 PyTorch under Inductor; `kernels`: ours; `all`: ours, with passes and optimizer replayed as CUDA graphs; `fp8` and `fp8+head`: as
 `all`, with the MLP, or MLP and head, in 8 bits): forward + backward of one micro-batch, the optimizer section, a whole step of one
-micro-batch and of the whole batch, peak memory, and a waterfall by kernel class with its picture.
+micro-batch and of the whole batch, its wait for data, peak memory, and a waterfall by kernel class with its picture.
 
 A GPU that is kept busy lowers its clock when it reaches its power limit, which a few short calls never do. So the floor and
 each variant are also held for some seconds, all products and attention queued one after another as a graph, and what they
@@ -40,6 +40,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from waterfall import Waterfall, draw, profile
 
 from parbank.config import override
+from parbank.data.batches import BatchStream
+from parbank.data.prefetch import Prefetcher
 from parbank.model import GPT, ModelConfig
 from parbank.ops.backend import use_backend
 from parbank.optim.averaging import Averages
@@ -48,6 +50,7 @@ from parbank.recipes import get_recipe
 from parbank.train.config import RunConfig
 from parbank.train.groups import parameter_groups
 from parbank.train.passes import Passes
+from parbank.train.warmup import random_data
 
 # The published recipe's own figures on one H200, random data: forward + backward at 98,304 tokens, optimizer section.
 REFERENCE_TOKENS, REFERENCE_MICRO, REFERENCE_SECTION = 98_304, 69.6, 8.9
@@ -190,10 +193,10 @@ class Step:
         shape = (rows, config.batch.sequence_length + 1)
         self.batch = torch.randint(0, config.model.vocab_size, shape, device=DEVICE)
 
-    def accumulate(self, passes: int = 1) -> None:
+    def accumulate(self, passes: int = 1, next_batch: Callable[[], Tensor] | None = None) -> None:
         self.passes[passes].start()
         for _ in range(passes):
-            self.passes[passes].add(self.batch)
+            self.passes[passes].add(next_batch() if next_batch else self.batch)
 
     def update(self, *, clear: bool = True) -> None:
         self.optimizer.step()
@@ -201,8 +204,8 @@ class Step:
             self.optimizer.zero_grad(set_to_none=False)
         self.averages.update(1.0)
 
-    def whole(self, passes: int) -> None:
-        self.accumulate(passes)
+    def whole(self, passes: int, next_batch: Callable[[], Tensor] | None = None) -> None:
+        self.accumulate(passes, next_batch)
         self.update()
 
 
@@ -231,6 +234,26 @@ def measure_queued(call: Callable[[], Any], repeats: int, *, skip: int = 0) -> t
     return statistics.median(device[skip:]), statistics.median(host[skip:])
 
 
+def measure_wait(step: Step, device: torch.device, repeats: int) -> float:
+    """Milliseconds that a step of the whole batch waits for its data, made ahead by a thread as in training."""
+    batch, passes = step.config.batch, pass_counts(step.config)[-1]
+    stream = BatchStream(
+        random_data(step.config, 2 * batch.batch_tokens).train,
+        sequence_length=batch.sequence_length,
+        batch_sequences=batch.sequences,
+        micro_sequences=batch.micro_sequences(1),
+    )
+    batches = Prefetcher(stream, device=device, depth=batch.prefetch)
+    try:
+        step.whole(passes, batches.next)  # the first finds an empty ring
+        before = batches.wait_seconds
+        for _ in range(repeats):
+            step.whole(passes, batches.next)
+        return 1e3 * (batches.wait_seconds - before) / repeats
+    finally:
+        batches.close()
+
+
 def hold(call: Callable[[], Any], seconds: float = 4.0) -> list[tuple[str, float | None, str]]:
     """What a call takes when the GPU has been busy with it for a while, and the clock and the power then."""
     short, _ = measure_queued(call, 2)
@@ -244,7 +267,8 @@ def measure_variant(
     name: str, variant: Variant, config: RunConfig, floor: float, settings: Settings, rows: list[Row]
 ) -> dict[str, Waterfall]:
     config = override(config, *variant.settings)
-    tokens, repeats = config.batch.micro_batch_tokens, 5 if settings.quick else 15
+    tokens, batch_tokens = config.batch.micro_batch_tokens, config.batch.batch_tokens
+    repeats = 5 if settings.quick else 15
 
     def note(case: str, value: float | None, unit: str = "ms", bound: float | None = None) -> None:
         rows.append(Row(case, name, value, unit, bound, "" if value is not None else "nvidia-smi does not tell"))
@@ -270,6 +294,7 @@ def measure_variant(
         whole, host = measure_queued(lambda passes=passes: step.whole(passes), repeats if passes == 1 else 4)
         note(f"whole step, {passes * tokens:,} tokens", whole, bound=passes * floor)
         note(f"whole step, {passes * tokens:,} tokens: host", host)
+    note(f"data wait, {batch_tokens:,} tokens", measure_wait(step, DEVICE, 4))
     note("peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
     for what, value, unit in hold(step.accumulate):
         note(f"{HELD}: {what}", value, unit)
