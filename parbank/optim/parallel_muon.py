@@ -153,10 +153,14 @@ class ParallelMuon(torch.optim.Optimizer):
         """Takes a state written on any number of ranks; each rank keeps its part of it. Collective."""
         super().load_state_dict(state_dict)
         state.load(self, state_dict)
+        self._reset_counters()
 
     def reset(self) -> None:
         """Forgets momentum, moments, step counts and skipped steps, as if newly made."""
         self.state.clear()
+        self._reset_counters()
+
+    def _reset_counters(self) -> None:
         for counter in (self.last_grad_norm, self.last_skipped, self.skipped_in_a_row):
             counter.zero_()
 

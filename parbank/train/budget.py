@@ -56,7 +56,7 @@ class Budget:
         """The share of the budget that is spent when step `step` starts, with `in_flight` steps queued before it."""
         if self.limit is None:
             return step / self.steps if self.steps else 1.0
-        return (self.clock.seconds() + in_flight * self._step_time()) / self.limit
+        return (self.clock.seconds() + in_flight * self._step_time(step)) / self.limit
 
     def allows(self, step: int, in_flight: int = 0) -> bool:
         """Whether step `step` may start. The first step of a run always may, or nothing would be trained at all."""
@@ -64,12 +64,15 @@ class Budget:
             return step < (self.steps or 0)
         if step == 0:
             return True
-        return self.clock.seconds() + (in_flight + 1) * self._step_time() <= self.limit
+        return self.clock.seconds() + (in_flight + 1) * self._step_time(step) <= self.limit
 
     def seconds_left(self, step: int) -> float:
         if self.limit is not None:
             return max(0.0, self.limit - self.clock.seconds())
-        return ((self.steps or 0) - step) * self._step_time()
+        return ((self.steps or 0) - step) * self._step_time(step)
 
-    def _step_time(self) -> float:
-        return median(self._step_seconds) if self._step_seconds else 0.0
+    def _step_time(self, step: int) -> float:
+        """A run that was resumed has seen no step yet, and goes by what they took before it was stopped."""
+        if self._step_seconds:
+            return median(self._step_seconds)
+        return self.clock.seconds() / step if step else 0.0

@@ -8,6 +8,7 @@ runs no pickled code.
 import os
 import random
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,10 @@ def find_checkpoint(path: Path) -> Path:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Reads one file onto the CPU. Anything that is not a whole checkpoint of ours is refused by name."""
     try:
+        if zipfile.is_zipfile(path):  # torch.load does not look at the checksums that torch.save writes
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():
+                    raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}") from None

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import resource
 import shutil
 import sys
@@ -85,7 +86,14 @@ class Display:
         if self.enabled and self.console.is_terminal:
             self.console.print(text, markup=False, soft_wrap=True)
         elif self.enabled:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        try:
             print(text, flush=True, file=self.file)
+        except BrokenPipeError:  # `| head`: who stops reading does not ask the run to stop
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+            print("nobody reads the output any more; the run goes on", file=sys.stderr)
 
     def start(self, title: str) -> None:
         if self.enabled and self.console.is_terminal:
@@ -106,7 +114,7 @@ class Display:
         if self._bar is not None:
             self._bar.update(self._task, completed=min(share, 1.0), status=status)
         elif self.enabled and line:
-            print(status, flush=True, file=self.file)
+            self._print(status)
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[float], None]]:

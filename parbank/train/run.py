@@ -104,8 +104,9 @@ def run(
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in setup.seconds.items())
         display.say(f"ready after {setup.total:.1f} s of setup ({parts}); the clock starts now")
         waited = trainer.batches.wait_seconds  # the warm-up's, which is no part of training
-        _train_with_reports(trainer, display)
-        saved = trainer.save()
+        with trainer.watch_signals():
+            _train_with_reports(trainer, display)
+            saved = trainer.save()
         if trainer.stop_signal:
             again = f"parbank train --resume --out {shlex.quote(str(out))}"
             display.say(f"stopped at step {trainer.step}; saved {saved}; go on with: {again}")

@@ -31,7 +31,7 @@ from parbank.optim.parallel_muon import ParallelMuon
 from parbank.optim.schedules import ramp, warmdown
 from parbank.runtime import Runtime, seed_everything, versions
 from parbank.train.budget import Budget, Clock
-from parbank.train.checkpoint import random_state, restore_random_state, save_checkpoint
+from parbank.train.checkpoint import list_checkpoints, random_state, restore_random_state, save_checkpoint
 from parbank.train.config import RunConfig, Stage
 from parbank.train.groups import parameter_groups
 from parbank.train.passes import Passes
@@ -82,25 +82,25 @@ class Trainer:
         self.step = 0
         self.skipped = 0
         self.stop_signal = 0
-        self._skipping = False
+        self._skipping = self._stuck = False  # of the last step seen: it was skipped; it was one too many in a row
         self._last_save = time.monotonic()
 
     def train(self, report: Report = lambda reading: None) -> None:
-        """Runs until the budget is spent or a signal came. Then everything in flight has landed and the clock stands."""
+        """Runs until the budget is spent or `stop_signal` is set. Then everything in flight has landed and the clock stands."""
         self.telemetry.restart()
         self.clock.start()
         self._last_save = time.monotonic()
-        with self._watch_signals():
-            while (spent := self._agree_to_go_on()) is not None:
-                share = self._schedule(spent)
-                loss = self._accumulate_gradients(self._stage_at(spent))
-                self._update_weights(share)
-                self._record(loss, share)
-                self.step += 1
-                self._report(self.telemetry.collect(wait=self._must_look()), report)
-            self._report(self.telemetry.collect(drain=True), report)
-            self.runtime.synchronize()
-            self.clock.stop()
+        while (spent := self._agree_to_go_on()) is not None:
+            share = self._schedule(spent)
+            loss = self._accumulate_gradients(self._stage_at(spent))
+            self._update_weights(share)
+            self._record(loss, share)
+            self.step += 1
+            self._report(self.telemetry.collect(wait=self._must_look()), report)
+        self._report(self.telemetry.collect(drain=True), report)
+        self.runtime.synchronize()
+        self.clock.stop()
+        self._end_if_lost()
         if self.fake is not None:
             self.fake.turn(False)  # what is scored and packed are the weights themselves
 
@@ -117,18 +117,19 @@ class Trainer:
         self.load_state_dict(before)
         self.runtime.synchronize()
 
-    def _agree_to_go_on(self) -> float | None:
+    def _agree_to_go_on(self, may_save: bool = True) -> float | None:
         """The share of the budget spent, the same on all ranks; None when any rank says that it is time to stop."""
         pending = self.telemetry.in_flight
-        over = not self.budget.allows(self.step, pending)
+        over = self._stuck or not self.budget.allows(self.step, pending)
         minutes = self.config.train.checkpoint_minutes
-        due = minutes > 0 and time.monotonic() - self._last_save > 60 * minutes
+        due = may_save and minutes > 0 and time.monotonic() - self._last_save > 60 * minutes
         spent, over_any, signalled, save = self.runtime.agree(
             [self.budget.spent(self.step, pending), float(over), float(self.stop_signal), float(due)]
         )
         self.stop_signal = int(signalled)
         if save and not over_any and not any(self.runtime.agree([float(not self._is_healthy())])):
             self.save()
+            return self._agree_to_go_on(may_save=False)  # saving took time, too
         return None if over_any or signalled else spent
 
     def _must_look(self) -> bool:
@@ -162,7 +163,11 @@ class Trainer:
         self.passes.start(count)
         for _ in range(count):
             self.passes.add(cut_windows(self.batches.next(), stage.sequence_length))
-        return self.passes.loss
+        loss = self.passes.loss
+        # 0 * inf is NaN: a loss that is not finite makes a gradient so, and the optimizer's one look finds both
+        grads = (p.grad for p in self.model.parameters() if p.grad is not None)
+        min(grads, key=Tensor.numel).add_(0 * loss)
+        return loss
 
     def passes_in(self, stage: Stage) -> int:
         """Micro-batches a rank runs in one step of a stage."""
@@ -198,13 +203,24 @@ class Trainer:
             self.budget.observe(reading.seconds)
             self.skipped += reading.skipped
             self._skipping = reading.skipped_in_a_row > 0
-            if reading.skipped_in_a_row >= self.config.train.max_skipped:
-                raise TrainingError(
-                    f"loss or gradient was not finite for {reading.skipped_in_a_row} steps in a row, up to step "
-                    f"{reading.step + 1}; the weights of the last good step were kept, and so was the last checkpoint. "
-                    "Lower optim.matrix_lr, optim.embedding_lr or optim.scalar_lr, or look at the data"
-                )
+            self._stuck = reading.skipped_in_a_row >= self.config.train.max_skipped
             report(reading)
+
+    def _end_if_lost(self) -> None:
+        """Raises where going on, or packing what there is, makes no sense. All ranks have the same readings by now."""
+        finite = not any(self.runtime.agree([float(not self._is_finite())]))
+        if finite and not self._stuck:
+            return
+        wrong = f"loss or gradient was not finite for {self.config.train.max_skipped} steps in a row, up to step {self.step}"
+        if finite:  # a step that is skipped changes nothing: these are the weights of the last good one
+            kept = f"the weights of the last good step are in {self.save()}"
+        else:
+            wrong = wrong if self._stuck else f"the weights are not finite after step {self.step}"
+            older = list_checkpoints(self.out / "checkpoint")
+            kept = f"the last good checkpoint is {older[-1]}" if older else "there is no checkpoint from before"
+        raise TrainingError(
+            f"{wrong}; {kept}. Lower optim.matrix_lr, optim.embedding_lr or optim.scalar_lr, or look at the data"
+        )
 
     def save(self) -> Path | None:
         """Writes a checkpoint; every rank must call it, the first one writes."""
@@ -222,7 +238,10 @@ class Trainer:
 
     def _is_healthy(self) -> bool:
         """Whether a checkpoint of this moment would be worth more than the last one: not while steps are being skipped."""
-        return not self._skipping and all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
+        return not self._skipping and self._is_finite()
+
+    def _is_finite(self) -> bool:
+        return all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
 
     def state_dict(self) -> dict[str, Any]:
         averages = self.averages.state_dict()
@@ -288,15 +307,17 @@ class Trainer:
         )
 
     @contextmanager
-    def _watch_signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end the loop after the step in hand. A second one acts at once, as if nobody watched."""
+    def watch_signals(self) -> Iterator[None]:
+        """Ctrl-C, SIGTERM and a terminal that is closed end training after the step in hand. A second one acts at once, as
+        if nobody watched."""
 
         def note(number: int, frame: object) -> None:
             self.stop_signal = number
-            for watched, handler in previous.items():
-                signal.signal(watched, handler)
+            for one, handler in previous.items():
+                signal.signal(one, handler)
 
-        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        watched = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        previous = {number: signal.getsignal(number) for number in watched}
         try:
             for number in previous:
                 signal.signal(number, note)

@@ -93,3 +93,13 @@ def test_a_resumed_clock_goes_on_from_its_total() -> None:
     clock.stop()
     time.now += 50
     assert clock.seconds() == 15.0
+
+
+def test_a_resumed_run_knows_what_its_steps_took() -> None:
+    """Without a step of its own to go by, one that had ended would train on at every resume."""
+    clock = Clock(FakeTime())
+    clock.set(59.2)
+    budget = Budget(BudgetConfig(minutes=1), 1, clock)
+    assert not budget.allows(59)
+    assert not budget.allows(73)
+    assert budget.allows(75)  # steps of 0.79 s: one more fits

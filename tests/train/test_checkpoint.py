@@ -45,6 +45,10 @@ def test_damaged_and_foreign_files_are_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(CheckpointError, match=name):
             load_checkpoint(tmp_path / name)
+    place = data.index(torch.ones(8).numpy().tobytes())
+    (tmp_path / "flipped.pt").write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+    with pytest.raises(CheckpointError, match=r"flipped\.pt is damaged"):
+        load_checkpoint(tmp_path / "flipped.pt")
     torch.save({"weights": 1}, tmp_path / "other.pt")
     with pytest.raises(CheckpointError, match="no parbank checkpoint"):
         load_checkpoint(tmp_path / "other.pt")

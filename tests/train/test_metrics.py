@@ -165,3 +165,15 @@ def test_a_terminal_gets_a_bar_with_share_time_and_status(monkeypatch: pytest.Mo
     ):
         assert part in text, part
     assert "\x1b[?25h" in text, "the cursor is shown again"
+
+
+def test_a_reader_who_leaves_does_not_end_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as file:
+        display = Display(file=file)
+        display.say("somebody reads this")
+        os.close(read)
+        for _ in range(3):
+            display.say("nobody reads this")
+        display.update(0.5, "nor this", line=True)
+    assert capfd.readouterr().err == "nobody reads the output any more; the run goes on\n"

@@ -279,6 +279,21 @@ def test_a_stopped_run_goes_on_to_the_same_result(
     assert json.loads((out / "config.json").read_text(encoding="utf-8"))["budget"]["steps"] == STEPS + 2
 
 
+class LateStopper(Display):
+    """Sends the signal when training is over, just before the last checkpoint is written."""
+
+    def say(self, line: str) -> None:
+        super().say(line)
+        if line.startswith("trained "):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_loses_nothing(text_spec: str, tmp_path: Path) -> None:
+    result = run(nano(text_spec), PLACE, tmp_path / "out", display=LateStopper(file=io.StringIO()))
+    assert result == Result(None, signal.SIGTERM)
+    assert load_checkpoint(find_checkpoint(tmp_path / "out"))["step"] == STEPS
+
+
 def test_the_minutes_are_kept(text_spec: str, tmp_path: Path) -> None:
     config = nano(text_spec, "budget.steps=none", "budget.minutes=0.03", "train.log_every=1")
     result = run(config, PLACE, tmp_path / "out", display=quiet())

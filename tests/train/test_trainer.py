@@ -219,3 +219,77 @@ def test_two_ranks_give_the_losses_of_one(dataset: Dataset, text_spec: str, tmp_
     resumed.close()
     for name, tensor in trainer.model.state_dict().items():
         torch.testing.assert_close(load_checkpoint(path)["model"][name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_that_only_skips_ends_with_a_checkpoint_of_its_last_good_step(dataset: Dataset, tmp_path: Path) -> None:
+    config = nano("budget.steps=50", "train.checkpoint_minutes=0")
+    trainer = Trainer(config, CPU, dataset, tmp_path)
+    forward = trainer.passes._forward
+    trainer.passes._forward = lambda *args: forward(*args) * (1.0 if trainer.step < 3 else torch.nan)
+    with pytest.raises(
+        TrainingError, match=r"10 steps in a row, up to step 13; .*last good step are in .*step_00000013"
+    ):
+        trainer.train()
+    trainer.close()
+    kept = load_checkpoint(find_checkpoint(tmp_path))
+    good = Trainer(config, CPU, dataset, tmp_path / "good")
+    assert len(losses_of(good, stop_after=3)) == 3
+    good.close()
+    assert all(torch.equal(kept["model"][name], tensor) for name, tensor in good.model.state_dict().items())
+
+
+def test_an_infinite_loss_skips_the_step_though_its_gradients_are_finite(dataset: Dataset, tmp_path: Path) -> None:
+    trainer = Trainer(nano(), CPU, dataset, tmp_path)
+    forward = trainer.passes._forward
+    trainer.passes._forward = lambda *args: forward(*args) + (torch.inf if trainer.step == 4 else 0.0)
+    readings: list[Reading] = []
+    trainer.train(readings.append)
+    trainer.close()
+    assert [r.skipped for r in readings] == [0] * 4 + [1] + [0] * 7
+
+
+def test_weights_that_are_not_finite_are_not_saved(dataset: Dataset, tmp_path: Path) -> None:
+    config = nano("train.keep_checkpoints=1")
+    trainer = Trainer(config, CPU, dataset, tmp_path)
+    good = trainer.save()
+
+    def spoil(reading: Reading) -> None:
+        if reading.step == 3:
+            next(trainer.model.parameters()).data.view(-1)[0] = torch.inf
+            trainer.stop_signal = 2
+
+    with pytest.raises(TrainingError, match=f"weights are not finite after step 4; the last good checkpoint is {good}"):
+        trainer.train(spoil)
+    trainer.close()
+    assert find_checkpoint(tmp_path) == good
+
+
+def test_a_warm_up_leaves_no_count_of_skipped_steps(dataset: Dataset, tmp_path: Path) -> None:
+    trainer = Trainer(nano("train.warmup_steps=9"), CPU, dataset, tmp_path)
+    forward = trainer.passes._forward
+    trainer.passes._forward = lambda *args: forward(*args) * torch.nan
+    trainer.warm_up()
+    trainer.close()
+    assert trainer.optimizer.skipped_in_a_row == 0
+
+
+def test_a_slow_checkpoint_counts_towards_the_clock(dataset: Dataset, tmp_path: Path) -> None:
+    """The step after it knows what it took: none is started that ends after the limit, and none with an old learning rate."""
+    config = override(nano(), "budget.steps=none", "budget.minutes=0.05", "train.checkpoint_minutes=0.02")
+    trainer = Trainer(config, CPU, dataset, tmp_path)
+    saved, save = [], trainer.save
+
+    def slow_save() -> Path | None:
+        saved.append(trainer.clock.seconds())
+        trainer.clock.set(trainer.clock.seconds() + 60)  # as if it had taken a minute
+        trainer.clock.start()
+        return save()
+
+    trainer.save = slow_save  # type: ignore[method-assign]
+    readings: list[Reading] = []
+    trainer.train(readings.append)
+    trainer.close()
+    assert len(saved) == 1
+    assert saved[0] < 3
+    assert readings[-1].seconds < 3
+    assert trainer.clock.seconds() < saved[0] + 60 + max(r.seconds for r in readings)
