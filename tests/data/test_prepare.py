@@ -1,5 +1,6 @@
 """Preparing keeps every byte, happens once, survives being killed, and depends on content alone."""
 
+import hashlib
 import json
 import os
 import pty
@@ -127,6 +128,18 @@ def test_a_single_document_is_cut_between_characters(tmp_path_factory: pytest.Te
     for part in parts:
         assert part
         part.decode()
+
+
+def test_a_fiftieth_of_many_documents_validates(tmp_path: Path) -> None:
+    with Spool(tmp_path / "s") as spool:
+        texts = [f"document {n}".encode() for n in range(10_000)]
+        entries = {spool.add(text): text for text in texts}
+        spool.seal()
+        train, val = split(list(entries), spool)
+    assert 160 <= len(val) <= 240  # 200, give or take three standard deviations; the hashes stay what they are
+    assert len(train) + len(val) == len(texts)
+    lowest = {text for text in texts if 50 * int(hashlib.sha256(text).hexdigest(), 16) < 2**256}
+    assert {entries[entry] for entry in val} == lowest
 
 
 def test_two_documents_are_never_both_held_out() -> None:

@@ -228,6 +228,29 @@ def test_exclusive_attention_leaves_nothing_along_the_own_value() -> None:
     torch.testing.assert_close(out[0, 0], y[0, 0])
 
 
+def with_weights_of(model: GPT, config: ModelConfig) -> GPT:
+    """Another model of the same weights."""
+    other = GPT(config)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def test_minus_one_layers_of_exclusive_attention_are_all_of_them() -> None:
+    model, ids = random_model(replace(BASE, xsa_layers=-1)), random_ids(BASE)
+    every = with_weights_of(model, replace(BASE, xsa_layers=BASE.layers))
+    torch.testing.assert_close(model(ids), every(ids), rtol=0, atol=0)
+    for fewer in (0, BASE.layers - 1):
+        assert not torch.allclose(model(ids), with_weights_of(model, replace(BASE, xsa_layers=fewer))(ids))
+
+
+def test_relu_squared_is_nothing_below_zero_whatever_the_slope() -> None:
+    model, ids = random_model(replace(BASE, activation="relu_squared", activation_slope=0.7)), random_ids(BASE)
+    flat = with_weights_of(model, replace(BASE, activation_slope=0.0))
+    torch.testing.assert_close(model(ids), flat(ids), rtol=0, atol=0)
+    leaky = with_weights_of(model, replace(BASE, activation_slope=0.7))
+    assert not torch.allclose(model(ids), leaky(ids)), "below zero there must be something to see"
+
+
 def test_grouped_attention_equals_attention_with_repeated_keys() -> None:
     q, k, v = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
     repeated = attend(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), None)
