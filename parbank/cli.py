@@ -126,6 +126,7 @@ def train(
     """
     from parbank import runtime
     from parbank.config import override
+    from parbank.data.corpora import absolute_spec
     from parbank.recipes import get_recipe
     from parbank.train.metrics import Display
     from parbank.train.run import load_run_config, run
@@ -145,6 +146,7 @@ def train(
         config = load_run_config(out, *changes)
     else:
         config = override(get_recipe(recipe or "demo"), *changes)
+    config = override(config, f"data={json.dumps(absolute_spec(config.data))}")
     with runtime.start(device) as place:
         folder = out or _new_folder(config.recipe, place)
         display = Display(enabled=place.is_main)

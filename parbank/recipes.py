@@ -54,7 +54,7 @@ def golf() -> RunConfig:
         # warmdown: the published 3,500 of the 7,185 steps that fit the clock
         optim=OptimConfig(warmdown=0.487),
         average=AverageConfig(ema_decay=0.997, swa_every=50, swa_tail=0.2, use="ema"),
-        train=TrainConfig(log_every=50, checkpoint_minutes=0),
+        train=TrainConfig(log_every=50),
     )
 
 

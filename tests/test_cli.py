@@ -131,7 +131,7 @@ def test_no_arguments_show_the_help(call: Call) -> None:
         ("train --recipe nano --data text:missing.txt", "missing.txt", "give files"),
         ("train --recipe nano --data text:empty.txt", "empty.txt is empty", "delete it or leave it out"),
         ("train --recipe nano --data text:latin.txt", "latin.txt, byte 3", "iconv"),
-        ("train --recipe nano --data text:short.txt", "text:short.txt", "give more text"),
+        ("train --recipe nano --data text:short.txt", "short.txt", "give more text"),
         ("train --recipe nano --data text:a,b.txt", "/a does not exist", "globs"),
         ("train --recipe nano --data shards:missing", "missing is no folder", "_train_"),
         ("train --recipe nano --data shards:", "shards:", "shards:DIR"),
@@ -464,3 +464,18 @@ def test_a_closed_pipe_is_no_crash() -> None:
     )
     assert ended.stdout == 'recipe = "golf"    # The recipe this started from.\n'
     assert ended.stderr == ""
+
+
+def test_a_run_knows_its_text_from_any_folder(
+    call: Call, text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(text_spec.partition("train=")[2].partition(",")[0]).parent
+    monkeypatch.chdir(folder)
+    assert call(*train_arguments("text:train=train,val=val", tmp_path / "run", steps=2)).code == 0
+    for name in ("train", "val"):  # another text by the same names
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("something else, which must not be scored instead\n" * 400)
+    monkeypatch.chdir(tmp_path)
+    here = call("eval", "run", "--json", "--device", "cpu")
+    own = call("eval", "run", "--data", text_spec, "--json", "--device", "cpu")
+    assert json.loads(here.out)["text_sha256"] == json.loads(own.out)["text_sha256"]

@@ -55,8 +55,28 @@ def parse_corpus(spec: str) -> Corpus:
     raise DataError(f"unknown data {spec!r}; use stdlib, text:PATH, text:train=PATH,val=PATH, shards:DIR or fineweb")
 
 
+def absolute_spec(spec: str) -> str:
+    """The same spec with whole paths: what a run folder remembers must not depend on where one stands."""
+    kind, _, rest = spec.partition(":")
+    if kind == "text":
+        return _spell(_read_items(rest.split(",")))
+    return f"shards:{_whole(rest)}" if kind == "shards" and rest else spec
+
+
 def text_corpus(items: Iterable[str]) -> Corpus:
     """A corpus of the user's own files. Each item is a path, a folder or a glob, `train=` or `val=` before it or not."""
+    chosen = _read_items(items)
+    if not chosen["train"]:
+        raise DataError("no training text: only val= was given; add train=PATH before it")
+    train, val = (_find_all(chosen[name]) for name in ("train", "val"))
+    both = sorted(set(train) & set(val))
+    if both:
+        raise DataError(f"{both[0]} is in both train= and val=; a file can only be one of them")
+    return Corpus(name="text", spec=_spell(chosen), train=train, val=val)
+
+
+def _read_items(items: Iterable[str]) -> dict[str, list[str]]:
+    """Whole paths by split."""
     split, chosen = "train", {"train": list[str](), "val": list[str]()}
     for item in items:
         head, sign, tail = item.partition("=")
@@ -66,15 +86,16 @@ def text_corpus(items: Iterable[str]) -> Corpus:
             raise DataError(
                 f"an empty path among the text inputs; write text:PATH or text:train=PATH,val=PATH, with {_KINDS}"
             )
-        chosen[split].append(os.path.abspath(os.path.expanduser(item.strip())))
-    if not chosen["train"]:
-        raise DataError("no training text: only val= was given; add train=PATH before it")
-    train, val = (_find_all(chosen[name]) for name in ("train", "val"))
-    both = sorted(set(train) & set(val))
-    if both:
-        raise DataError(f"{both[0]} is in both train= and val=; a file can only be one of them")
-    spec = ",".join(["text:train=" + ",".join(chosen["train"]), *(["val=" + ",".join(chosen["val"])] if val else [])])
-    return Corpus(name="text", spec=spec, train=train, val=val)
+        chosen[split].append(_whole(item.strip()))
+    return chosen
+
+
+def _spell(chosen: dict[str, list[str]]) -> str:
+    return "text:" + ",".join(f"{name}={','.join(paths)}" for name, paths in chosen.items() if paths)
+
+
+def _whole(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def stdlib_corpus() -> Corpus:

@@ -66,7 +66,7 @@ class Dataset:
             if len(tokens) <= sequence_length:
                 raise DataError(
                     f"{self.name} is too short: its {what} part has {len(tokens)} tokens, one sequence of {sequence_length} "
-                    f"needs {sequence_length + 1}; give more text, or use a sequence length of {max(1, len(tokens) - 1)} or less"
+                    f"needs {sequence_length + 1}; give more text, or --set batch.sequence_length={max(1, len(tokens) - 1)} or less"
                 )
 
     def _count(self, stream: TokenSet) -> int:
@@ -110,7 +110,7 @@ def open_shards(folder: Path, *, vocab_size: int | None = None, name: str | None
     if vocab_size is not None and tokenizer.vocab_size != vocab_size:
         raise DataError(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the model was asked to have {vocab_size}; "
-            f"set the model's vocabulary to {tokenizer.vocab_size}"
+            f"add --set model.vocab_size={tokenizer.vocab_size}"
         )
     train, val = (
         read_shards(_find_shards(folder, split), vocab_size=tokenizer.vocab_size) for split in ("train", "val")

@@ -92,7 +92,10 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
     with Spool(place / "spool") as spool:
         train, val, dropped = _gather(corpus, spool, say)
         began = time.monotonic()
-        tokenizer = Tokenizer.train(sample(train, spool, SAMPLE_BYTES), vocab_size)
+        try:
+            tokenizer = Tokenizer.train(sample(train, spool, SAMPLE_BYTES), vocab_size)
+        except DataError as error:
+            raise DataError(f"{corpus.spec}: {error}") from error
         say(f"trained a tokenizer of {vocab_size} tokens in {time.monotonic() - began:.1f} s")
         with Meter("tokenising", say, total=sum(entry.size for entry in train + val)) as meter:
             parts = {

@@ -58,6 +58,11 @@ def find_checkpoint(path: Path) -> Path:
     for folder in (path / "checkpoint", path):
         if found := list_checkpoints(folder):
             return found[-1]
+    if (path / "config.json").is_file():
+        raise CheckpointError(
+            f"the run in {path} ended before it wrote a checkpoint; start it anew. train.checkpoint_minutes says how often one is "
+            "written"
+        )
     raise CheckpointError(f"no checkpoint at {path}; give a run folder, its checkpoint folder, or a step_N.pt file")
 
 

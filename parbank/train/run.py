@@ -2,7 +2,6 @@
 
 import json
 import lzma
-import re
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -264,10 +263,7 @@ def _open_data(config: RunConfig, runtime: Runtime, display: Display, resume: bo
     try:
         return runtime.in_turn(work)
     except DataError as error:
-        parts = set(re.split("[:,=]", config.data)) - {"", "text", "train", "val", "shards"}
-        named = not parts or any(part in str(error) for part in parts)
-        # where a tokenizer is trained, no file's name is known
-        raise DataError(("" if named else f"{config.data}: ") + str(error) + elsewhere) from error
+        raise DataError(f"{error}{elsewhere}") from error
 
 
 def _fit_data(config: RunConfig, dataset: Dataset) -> RunConfig:
@@ -369,6 +365,7 @@ def _summarise(trainer: Trainer, before: Score, after: Score, setup: Laps, wait_
         "val_bytes": after.bytes,
         "val_tokens": after.tokens,
         "val_text_sha256": dataset.val_text_sha256,
+        "dataset": dataset.fingerprint,
         "max_bytes": config.budget.max_bytes,
         "steps": trainer.step,
         "skipped_steps": trainer.skipped,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from parbank.data.corpora import Corpus, parse_corpus, read_documents, stdlib_corpus, text_corpus
+from parbank.data.corpora import Corpus, absolute_spec, parse_corpus, read_documents, stdlib_corpus, text_corpus
 from parbank.errors import DataError
 
 ODD = "\ufeffCRLF\r\nlone\rtab\tnul\0\u2581\u00e9\U0001f600 trailing  \n\n".encode()
@@ -162,3 +162,15 @@ def test_stdlib_is_sources_and_help_topics() -> None:
     assert Path(json.__file__).read_bytes() in found
     for document in found:
         document.decode("utf-8")
+
+
+def test_a_spec_with_whole_paths_means_the_same_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = str(tmp_path)
+    assert absolute_spec("text:a.txt,sub/*.md") == f"text:train={here}/a.txt,{here}/sub/*.md"
+    assert absolute_spec("text:train=a,b,val=../c") == f"text:train={here}/a,{here}/b,val={tmp_path.parent}/c"
+    assert absolute_spec("text:val=a") == f"text:val={here}/a"
+    assert absolute_spec("shards:x") == f"shards:{here}/x"
+    assert [absolute_spec(spec) for spec in ("stdlib", "fineweb:3", "shards:")] == ["stdlib", "fineweb:3", "shards:"]
+    (tmp_path / "a.txt").write_text("text")
+    assert parse_corpus(absolute_spec("text:a.txt")) == parse_corpus("text:a.txt")

@@ -98,7 +98,7 @@ def test_too_short_for_one_sequence_names_the_data(data: Dataset) -> None:
 
 def test_vocabulary_must_be_that_of_the_tokenizer(data: Dataset) -> None:
     with pytest.raises(
-        DataError, match="has 320 tokens, but the model was asked to have 1024; set the model's vocabulary"
+        DataError, match=r"has 320 tokens, but the model was asked to have 1024; add --set model\.vocab_size=320"
     ):
         open_dataset(f"shards:{data.folder}", vocab_size=1024)
 

@@ -236,7 +236,7 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"x\.txt: nothing is left for training; the text is too short"):
         prepare(tmp_path / "x.txt", out=tmp_path / "out")
     (tmp_path / "x.txt").write_text("a few words\nand a line\n")
-    with pytest.raises(DataError, match="too short for a vocabulary of 320"):
+    with pytest.raises(DataError, match=r"x\.txt: the text is too short for a vocabulary of 320"):
         prepare(tmp_path / "x.txt", out=tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "x.txt"]
 

@@ -220,7 +220,7 @@ def test_nothing_to_resume(tmp_path: Path, finished: tuple[Path, Result]) -> Non
     with pytest.raises(CheckpointError, match="holds no run to resume"):
         load_run_config(tmp_path)
     (tmp_path / "config.json").write_bytes((out / "config.json").read_bytes())
-    with pytest.raises(CheckpointError, match="no checkpoint at"):
+    with pytest.raises(CheckpointError, match="ended before it wrote a checkpoint; start it anew"):
         run(load_run_config(tmp_path), PLACE, tmp_path, resume=True, display=quiet())
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
