@@ -198,7 +198,11 @@ def _score(
         if theirs is not None:
             refuse_unlike(config.describe(), theirs, "the result to compare with")
         validation = place.in_turn(lambda: open_validation(spec, loaded.tokenizer, say=display.say))
-        about = config.describe() | {"text_sha256": validation.sha256}
+        about = config.describe() | {
+            "text_sha256": validation.sha256,
+            "documents": validation.documents,
+            "documents_sha256": validation.documents_sha256,
+        }
         if theirs is not None:
             refuse_unlike(about, theirs, "the result to compare with")
         began = time.perf_counter()
@@ -240,7 +244,7 @@ def _parse_blocks(text: str | None) -> tuple[int, ...] | None:
 
 _FORMATS = {
     **dict.fromkeys(("val_bpb", "val_loss"), "{:.6f}"),
-    **dict.fromkeys(("tokens", "bytes"), "{:,}"),
+    **dict.fromkeys(("tokens", "bytes", "documents"), "{:,}"),
     "seconds": "{:.1f}",
     "tokens_per_second": "{:,.0f}",
 }

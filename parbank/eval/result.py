@@ -11,11 +11,15 @@ from parbank.errors import ConfigError
 LIKE = {
     "text_sha256": "the text",
     "bytes": "the text's size in bytes",
+    "documents": "the number of documents",
+    "documents_sha256": "where documents begin (its hash)",
     "method": "the method",
     "context": "the context",
     "stride": "the stride",
     "adapt": "how the model adapts",
 }
+
+LATER = {"documents", "documents_sha256"}  # older results lack them, and are compared by the rest
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -24,7 +28,7 @@ def read_result(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the result {path}: {error}; give a file that `eval --json` wrote") from error
-    missing = sorted({"val_bpb", *LIKE} - set(found)) if isinstance(found, dict) else ["val_bpb"]
+    missing = sorted({"val_bpb", *LIKE} - LATER - set(found)) if isinstance(found, dict) else ["val_bpb"]
     if missing:
         raise ConfigError(
             f"{path} is no result of `parbank eval --json`: it has no {missing[0]!r}; score the model again"
@@ -33,9 +37,10 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def refuse_unlike(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> None:
-    """Names the first thing that differs. `ours` may still lack what is only known after scoring."""
+    """Names the first thing that differs. `ours` may still lack what is only known after scoring, and either what results
+    did not say at its time."""
     for key, what in LIKE.items():
-        if key not in ours or (mine := _plain(ours[key])) == (other := _plain(theirs[key])):
+        if key not in ours or key not in theirs or (mine := _plain(ours[key])) == (other := _plain(theirs[key])):
             continue
         part = ""
         if isinstance(mine, dict) and isinstance(other, dict):

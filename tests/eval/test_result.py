@@ -13,7 +13,8 @@ from parbank.eval.result import compare, read_result, refuse_unlike
 
 CONFIG = EvalConfig(method="ttt", context=32, adapt=AdaptConfig(blocks=(1, 2)))
 RESULT: dict[str, Any] = {
-    "val_bpb": 1.25, "bytes": 100, "text_sha256": "ab", "tokenizer_sha256": "t", "seconds": 3, **CONFIG.describe()
+    "val_bpb": 1.25, "bytes": 100, "text_sha256": "ab", "documents": 2, "documents_sha256": "d",
+    "tokenizer_sha256": "t", "seconds": 3, **CONFIG.describe()
 }  # fmt: skip
 
 
@@ -31,6 +32,8 @@ def test_like_results_differ_by_a_number(tmp_path: Path) -> None:
     [
         ({"text_sha256": "cd"}, "the text is ab here and cd in b"),
         ({"bytes": 99}, "size in bytes is 100 here and 99"),
+        ({"documents": 3}, "the number of documents is 2 here and 3"),
+        ({"documents_sha256": "e"}, r"where documents begin \(its hash\) is d here and e"),
         ({"method": "sliding"}, "the method is ttt here and sliding"),
         ({"context": 16}, "the context is 32 here and 16"),
         ({"stride": 64}, "the stride is None here and 64"),
@@ -48,6 +51,15 @@ def test_what_is_not_known_yet_is_not_compared() -> None:
     refuse_unlike({"method": "ttt"}, RESULT, "b")
     with pytest.raises(ConfigError, match="the method is chunked here and ttt in b"):
         refuse_unlike({"method": "chunked"}, RESULT, "b")
+
+
+def test_a_result_from_before_documents_were_told_apart_still_compares(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({key: value for key, value in RESULT.items() if not key.startswith("documents")}))
+    assert compare(RESULT, read_result(path), "old")["difference_bpb"] == 0
+    assert compare(read_result(path), RESULT, "new")["difference_bpb"] == 0
+    with pytest.raises(ConfigError, match="the text is ab here and cd"):
+        compare(RESULT, read_result(path) | {"text_sha256": "cd"}, "old")
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"val_bpb": 1}', "\x00"])
