@@ -43,6 +43,7 @@ class EvalConfig:
         )
         require(self.adapt is None or self.method == "ttt", f"settings of ttt were given with --method {self.method}")
         require(self.segment is None or self.scores == "streaming", "--segment is for streaming scores")
+        require(self.segment is None or self.segment >= 1, f"--segment must be at least 1, got {self.segment}")
 
     @property
     def scores(self) -> str:

@@ -89,8 +89,10 @@ def score_ttt(
         try:
             scorer: Scorer
             if config.scores == "streaming":
-                length = even_segment(chunk, segment or tokens_together(model.config.vocab_size, runtime))
-                scorer = StreamScorer(model, runtime, context=context, segment=length, compiled=compiled)
+                together = tokens_together(model.config.vocab_size, runtime) if segment is None else segment
+                length = even_segment(chunk, together)
+                window = min(context, text.targets)  # as in score_streaming
+                scorer = StreamScorer(model, runtime, context=window, segment=length, compiled=compiled)
             else:
                 scorer = make_window_scorer(
                     model,

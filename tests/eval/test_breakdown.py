@@ -98,6 +98,9 @@ def test_settings_of_another_method_are_refused() -> None:
         EvalConfig(method="sliding", adapt=AdaptConfig())
     with pytest.raises(ConfigError, match="--segment is for streaming"):
         EvalConfig(method="chunked", segment=5)
+    for method in ("streaming", "ttt"):
+        with pytest.raises(ConfigError, match="--segment must be at least 1, got 0"):
+            EvalConfig(method=method, segment=0)
     with pytest.raises(ConfigError, match="at least 1 token, got 0"):
         EvalConfig(context=0)
     assert EvalConfig(method="sliding", context=16).step == 16
