@@ -66,9 +66,10 @@ class AdaptConfig:
         )
 
     def resolve(self, context: int) -> "AdaptConfig":
-        """With every default that depends on another setting filled in."""
+        """With every default that depends on another setting filled in, and blocks in order, each once."""
         chunk = self.chunk or (SGD_CHUNK if self.adapter == "sgd" else context)
-        return replace(self, chunk=chunk, lr=LEARNING_RATES[self.adapter] if self.lr is None else self.lr)
+        lr = LEARNING_RATES[self.adapter] if self.lr is None else self.lr
+        return replace(self, chunk=chunk, lr=lr, blocks=tuple(sorted(set(self.blocks))))
 
     def learns(self, block: int) -> bool:
         return block in self.blocks if self.blocks else block >= self.freeze

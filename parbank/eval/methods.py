@@ -8,6 +8,7 @@ import numpy as np
 from parbank.config import require, to_dict
 from parbank.data.shards import TokenSet
 from parbank.eval.adapt import AdaptConfig
+from parbank.eval.result import in_effect
 from parbank.eval.score import Progress, Scored, check_context, plan_windows, score_windows, silent
 from parbank.eval.streaming import score_streaming
 from parbank.eval.ttt import plan_pieces, score_ttt
@@ -57,14 +58,18 @@ class EvalConfig:
             return self.context
         return min(STRIDE, self.context) if self.stride is None else self.stride
 
+    @property
+    def adaptation(self) -> AdaptConfig:
+        """Of ttt, with every default filled in."""
+        return (self.adapt or AdaptConfig()).resolve(self.context)
+
     def describe(self) -> dict[str, Any]:
         """What a score is a score of: two that differ here do not compare."""
-        adapt = (self.adapt or AdaptConfig()).resolve(self.context) if self.method == "ttt" else None
         return {
             "method": self.method,
             "context": self.context,
             "stride": self.step if self.scores == "sliding" else None,
-            "adapt": None if adapt is None else {k: v for k, v in to_dict(adapt).items() if k != "micro_tokens"},
+            "adapt": in_effect(to_dict(self.adaptation)) if self.method == "ttt" else None,
         }
 
 

@@ -47,6 +47,29 @@ def test_unlike_results_are_refused_by_what_differs(change: dict[str, Any], mess
         compare(RESULT, RESULT | change, "b")
 
 
+def test_settings_without_effect_do_not_make_scores_unlike() -> None:
+    def result(**settings: Any) -> dict[str, Any]:
+        return RESULT | EvalConfig(method="ttt", context=32, adapt=AdaptConfig(**settings)).describe()
+
+    for a, b in (
+        ({"rank": 4}, {"rank": 8}),
+        ({"adapter": "low-rank", "momentum": 0.5}, {"adapter": "low-rank"}),
+        ({"blocks": (1, 1)}, {"blocks": (1,)}),
+        ({"blocks": (3, 1)}, {"blocks": (1, 3)}),
+    ):
+        assert compare(result(**a), result(**b), "b")["difference_bpb"] == 0
+    old = result() | {"adapt": result()["adapt"] | {"rank": 4}}  # all settings were recorded once
+    assert compare(result(), old, "old")["difference_bpb"] == 0
+    for a, b, name in (
+        ({"adapter": "low-rank", "rank": 4}, {"adapter": "low-rank"}, "rank"),
+        ({"momentum": 0.5}, {}, "momentum"),
+        ({"blocks": (1,)}, {"blocks": (2,)}, "blocks"),
+        ({"adapter": "low-rank"}, {}, "adapter"),
+    ):
+        with pytest.raises(ConfigError, match=rf"how the model adapts \({name}\)"):
+            compare(result(**a), result(**b), "b")
+
+
 def test_what_is_not_known_yet_is_not_compared() -> None:
     refuse_unlike({"method": "ttt"}, RESULT, "b")
     with pytest.raises(ConfigError, match="the method is chunked here and ttt in b"):
