@@ -9,9 +9,9 @@ from parbank.config import require, to_dict
 from parbank.data.shards import TokenSet
 from parbank.eval.adapt import AdaptConfig
 from parbank.eval.result import in_effect
-from parbank.eval.score import Progress, Scored, check_context, plan_windows, score_windows, silent
+from parbank.eval.score import Progress, Scored, check_context, check_windows, plan_windows, score_windows, silent
 from parbank.eval.streaming import score_streaming
-from parbank.eval.ttt import plan_pieces, score_ttt
+from parbank.eval.ttt import check_learning, plan_pieces, score_ttt
 from parbank.model import GPT, ModelConfig
 from parbank.runtime import Runtime
 
@@ -45,6 +45,10 @@ class EvalConfig:
         require(self.adapt is None or self.method == "ttt", f"settings of ttt were given with --method {self.method}")
         require(self.segment is None or self.scores == "streaming", "--segment is for streaming scores")
         require(self.segment is None or self.segment >= 1, f"--segment must be at least 1, got {self.segment}")
+        if self.scores != "streaming":
+            check_windows(self.context, self.step)
+        if self.method == "ttt":
+            check_learning(self.context, self.adaptation.chunk or self.context)
 
     @property
     def scores(self) -> str:
