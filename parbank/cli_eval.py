@@ -186,11 +186,11 @@ def _score(
     from parbank.train.metrics import Display
     from parbank.train.warmup import use_compile_cache
 
+    adapt = AdaptConfig(**adapting) if adapting else None
     use_compile_cache()
     with runtime.start(device) as place:
         display = Display(enabled=place.is_main, file=sys.stderr)
         loaded = load_model(path, place.device)
-        adapt = AdaptConfig(**adapting) if adapting else None
         config = EvalConfig(context=loaded.context if context is None else context, adapt=adapt, **options)
         spec = data or loaded.data
         if spec is None:
@@ -299,9 +299,10 @@ def sample(
     terminal, control characters the model writes are shown as signs; piped, the text is exact.
     """
     from parbank import runtime
-    from parbank.eval.sample import continuation, sample_tokens
+    from parbank.eval.sample import check_settings, continuation, sample_tokens
     from parbank.train.load import load_model
 
+    check_settings(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     with runtime.start(device) as place:
         loaded = load_model(artifact, place.device)
         began = time.perf_counter()

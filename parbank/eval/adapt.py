@@ -54,7 +54,7 @@ class AdaptConfig:
     """Tokens of one pass; ranks take turns at passes. Less leaves more to share, more runs better on one GPU."""
 
     def __post_init__(self) -> None:
-        require(self.lr is None or self.lr >= 0, f"--lr must be 0 or more, got {self.lr}")
+        require(self.lr is None or 0 <= self.lr < math.inf, f"--lr must be 0 or more and finite, got {self.lr}")
         for name in ("epochs", "sequences", "rank", "micro_tokens"):
             require(getattr(self, name) >= 1, f"--{name} must be at least 1, got {getattr(self, name)}")
         require(self.chunk is None or self.chunk >= 1, f"--chunk must be at least 1, got {self.chunk}")
