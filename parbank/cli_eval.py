@@ -180,7 +180,7 @@ def _score(
     from parbank.data.validation import open_validation
     from parbank.eval.adapt import AdaptConfig
     from parbank.eval.breakdown import break_down, draw
-    from parbank.eval.methods import EvalConfig, score_text
+    from parbank.eval.methods import EvalConfig, find_idle, score_text
     from parbank.eval.result import refuse_unlike
     from parbank.train.load import load_model
     from parbank.train.metrics import Display
@@ -212,6 +212,8 @@ def _score(
         seconds = time.perf_counter() - began
     if not place.is_main:
         return None
+    if (idle := find_idle(scored.tokens, config, loaded.model.config)) is not None:
+        display.say(f"note: {idle}")
     result = {
         "val_bpb": score.bpb,
         "val_loss": score.loss,
