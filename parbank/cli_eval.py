@@ -131,14 +131,15 @@ def evaluate(
     Any number of ranks gives the same score to the last bit.
     """
     from parbank.eval.result import compare as compare_results
-    from parbank.eval.result import read_result
+    from parbank.eval.result import is_result, read_result
 
     theirs = read_result(compare) if compare is not None else None
-    if path.suffix == ".json":
-        if theirs is None:
+    if path.suffix == ".json" and path.is_file():
+        if theirs is not None:
+            _show(compare_results(read_result(path), theirs, str(compare)), as_json)
+            return
+        if is_result(path):
             raise ConfigError(f"{path} is a result, not a model; give another one by --compare to see the difference")
-        _show(compare_results(read_result(path), theirs, str(compare)), as_json)
-        return
     adapting = {
         "scores": scores and scores.value,
         "adapter": adapter and adapter.value,

@@ -1,5 +1,6 @@
 """`parbank eval` by every method, as a stranger meets it."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -62,6 +63,48 @@ def test_results_are_compared_or_refused(call: Call, trained: Path, page: str, t
         assert message in answer.err
         assert "scoring" not in answer.err, "refused before the work"
     assert "another one by --compare" in call("eval", path).err
+
+
+def test_a_json_that_is_no_result_is_not_called_one(call: Call, trained: Path, tmp_path: Path) -> None:  # noqa: F811
+    for name in (trained / "summary.json", tmp_path / "gone.json", tmp_path):
+        answer = call("eval", name)
+        assert answer.code == 2
+        assert "is a result" not in answer.err
+        assert str(name) in answer.err
+    assert "neither an artifact (.pbk) nor a whole checkpoint" in call("eval", trained / "summary.json").err
+    assert "is no result" in call("eval", trained / "summary.json", "--compare", trained / "summary.json").err
+
+
+def test_the_same_bytes_in_other_documents_do_not_compare(call: Call, trained: Path, tmp_path: Path) -> None:  # noqa: F811
+    found = []
+    parts = sorted(
+        ["a b c\n", "d e f\n"], key=lambda part: hashlib.sha256(part.encode()).digest()
+    )  # their order in a text
+    for name, documents in (("one", ["".join(parts)]), ("two", parts)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        found.append(json.loads(call("eval", trained, "--data", f"text:val={tmp_path}/{name}.jsonl", "--json").out))
+        (tmp_path / f"{name}.json").write_text(json.dumps(found[-1]))
+    assert [result["documents"] for result in found] == [1, 2]
+    assert found[0]["text_sha256"] == found[1]["text_sha256"]
+    assert found[0]["val_bpb"] != found[1]["val_bpb"]
+    answer = call("eval", trained, "--data", f"text:val={tmp_path}/one.jsonl", "--compare", tmp_path / "two.json")
+    assert answer.code == 2
+    assert "the number of documents is 1 here and 2" in answer.err
+    assert "scoring" not in answer.err, "refused before the work"
+
+
+def test_a_score_that_came_to_less_than_was_asked_for_says_so(call: Call, trained: Path, page: str) -> None:  # noqa: F811
+    def notes(*arguments: object) -> list[str]:
+        answer = call("eval", trained, "--data", page, *arguments, "--json")
+        assert json.loads(answer.out)["val_bpb"] > 0
+        return [line for line in answer.err.splitlines() if line.startswith("note:")]
+
+    (one_chunk,) = notes("--method", "ttt")
+    assert "nothing was learnt: the text is one chunk of" in one_chunk
+    assert "lower --chunk" in one_chunk
+    (side_by_side,) = notes("--method", "sliding", "--stride", 64)
+    assert "64 tokens that move by 64 lie side by side: these are chunked scores; lower --stride" in side_by_side
+    assert notes("--method", "sliding", "--stride", 63) == notes() == notes("--method", "ttt", "--chunk", 512) == []
 
 
 def test_the_breakdown_is_tables_and_a_picture(call: Call, trained: Path, page: str, tmp_path: Path) -> None:  # noqa: F811

@@ -43,6 +43,14 @@ def read_result(path: Path) -> dict[str, Any]:
     return found
 
 
+def is_result(path: Path) -> bool:
+    try:
+        read_result(path)
+    except ConfigError:
+        return False
+    return True
+
+
 def refuse_unlike(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> None:
     """Names the first thing that differs. `ours` may still lack what is only known after scoring, and either what results
     did not say at its time."""
