@@ -92,9 +92,12 @@ def evaluate(
             help="Tokens scored, then learnt from; if not given 32768, for low-rank the context.", rich_help_panel=_TTT
         ),
     ] = None,
-    freeze: Annotated[int | None, typer.Option(help="So many first blocks do not learn.", rich_help_panel=_TTT)] = None,
+    freeze: Annotated[
+        int | None,
+        typer.Option(help="So many first blocks do not learn; embeddings still do.", rich_help_panel=_TTT),
+    ] = None,
     blocks: Annotated[
-        str | None, typer.Option(help="Only these blocks learn, e.g. 8,9,10.", rich_help_panel=_TTT)
+        str | None, typer.Option(help="Only these blocks learn, e.g. 8,9,10, and no embedding.", rich_help_panel=_TTT)
     ] = None,
     rank: Annotated[
         int | None, typer.Option(help="Width of low-rank adapters; 8 if not given.", rich_help_panel=_TTT)

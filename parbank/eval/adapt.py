@@ -45,7 +45,7 @@ class AdaptConfig:
     clip: float = 1.0
     """Largest norm of all gradients together; 0 leaves them alone."""
     freeze: int = 0
-    """The first so many blocks do not learn."""
+    """The first so many blocks do not learn. Embeddings do."""
     blocks: tuple[int, ...] = ()
     """If given, only these blocks learn, and embeddings do not."""
     rank: int = 8
