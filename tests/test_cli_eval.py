@@ -121,6 +121,78 @@ def test_the_breakdown_is_tables_and_a_picture(call: Call, trained: Path, page: 
     assert len(found["breakdown"]["by_document"]) == 2
 
 
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
+    call: Call,  # noqa: F811
+    trained: Path,  # noqa: F811
+    page: str,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").touch()
+    common = ("eval", trained, "--data", page)
+    for name, message in (
+        ("x.txt", "ends in .png, .pdf, .svg, .jpg, got"),
+        ("x", "ends in .png"),
+        ("folder.png", "folder.png is a folder; give a file in it"),
+        ("gone/x.png", "there is no folder"),
+        ("file/x.png", "there is no folder"),
+    ):
+        answer = call(*common, "--breakdown", "--picture", tmp_path / name)
+        assert (answer.code, answer.out) == (2, "")
+        assert message in answer.err
+        assert "scoring" not in answer.err
+    answer = call(*common, "--picture", tmp_path / "x.png")
+    assert answer.code == 2
+    assert "--picture is where --breakdown draws" in answer.err
+
+
+def test_a_picture_that_fails_does_not_take_the_score_with_it(
+    call: Call,  # noqa: F811
+    trained: Path,  # noqa: F811
+    page: str,
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs a disk that is always full")
+    picture = trained.parent / "full.png"
+    picture.symlink_to("/dev/full")
+    answer = call("eval", trained, "--data", page, "--breakdown", "--picture", picture)
+    assert answer.code != 0
+    assert "free space" in answer.err
+    assert "val_bpb" in answer.out
+    assert "place in document" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--method", "sliding", "--stride", 0), "would not move on; raise --stride"),
+        (("--method", "sliding", "--stride", -5), "would not move on; raise --stride"),
+        (("--method", "ttt", "--ttt-scores", "sliding", "--stride", 65), "lower --stride, or raise --context"),
+        (("--context", 32_769), "32768 positions; lower --context, or use streaming"),
+        (("--method", "sliding", "--context", 32_769), "32768 positions; lower --context, or use streaming"),
+        (("--method", "ttt", "--context", 32_769, "--chunk", 32_769), "lower --context or --chunk"),
+        (("--method", "ttt", "--segment", 0), "--segment must be at least 1, got 0"),
+    ],
+)
+def test_settings_are_refused_before_the_text_is_read(
+    call: Call,  # noqa: F811
+    trained: Path,  # noqa: F811
+    arguments: tuple[object, ...],
+    message: str,
+) -> None:
+    answer = call("eval", trained, "--data", "text:val=no/such", *arguments)
+    assert answer.code == 2
+    assert message in answer.err
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
+def test_numbers_without_end_are_refused_before_the_model_is_read(call: Call, value: str) -> None:  # noqa: F811
+    assert (
+        f"--lr must be 0 or more and finite, got {value}" in call("eval", "x.pbk", "--method", "ttt", "--lr", value).err
+    )
+    assert f"0 or more, got {value}" in call("sample", "x.pbk", "--temperature", value).err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

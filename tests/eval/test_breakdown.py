@@ -58,7 +58,7 @@ def test_every_part_is_counted_once(config: EvalConfig, dataset: Dataset, tokens
         opening,
     ]
     assert found.by_context[-1].last <= 15
-    draw(found, "a title", tmp_path / "picture.png")
+    draw(found, r"a$\frac$b", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert set(found.as_dict()) == {"by_context", "by_place_in_document", "by_document"}
 
