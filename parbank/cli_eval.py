@@ -1,6 +1,7 @@
 """The commands that use a model: `eval` and `sample`."""
 
 import json
+import os
 import sys
 import time
 from enum import StrEnum
@@ -16,6 +17,7 @@ from parbank.errors import ConfigError
 from parbank.terminal import DATA_HELP, DeviceOption, print_pairs, printable
 
 SHOWN_DOCUMENTS = 10
+PICTURES = (".png", ".pdf", ".svg", ".jpg")  # of what matplotlib writes, what people open
 
 
 class MethodName(StrEnum):
@@ -92,9 +94,12 @@ def evaluate(
             help="Tokens scored, then learnt from; if not given 32768, for low-rank the context.", rich_help_panel=_TTT
         ),
     ] = None,
-    freeze: Annotated[int | None, typer.Option(help="So many first blocks do not learn.", rich_help_panel=_TTT)] = None,
+    freeze: Annotated[
+        int | None,
+        typer.Option(help="So many first blocks do not learn; embeddings still do.", rich_help_panel=_TTT),
+    ] = None,
     blocks: Annotated[
-        str | None, typer.Option(help="Only these blocks learn, e.g. 8,9,10.", rich_help_panel=_TTT)
+        str | None, typer.Option(help="Only these blocks learn, e.g. 8,9,10, and no embedding.", rich_help_panel=_TTT)
     ] = None,
     rank: Annotated[
         int | None, typer.Option(help="Width of low-rank adapters; 8 if not given.", rich_help_panel=_TTT)
@@ -102,9 +107,10 @@ def evaluate(
     breakdown: Annotated[
         bool, typer.Option("--breakdown", help="Also by document and by context: tables, and a picture.")
     ] = False,
-    picture: Annotated[Path, typer.Option(help="Where --breakdown draws bpb against position.")] = Path(
-        "breakdown.png"
-    ),
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Where --breakdown draws bpb against position; breakdown.png if not given."),
+    ] = None,
     compare: Annotated[
         Path | None, typer.Option(metavar="RESULT.json", help="An earlier result; unlike ones are refused.")
     ] = None,
@@ -131,14 +137,20 @@ def evaluate(
     Any number of ranks gives the same score to the last bit.
     """
     from parbank.eval.result import compare as compare_results
-    from parbank.eval.result import read_result
+    from parbank.eval.result import is_result, read_result
 
     theirs = read_result(compare) if compare is not None else None
-    if path.suffix == ".json":
-        if theirs is None:
+    if path.suffix == ".json" and path.is_file():
+        if theirs is not None:
+            _show(compare_results(read_result(path), theirs, str(compare)), as_json)
+            return
+        if is_result(path):
             raise ConfigError(f"{path} is a result, not a model; give another one by --compare to see the difference")
-        _show(compare_results(read_result(path), theirs, str(compare)), as_json)
-        return
+    if picture is not None and not breakdown:
+        raise ConfigError("--picture is where --breakdown draws, which was not asked for; give both")
+    picture = picture or Path("breakdown.png")
+    if breakdown:
+        _check_picture(picture)
     adapting = {
         "scores": scores and scores.value,
         "adapter": adapter and adapter.value,
@@ -151,7 +163,7 @@ def evaluate(
     }
     given = {name: value for name, value in adapting.items() if value is not None}
     options = {"method": method.value, "stride": stride, "segment": segment, "compiled": not eager}
-    result = _score(path, data, context, options, given, theirs, breakdown, picture, device)
+    result = _score(path, data, context, options, given, theirs, breakdown, device)
     if result is None:  # another rank prints
         return
     if theirs is not None:
@@ -160,8 +172,11 @@ def evaluate(
     if as_json and found is not None:
         result["breakdown"] = found.as_dict()
     _show(result, as_json)
-    if found is not None and not as_json:
-        _print_breakdown(found)
+    if found is not None:
+        if not as_json:
+            _print_breakdown(found)
+        sys.stdout.flush()  # a picture that fails must not take the score with it
+        _draw(found, f"{path.name}: {result['method']}, {result['val_bpb']:.4f} bits per byte", picture)
 
 
 def _score(
@@ -172,25 +187,24 @@ def _score(
     adapting: dict[str, Any],
     theirs: dict[str, Any] | None,
     breakdown: bool,
-    picture: Path,
     device: str,
 ) -> dict[str, Any] | None:
     """The result, on the first rank. What cannot be run, or could not be compared, is refused before the work is done."""
     from parbank import runtime
     from parbank.data.validation import open_validation
     from parbank.eval.adapt import AdaptConfig
-    from parbank.eval.breakdown import break_down, draw
-    from parbank.eval.methods import EvalConfig, score_text
+    from parbank.eval.breakdown import break_down
+    from parbank.eval.methods import EvalConfig, find_idle, score_text
     from parbank.eval.result import refuse_unlike
     from parbank.train.load import load_model
     from parbank.train.metrics import Display
     from parbank.train.warmup import use_compile_cache
 
+    adapt = AdaptConfig(**adapting) if adapting else None
     use_compile_cache()
     with runtime.start(device) as place:
         display = Display(enabled=place.is_main, file=sys.stderr)
         loaded = load_model(path, place.device)
-        adapt = AdaptConfig(**adapting) if adapting else None
         config = EvalConfig(context=loaded.context if context is None else context, adapt=adapt, **options)
         spec = data or loaded.data
         if spec is None:
@@ -198,7 +212,11 @@ def _score(
         if theirs is not None:
             refuse_unlike(config.describe(), theirs, "the result to compare with")
         validation = place.in_turn(lambda: open_validation(spec, loaded.tokenizer, say=display.say))
-        about = config.describe() | {"text_sha256": validation.sha256}
+        about = config.describe() | {
+            "text_sha256": validation.sha256,
+            "documents": validation.documents,
+            "documents_sha256": validation.documents_sha256,
+        }
         if theirs is not None:
             refuse_unlike(about, theirs, "the result to compare with")
         began = time.perf_counter()
@@ -208,6 +226,8 @@ def _score(
         seconds = time.perf_counter() - began
     if not place.is_main:
         return None
+    if (idle := find_idle(scored.tokens, config, loaded.model.config)) is not None:
+        display.say(f"note: {idle}")
     result = {
         "val_bpb": score.bpb,
         "val_loss": score.loss,
@@ -221,12 +241,29 @@ def _score(
     }
     if breakdown:
         result["breakdown"] = break_down(scored, loaded.tokenizer, config, loaded.model.config)
-        try:
-            draw(result["breakdown"], f"{path.name}: {config.method}, {score.bpb:.4f} bits per byte", picture)
-            display.say(f"wrote {picture}")
-        except ConfigError as error:  # no matplotlib: the tables are worth having without the picture
-            display.say(f"note: {error}")
     return result
+
+
+def _check_picture(path: Path) -> None:
+    """What can be known before a text is scored for it."""
+    if path.suffix.lower() not in PICTURES:
+        raise ConfigError(f"--picture is a file that ends in {', '.join(PICTURES)}, got {path}")
+    if path.is_dir():
+        raise ConfigError(f"--picture {path} is a folder; give a file in it, such as {path / 'breakdown.png'}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--picture {path}: there is no folder {path.parent}; make it, or give another place")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--picture {path} cannot be written here; give another place")
+
+
+def _draw(found: Any, title: str, picture: Path) -> None:
+    from parbank.eval.breakdown import draw
+
+    try:
+        draw(found, title, picture)
+        print(f"wrote {picture}", file=sys.stderr)
+    except ConfigError as error:  # no matplotlib: the tables are worth having without the picture
+        print(f"note: {error}", file=sys.stderr)
 
 
 def _parse_blocks(text: str | None) -> tuple[int, ...] | None:
@@ -240,7 +277,7 @@ def _parse_blocks(text: str | None) -> tuple[int, ...] | None:
 
 _FORMATS = {
     **dict.fromkeys(("val_bpb", "val_loss"), "{:.6f}"),
-    **dict.fromkeys(("tokens", "bytes"), "{:,}"),
+    **dict.fromkeys(("tokens", "bytes", "documents"), "{:,}"),
     "seconds": "{:.1f}",
     "tokens_per_second": "{:,.0f}",
 }
@@ -295,9 +332,10 @@ def sample(
     terminal, control characters the model writes are shown as signs; piped, the text is exact.
     """
     from parbank import runtime
-    from parbank.eval.sample import continuation, sample_tokens
+    from parbank.eval.sample import check_settings, continuation, sample_tokens
     from parbank.train.load import load_model
 
+    check_settings(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     with runtime.start(device) as place:
         loaded = load_model(artifact, place.device)
         began = time.perf_counter()

@@ -1,5 +1,6 @@
 """`parbank eval` by every method, as a stranger meets it."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -64,6 +65,48 @@ def test_results_are_compared_or_refused(call: Call, trained: Path, page: str, t
     assert "another one by --compare" in call("eval", path).err
 
 
+def test_a_json_that_is_no_result_is_not_called_one(call: Call, trained: Path, tmp_path: Path) -> None:  # noqa: F811
+    for name in (trained / "summary.json", tmp_path / "gone.json", tmp_path):
+        answer = call("eval", name)
+        assert answer.code == 2
+        assert "is a result" not in answer.err
+        assert str(name) in answer.err
+    assert "neither an artifact (.pbk) nor a whole checkpoint" in call("eval", trained / "summary.json").err
+    assert "is no result" in call("eval", trained / "summary.json", "--compare", trained / "summary.json").err
+
+
+def test_the_same_bytes_in_other_documents_do_not_compare(call: Call, trained: Path, tmp_path: Path) -> None:  # noqa: F811
+    found = []
+    parts = sorted(
+        ["a b c\n", "d e f\n"], key=lambda part: hashlib.sha256(part.encode()).digest()
+    )  # their order in a text
+    for name, documents in (("one", ["".join(parts)]), ("two", parts)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        found.append(json.loads(call("eval", trained, "--data", f"text:val={tmp_path}/{name}.jsonl", "--json").out))
+        (tmp_path / f"{name}.json").write_text(json.dumps(found[-1]))
+    assert [result["documents"] for result in found] == [1, 2]
+    assert found[0]["text_sha256"] == found[1]["text_sha256"]
+    assert found[0]["val_bpb"] != found[1]["val_bpb"]
+    answer = call("eval", trained, "--data", f"text:val={tmp_path}/one.jsonl", "--compare", tmp_path / "two.json")
+    assert answer.code == 2
+    assert "the number of documents is 1 here and 2" in answer.err
+    assert "scoring" not in answer.err, "refused before the work"
+
+
+def test_a_score_that_came_to_less_than_was_asked_for_says_so(call: Call, trained: Path, page: str) -> None:  # noqa: F811
+    def notes(*arguments: object) -> list[str]:
+        answer = call("eval", trained, "--data", page, *arguments, "--json")
+        assert json.loads(answer.out)["val_bpb"] > 0
+        return [line for line in answer.err.splitlines() if line.startswith("note:")]
+
+    (one_chunk,) = notes("--method", "ttt")
+    assert "nothing was learnt: the text is one chunk of" in one_chunk
+    assert "lower --chunk" in one_chunk
+    (side_by_side,) = notes("--method", "sliding", "--stride", 64)
+    assert "64 tokens that move by 64 lie side by side: these are chunked scores; lower --stride" in side_by_side
+    assert notes("--method", "sliding", "--stride", 63) == notes() == notes("--method", "ttt", "--chunk", 512) == []
+
+
 def test_the_breakdown_is_tables_and_a_picture(call: Call, trained: Path, page: str, tmp_path: Path) -> None:  # noqa: F811
     picture = tmp_path / "here.png"
     common = ("eval", trained, "--data", page, "--method", "sliding", "--breakdown", "--picture", picture)
@@ -76,6 +119,78 @@ def test_the_breakdown_is_tables_and_a_picture(call: Call, trained: Path, page: 
     for parts in found["breakdown"].values():
         assert sum(part["bytes"] for part in parts) == found["bytes"]
     assert len(found["breakdown"]["by_document"]) == 2
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
+    call: Call,  # noqa: F811
+    trained: Path,  # noqa: F811
+    page: str,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").touch()
+    common = ("eval", trained, "--data", page)
+    for name, message in (
+        ("x.txt", "ends in .png, .pdf, .svg, .jpg, got"),
+        ("x", "ends in .png"),
+        ("folder.png", "folder.png is a folder; give a file in it"),
+        ("gone/x.png", "there is no folder"),
+        ("file/x.png", "there is no folder"),
+    ):
+        answer = call(*common, "--breakdown", "--picture", tmp_path / name)
+        assert (answer.code, answer.out) == (2, "")
+        assert message in answer.err
+        assert "scoring" not in answer.err
+    answer = call(*common, "--picture", tmp_path / "x.png")
+    assert answer.code == 2
+    assert "--picture is where --breakdown draws" in answer.err
+
+
+def test_a_picture_that_fails_does_not_take_the_score_with_it(
+    call: Call,  # noqa: F811
+    trained: Path,  # noqa: F811
+    page: str,
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs a disk that is always full")
+    picture = trained.parent / "full.png"
+    picture.symlink_to("/dev/full")
+    answer = call("eval", trained, "--data", page, "--breakdown", "--picture", picture)
+    assert answer.code != 0
+    assert "free space" in answer.err
+    assert "val_bpb" in answer.out
+    assert "place in document" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--method", "sliding", "--stride", 0), "would not move on; raise --stride"),
+        (("--method", "sliding", "--stride", -5), "would not move on; raise --stride"),
+        (("--method", "ttt", "--ttt-scores", "sliding", "--stride", 65), "lower --stride, or raise --context"),
+        (("--context", 32_769), "32768 positions; lower --context, or use streaming"),
+        (("--method", "sliding", "--context", 32_769), "32768 positions; lower --context, or use streaming"),
+        (("--method", "ttt", "--context", 32_769, "--chunk", 32_769), "lower --context or --chunk"),
+        (("--method", "ttt", "--segment", 0), "--segment must be at least 1, got 0"),
+    ],
+)
+def test_settings_are_refused_before_the_text_is_read(
+    call: Call,  # noqa: F811
+    trained: Path,  # noqa: F811
+    arguments: tuple[object, ...],
+    message: str,
+) -> None:
+    answer = call("eval", trained, "--data", "text:val=no/such", *arguments)
+    assert answer.code == 2
+    assert message in answer.err
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
+def test_numbers_without_end_are_refused_before_the_model_is_read(call: Call, value: str) -> None:  # noqa: F811
+    assert (
+        f"--lr must be 0 or more and finite, got {value}" in call("eval", "x.pbk", "--method", "ttt", "--lr", value).err
+    )
+    assert f"0 or more, got {value}" in call("sample", "x.pbk", "--temperature", value).err
 
 
 @pytest.mark.parametrize(

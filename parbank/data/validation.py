@@ -16,13 +16,19 @@ from parbank.data.spool import Entry, Spool, split
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import DataError
 
+_BLOCK = 1 << 22  # tokens whose bytes are counted together
+
 
 @dataclass(frozen=True)
 class Validation:
-    """Tokens to score, and the hash of the text behind them: scores compare when it is the same."""
+    """Tokens to score, and what says which text they are: scores compare when it is the same."""
 
     tokens: TokenSet
     sha256: str
+    """Of the text's bytes, whatever documents they are cut into."""
+    documents: int
+    documents_sha256: str
+    """Of the places, in bytes, where documents but the first begin: other documents of the same bytes score otherwise."""
 
 
 def open_validation(
@@ -43,7 +49,7 @@ def open_validation(
     else:
         return _read_text(parse_corpus(spec), tokenizer, say, whole=False)
     if dataset.tokenizer.fingerprint == tokenizer.fingerprint:
-        return Validation(dataset.val, dataset.val_text_sha256)
+        return _describe(dataset.val, dataset.val_text_sha256, tokenizer)
     return _encode(_documents(dataset), dataset.val_bytes, tokenizer, say)
 
 
@@ -91,4 +97,17 @@ def _encode(documents: Iterable[bytes], size: int, tokenizer: Tokenizer, say: Sa
             meter.advance(len(document))
     if not pieces:
         raise DataError("there is no validation text: the shards hold nothing but document boundaries")
-    return Validation(TokenSet([np.concatenate(pieces)]), digest.hexdigest())
+    return _describe(TokenSet([np.concatenate(pieces)]), digest.hexdigest(), tokenizer)
+
+
+def _describe(tokens: TokenSet, sha256: str, tokenizer: Tokenizer) -> Validation:
+    """Documents are counted in the tokens that are scored, so every way to come by a text agrees on them."""
+    digest, documents, size, previous = hashlib.sha256(), 1, 0, tokenizer.bos_id
+    for start in range(0, len(tokens), _BLOCK):
+        piece = tokens.read(start, min(_BLOCK, len(tokens) - start))
+        counts = tokenizer.count_bytes(piece, np.concatenate([[previous], piece[:-1]]))
+        ends = size + np.cumsum(counts, dtype="<i8")
+        cuts = ends[(piece == tokenizer.bos_id) & (start + np.arange(len(piece)) > 0)]
+        digest.update(cuts.tobytes())
+        documents, size, previous = documents + len(cuts), int(ends[-1]), int(piece[-1])
+    return Validation(tokens, sha256, documents, digest.hexdigest())

@@ -45,7 +45,7 @@ class AdaptConfig:
     clip: float = 1.0
     """Largest norm of all gradients together; 0 leaves them alone."""
     freeze: int = 0
-    """The first so many blocks do not learn."""
+    """The first so many blocks do not learn. Embeddings do."""
     blocks: tuple[int, ...] = ()
     """If given, only these blocks learn, and embeddings do not."""
     rank: int = 8
@@ -54,7 +54,7 @@ class AdaptConfig:
     """Tokens of one pass; ranks take turns at passes. Less leaves more to share, more runs better on one GPU."""
 
     def __post_init__(self) -> None:
-        require(self.lr is None or self.lr >= 0, f"--lr must be 0 or more, got {self.lr}")
+        require(self.lr is None or 0 <= self.lr < math.inf, f"--lr must be 0 or more and finite, got {self.lr}")
         for name in ("epochs", "sequences", "rank", "micro_tokens"):
             require(getattr(self, name) >= 1, f"--{name} must be at least 1, got {getattr(self, name)}")
         require(self.chunk is None or self.chunk >= 1, f"--chunk must be at least 1, got {self.chunk}")
@@ -66,9 +66,10 @@ class AdaptConfig:
         )
 
     def resolve(self, context: int) -> "AdaptConfig":
-        """With every default that depends on another setting filled in."""
+        """With every default that depends on another setting filled in, and blocks in order, each once."""
         chunk = self.chunk or (SGD_CHUNK if self.adapter == "sgd" else context)
-        return replace(self, chunk=chunk, lr=LEARNING_RATES[self.adapter] if self.lr is None else self.lr)
+        lr = LEARNING_RATES[self.adapter] if self.lr is None else self.lr
+        return replace(self, chunk=chunk, lr=lr, blocks=tuple(sorted(set(self.blocks))))
 
     def learns(self, block: int) -> bool:
         return block in self.blocks if self.blocks else block >= self.freeze

@@ -94,7 +94,7 @@ def _part(first: int, last: int, sizes: np.ndarray, bits: np.ndarray, opening: s
 
 
 def draw(breakdown: Breakdown, title: str, path: Path) -> None:
-    """bpb against the context a token had, and against its place in its document, as a PNG."""
+    """bpb against the context a token had, and against its place in its document, as what `path` ends in."""
     try:
         import matplotlib
     except ImportError:
@@ -108,7 +108,8 @@ def draw(breakdown: Breakdown, title: str, path: Path) -> None:
     _curve(axes, breakdown.by_context, "tokens of context it had", "o-")
     _curve(axes, breakdown.by_place, "place in its document", "s--")
     axes.set_xscale("symlog", base=2, linthresh=1)
-    axes.set(xlabel="token", ylabel="bits per byte, lower is better", title=title)
+    axes.set(xlabel="token", ylabel="bits per byte, lower is better")
+    axes.set_title(title, parse_math=False)  # a file's name may hold a $
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.tight_layout()

@@ -1,5 +1,6 @@
 """The ways to score a text, by name."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,9 +9,10 @@ import numpy as np
 from parbank.config import require, to_dict
 from parbank.data.shards import TokenSet
 from parbank.eval.adapt import AdaptConfig
-from parbank.eval.score import Progress, Scored, check_context, plan_windows, score_windows, silent
+from parbank.eval.result import in_effect
+from parbank.eval.score import Progress, Scored, check_context, check_windows, plan_windows, score_windows, silent
 from parbank.eval.streaming import score_streaming
-from parbank.eval.ttt import plan_pieces, score_ttt
+from parbank.eval.ttt import Piece, check_learning, is_learnt_from, plan_pieces, score_ttt
 from parbank.model import GPT, ModelConfig
 from parbank.runtime import Runtime
 
@@ -43,6 +45,11 @@ class EvalConfig:
         )
         require(self.adapt is None or self.method == "ttt", f"settings of ttt were given with --method {self.method}")
         require(self.segment is None or self.scores == "streaming", "--segment is for streaming scores")
+        require(self.segment is None or self.segment >= 1, f"--segment must be at least 1, got {self.segment}")
+        if self.scores != "streaming":
+            check_windows(self.context, self.step)
+        if self.method == "ttt":
+            check_learning(self.context, self.adaptation.chunk or self.context)
 
     @property
     def scores(self) -> str:
@@ -56,14 +63,18 @@ class EvalConfig:
             return self.context
         return min(STRIDE, self.context) if self.stride is None else self.stride
 
+    @property
+    def adaptation(self) -> AdaptConfig:
+        """Of ttt, with every default filled in."""
+        return (self.adapt or AdaptConfig()).resolve(self.context)
+
     def describe(self) -> dict[str, Any]:
         """What a score is a score of: two that differ here do not compare."""
-        adapt = (self.adapt or AdaptConfig()).resolve(self.context) if self.method == "ttt" else None
         return {
             "method": self.method,
             "context": self.context,
             "stride": self.step if self.scores == "sliding" else None,
-            "adapt": None if adapt is None else {k: v for k, v in to_dict(adapt).items() if k != "micro_tokens"},
+            "adapt": in_effect(to_dict(self.adaptation)) if self.method == "ttt" else None,
         }
 
 
@@ -92,9 +103,7 @@ def find_contexts(tokens: np.ndarray, config: EvalConfig, model: ModelConfig) ->
     else:
         pieces = [(0, targets)]
         if config.method == "ttt":
-            adapt = (config.adapt or AdaptConfig()).resolve(config.context)
-            bos = model.bos_id if adapt.adapter == "low-rank" else None
-            pieces = [(piece.first, piece.last) for piece in plan_pieces(tokens, adapt.chunk or targets, bos)]
+            pieces = [(piece.first, piece.last) for piece in _pieces(tokens, config, model)]
         width = min(config.context, targets)
         plans = [plan_windows(first, last, width, min(config.step, width)) for first, last in pieces]
         start, begin, end = np.concatenate(plans).T
@@ -102,6 +111,31 @@ def find_contexts(tokens: np.ndarray, config: EvalConfig, model: ModelConfig) ->
     if model.isolate_documents:
         found = np.minimum(found, place_in_document(tokens, model.bos_id))
     return found
+
+
+def find_idle(tokens: np.ndarray, config: EvalConfig, model: ModelConfig) -> str | None:
+    """What was asked for and came to nothing on this text, in a line; None where all had its effect."""
+    if config.method == "sliding" and config.step >= config.context:
+        return (
+            f"windows of {config.context} tokens that move by {config.step} lie side by side: these are chunked scores; "
+            "lower --stride for more context"
+        )
+    targets = len(tokens) - 1
+    if config.method != "ttt":
+        return None
+    chunk = min(config.adaptation.chunk or targets, targets)
+    if any(is_learnt_from(piece, chunk) for piece in _pieces(tokens, config, model)):
+        return None
+    if targets == chunk:
+        return f"nothing was learnt: the text is one chunk of {targets:,} tokens, and the last is never learnt from; lower --chunk"
+    return f"nothing was learnt: no document goes on after a whole chunk of {chunk:,} tokens; lower --chunk"
+
+
+def _pieces(tokens: np.ndarray, config: EvalConfig, model: ModelConfig) -> Iterator[Piece]:
+    """What ttt scores at a time."""
+    adapt = config.adaptation
+    bos = model.bos_id if adapt.adapter == "low-rank" else None
+    return plan_pieces(tokens, adapt.chunk or len(tokens), bos)
 
 
 def place_in_document(tokens: np.ndarray, bos_id: int) -> np.ndarray:

@@ -11,11 +11,22 @@ from parbank.errors import ConfigError
 LIKE = {
     "text_sha256": "the text",
     "bytes": "the text's size in bytes",
+    "documents": "the number of documents",
+    "documents_sha256": "where documents begin (its hash)",
     "method": "the method",
     "context": "the context",
     "stride": "the stride",
     "adapt": "how the model adapts",
 }
+LATER = {"documents", "documents_sha256"}  # older results lack them, and are compared by the rest
+# Settings without effect must not make like scores unlike: what an adapter does not have, and what changes rounding only.
+IDLE = {"sgd": {"rank", "micro_tokens"}, "low-rank": {"momentum", "micro_tokens"}}
+
+
+def in_effect(adapt: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an adaptation that its adapter makes use of."""
+    idle = IDLE.get(str(adapt.get("adapter")), set())
+    return {key: value for key, value in adapt.items() if key not in idle}
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -24,7 +35,7 @@ def read_result(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the result {path}: {error}; give a file that `eval --json` wrote") from error
-    missing = sorted({"val_bpb", *LIKE} - set(found)) if isinstance(found, dict) else ["val_bpb"]
+    missing = sorted({"val_bpb", *LIKE} - LATER - set(found)) if isinstance(found, dict) else ["val_bpb"]
     if missing:
         raise ConfigError(
             f"{path} is no result of `parbank eval --json`: it has no {missing[0]!r}; score the model again"
@@ -32,12 +43,23 @@ def read_result(path: Path) -> dict[str, Any]:
     return found
 
 
+def is_result(path: Path) -> bool:
+    try:
+        read_result(path)
+    except ConfigError:
+        return False
+    return True
+
+
 def refuse_unlike(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> None:
-    """Names the first thing that differs. `ours` may still lack what is only known after scoring."""
+    """Names the first thing that differs. `ours` may still lack what is only known after scoring, and either what results
+    did not say at its time."""
     for key, what in LIKE.items():
-        if key not in ours or (mine := _plain(ours[key])) == (other := _plain(theirs[key])):
+        if key not in ours or key not in theirs:
             continue
-        part = ""
+        mine, other, part = _plain(ours[key]), _plain(theirs[key]), ""
+        if mine == other:
+            continue
         if isinstance(mine, dict) and isinstance(other, dict):
             differs = next(k for k in sorted(mine.keys() | other.keys()) if mine.get(k) != other.get(k))
             part, mine, other = f" ({differs})", mine.get(differs), other.get(differs)
@@ -59,5 +81,6 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> dict[str
 
 
 def _plain(value: Any) -> Any:
-    """As JSON would give it back."""
-    return json.loads(json.dumps(value))
+    """As JSON would give it back; of an adaptation what has an effect, since older results hold all of it."""
+    plain = json.loads(json.dumps(value))
+    return in_effect(plain) if isinstance(plain, dict) else plain

@@ -1,5 +1,6 @@
 """Text from a model, one token after another."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,14 +33,19 @@ def sample_tokens(
     Every token is computed once, over the keys and values of the `context` - 1 before it: the engine that scores a running
     text, a token at a time (parbank/model/stream.py).
     """
-    require(tokens >= 1, f"the number of tokens must be at least 1, got {tokens}")
-    require(temperature >= 0, f"the temperature must be 0 or more, got {temperature}")
-    require(top_k >= 0, f"top-k must be 0 (keep all) or positive, got {top_k}")
+    check_settings(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     require(context >= 1, f"a window has at least 1 token, got {context}")
-    check_seed(seed)
     window = [tokenizer.bos_id, *map(int, tokenizer.encode(prompt))]
     generator = torch.Generator().manual_seed(seed)
     return _continue(model, window, tokenizer.bos_id, tokens, temperature, top_k, generator, context)
+
+
+def check_settings(*, tokens: int, temperature: float, top_k: int, seed: int) -> None:
+    """What can be refused before a model is read."""
+    require(tokens >= 1, f"the number of tokens must be at least 1, got {tokens}")
+    require(0 <= temperature < math.inf, f"the temperature must be a finite number, 0 or more, got {temperature}")
+    require(top_k >= 0, f"top-k must be 0 (keep all) or positive, got {top_k}")
+    check_seed(seed)
 
 
 def continuation(tokenizer: Tokenizer, prompt: str, tokens: list[int]) -> str:

@@ -215,6 +215,19 @@ def check_context(context: int) -> None:
     require(context >= 1, f"a window has at least 1 token, got {context}")
 
 
+def check_windows(context: int, stride: int, *, width: int | None = None) -> None:
+    """`width`: how long windows get, where that is known to be less than the context."""
+    check_context(context)
+    require(
+        (width or context) <= MAX_POSITIONS,
+        f"a window of {context} tokens is longer than the model's {MAX_POSITIONS} positions; lower --context, or use streaming "
+        "scores, which have no longest window",
+    )
+    allowed = f"a stride must lie in 1..{context}, the context"
+    require(stride >= 1, f"{allowed}: with {stride} windows would not move on; raise --stride")
+    require(stride <= context, f"{allowed}: with {stride} tokens would be left out; lower --stride, or raise --context")
+
+
 def make_window_scorer(
     model: GPT,
     runtime: Runtime,
@@ -227,15 +240,8 @@ def make_window_scorer(
     compiled: bool,
 ) -> WindowScorer:
     """For a text of so many targets that comes whole, or in pieces of at most so many."""
-    check_context(context)
     width = min(context, targets)
-    require(
-        width <= MAX_POSITIONS, f"a window of {context} tokens is longer than the model's {MAX_POSITIONS} positions"
-    )
-    require(
-        1 <= stride <= context,
-        f"a stride must lie in 1..{context}, the context: with {stride} tokens would be left out; lower --stride",
-    )
+    check_windows(context, stride, width=width)
     together = batch_tokens or tokens_together(model.config.vocab_size, runtime)
     stride = min(stride, width)
     rows = min(max(1, together // width), 1 + (piece or targets) // stride)  # never more than there are windows to fill

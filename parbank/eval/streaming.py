@@ -101,5 +101,6 @@ def score_streaming(
     if segment is None:
         segment = tokens_together(model.config.vocab_size, runtime) * (LONGER if runtime.is_cuda else 1)
     length = even_segment(text.targets, segment)
-    scorer = StreamScorer(model, runtime, context=context, segment=length, compiled=compiled)
+    window = min(context, text.targets)  # more would see the same, and carry keys that nothing ever fills
+    scorer = StreamScorer(model, runtime, context=window, segment=length, compiled=compiled)
     return run_scorer(scorer, model, text, runtime, progress)

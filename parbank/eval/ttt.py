@@ -59,6 +59,19 @@ def plan_pieces(tokens: np.ndarray, chunk: int, bos_id: int | None) -> Iterator[
         first = end
 
 
+def is_learnt_from(piece: Piece, chunk: int) -> bool:
+    return piece.goes_on and piece.last - piece.first == chunk
+
+
+def check_learning(context: int, chunk: int) -> None:
+    """An adapter learns through the model's plain forward pass."""
+    width = min(context, chunk)
+    require(
+        width <= MAX_POSITIONS,
+        f"ttt learns from windows of {width} tokens; a model has {MAX_POSITIONS} positions: lower --context or --chunk",
+    )
+
+
 def score_ttt(
     model: GPT,
     tokens: TokenSet,
@@ -80,8 +93,7 @@ def score_ttt(
     assert config.chunk is not None
     text = Text.load(tokens, runtime)
     chunk = min(config.chunk, text.targets)
-    width = min(context, chunk)  # of the sequences an adapter learns from, through the model's plain forward pass
-    require(width <= MAX_POSITIONS, f"ttt learns from windows of {width} tokens; a model has {MAX_POSITIONS} positions")
+    check_learning(context, chunk)
     nats = text.new_nats()
     training = model.training
     with restored(model):
@@ -89,8 +101,10 @@ def score_ttt(
         try:
             scorer: Scorer
             if config.scores == "streaming":
-                length = even_segment(chunk, segment or tokens_together(model.config.vocab_size, runtime))
-                scorer = StreamScorer(model, runtime, context=context, segment=length, compiled=compiled)
+                together = tokens_together(model.config.vocab_size, runtime) if segment is None else segment
+                length = even_segment(chunk, together)
+                window = min(context, text.targets)  # as in score_streaming
+                scorer = StreamScorer(model, runtime, context=window, segment=length, compiled=compiled)
             else:
                 scorer = make_window_scorer(
                     model,
@@ -130,7 +144,7 @@ def _run(
             learner.reset()
         scorer.score(text.upto(piece.last), piece.first, nats, more=piece.last < text.targets)
         progress(piece.last / text.targets)
-        if piece.goes_on and piece.last - piece.first == chunk:
+        if is_learnt_from(piece, chunk):
             # A copy, which a cast is: a view would lead to all of the text. From the text that is on the device already: a copy
             # from the host would be waited for. The share is 0 at the first chunk and 1 at the last.
             seen = text.ids[piece.first : piece.last + 1].long()

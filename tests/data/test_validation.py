@@ -62,6 +62,29 @@ def test_another_tokenizer_sees_the_same_text(
         assert np.count_nonzero(tokens == other.bos_id) == 2  # one a document
 
 
+def test_the_same_bytes_cut_into_other_documents_are_told_apart(
+    dataset: Dataset, other: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, found = "one two three four", {}
+    for cuts in ((), (3,), (7,), (3, 7)):
+        folder = tmp_path / str(cuts)
+        folder.mkdir()
+        (folder / "t.model").write_bytes(dataset.tokenizer.to_bytes())
+        parts = [text[a:b] for a, b in zip((0, *cuts), (*cuts, None))]
+        tokens = [t for part in parts for t in (dataset.tokenizer.bos_id, *dataset.tokenizer.encode(part))]
+        for split in ("train", "val"):
+            write_shard(folder / f"x_{split}_0.bin", np.array(tokens, dtype=np.uint16))
+        own, again = (open_validation(f"shards:{folder}", t, say=silent) for t in (dataset.tokenizer, other))
+        monkeypatch.setattr("parbank.data.validation._BLOCK", 2)
+        small = open_validation(f"shards:{folder}", dataset.tokenizer, say=silent)
+        monkeypatch.undo()
+        assert own.documents == again.documents == small.documents == len(parts)
+        assert own.documents_sha256 == again.documents_sha256 == small.documents_sha256
+        assert own.sha256 == hashlib.sha256(text.encode()).hexdigest()
+        found[cuts] = own.documents_sha256
+    assert len(set(found.values())) == 4
+
+
 def test_a_text_far_too_short_to_train_on_can_be_scored(dataset: Dataset, tmp_path: Path) -> None:
     poem = tmp_path / "a poem, ünicode.txt"
     poem.write_text("roses are rød\r\nviolets are blue\n", encoding="utf-8", newline="")

@@ -13,7 +13,8 @@ from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError
 from parbank.eval.adapt import AdaptConfig
 from parbank.eval.breakdown import break_down, draw
-from parbank.eval.methods import EvalConfig, find_contexts, place_in_document, score_text
+from parbank.eval.methods import EvalConfig, find_contexts, find_idle, place_in_document, score_text
+from parbank.eval.ttt import score_ttt
 from parbank.runtime import Runtime
 from tests.eval.test_score import make_model
 
@@ -57,9 +58,41 @@ def test_every_part_is_counted_once(config: EvalConfig, dataset: Dataset, tokens
         opening,
     ]
     assert found.by_context[-1].last <= 15
-    draw(found, "a title", tmp_path / "picture.png")
+    draw(found, r"a$\frac$b", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert set(found.as_dict()) == {"by_context", "by_place_in_document", "by_document"}
+
+
+def test_what_ttt_never_learnt_from_is_said_by_what_it_is_shown(tokens: np.ndarray) -> None:
+    """Three documents of 70, 9 and 40 targets: low-rank adapters start anew with each."""
+    model = make_model().config
+    for settings, message in (
+        ({"chunk": 119}, "the text is one chunk of 119 tokens"),
+        ({"chunk": 200}, "the text is one chunk of 119 tokens"),
+        ({"chunk": 118}, None),
+        ({"chunk": 70, "adapter": "low-rank"}, "no document goes on after a whole chunk of 70 tokens"),
+        ({"chunk": 69, "adapter": "low-rank"}, None),
+    ):
+        config, seen = AdaptConfig(epochs=1, **settings), _Watch()
+        score_ttt(make_model(), TokenSet([tokens]), context=16, stride=16, config=config, adapter=seen, runtime=CPU)
+        found = find_idle(tokens, EvalConfig(method="ttt", context=16, adapt=config), model)
+        assert (found is None) == bool(seen.chunks)
+        assert found is None if message is None else message in str(found)
+
+
+class _Watch:
+    """An adapter that only counts what it is shown."""
+
+    def __init__(self) -> None:
+        self.chunks = 0
+
+    def __call__(self, model: object) -> "_Watch":
+        return self
+
+    def learn(self, tokens: torch.Tensor, progress: float) -> None:
+        self.chunks += 1
+
+    def reset(self) -> None: ...
 
 
 def test_contexts_are_what_the_windows_give() -> None:
@@ -98,6 +131,9 @@ def test_settings_of_another_method_are_refused() -> None:
         EvalConfig(method="sliding", adapt=AdaptConfig())
     with pytest.raises(ConfigError, match="--segment is for streaming"):
         EvalConfig(method="chunked", segment=5)
+    for method in ("streaming", "ttt"):
+        with pytest.raises(ConfigError, match="--segment must be at least 1, got 0"):
+            EvalConfig(method=method, segment=0)
     with pytest.raises(ConfigError, match="at least 1 token, got 0"):
         EvalConfig(context=0)
     assert EvalConfig(method="sliding", context=16).step == 16

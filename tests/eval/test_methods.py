@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError, DataError, ParbankError
+from parbank.eval.adapt import AdaptConfig
 from parbank.eval.score import Scored, plan_windows, score_windows
 from parbank.eval.streaming import even_segment, score_streaming
+from parbank.eval.ttt import score_ttt
 from parbank.model import GPT
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
@@ -114,6 +116,21 @@ def test_streaming_gives_each_token_what_one_banded_pass_says(
     assert shares[-1] == 1.0
 
 
+def test_a_window_longer_than_the_text_costs_no_more_than_the_text(model: GPT, dataset: Dataset) -> None:
+    tokens = TokenSet([dataset.val.read(0, 60)])
+    for segment in (13, None):
+        long, whole = (
+            score_streaming(model, tokens, context=context, segment=segment, runtime=CPU).nats
+            for context in (10**15, 59)
+        )
+        assert np.array_equal(long, whole)
+    adapted = [
+        score_ttt(model, tokens, context=context, stride=1, config=AdaptConfig(chunk=20), runtime=CPU).nats
+        for context in (10**15, 59)
+    ]
+    assert np.array_equal(*adapted)
+
+
 @given(st.integers(1, 10**7), st.integers(1, 70_000))
 def test_segments_are_even_and_no_longer_than_asked(targets: int, segment: int) -> None:
     length = even_segment(targets, segment)
@@ -150,12 +167,14 @@ def test_what_cannot_be_scored_is_refused(model: GPT, dataset: Dataset) -> None:
     tokens = TokenSet([dataset.val.read(0, 50)])
     with pytest.raises(ConfigError, match=r"stride must lie in 1\.\.16.* 17 tokens would be left out"):
         score_windows(model, tokens, context=16, stride=17, runtime=CPU)
-    with pytest.raises(ConfigError, match="stride must lie"):
+    with pytest.raises(ConfigError, match=r"stride must lie in 1\.\.16.* raise --stride"):
         score_windows(model, tokens, context=16, stride=0, runtime=CPU)
     with pytest.raises(ConfigError, match="at least 1 token, got 0"):
         score_streaming(model, tokens, context=0, runtime=CPU)
     with pytest.raises(ConfigError, match="segment has at least 1 token, got -1"):
         score_streaming(model, tokens, context=4, segment=-1, runtime=CPU)
+    with pytest.raises(ConfigError, match="segment has at least 1 token, got 0"):
+        score_ttt(model, tokens, context=4, stride=4, segment=0, runtime=CPU)
     with pytest.raises(DataError, match="scoring needs at least 2"):
         score_streaming(model, TokenSet([dataset.val.read(0, 1)]), context=4, runtime=CPU)
     long = TokenSet([np.zeros(40_000, dtype=np.uint16)])

@@ -13,7 +13,8 @@ from parbank.eval.result import compare, read_result, refuse_unlike
 
 CONFIG = EvalConfig(method="ttt", context=32, adapt=AdaptConfig(blocks=(1, 2)))
 RESULT: dict[str, Any] = {
-    "val_bpb": 1.25, "bytes": 100, "text_sha256": "ab", "tokenizer_sha256": "t", "seconds": 3, **CONFIG.describe()
+    "val_bpb": 1.25, "bytes": 100, "text_sha256": "ab", "documents": 2, "documents_sha256": "d",
+    "tokenizer_sha256": "t", "seconds": 3, **CONFIG.describe()
 }  # fmt: skip
 
 
@@ -31,6 +32,8 @@ def test_like_results_differ_by_a_number(tmp_path: Path) -> None:
     [
         ({"text_sha256": "cd"}, "the text is ab here and cd in b"),
         ({"bytes": 99}, "size in bytes is 100 here and 99"),
+        ({"documents": 3}, "the number of documents is 2 here and 3"),
+        ({"documents_sha256": "e"}, r"where documents begin \(its hash\) is d here and e"),
         ({"method": "sliding"}, "the method is ttt here and sliding"),
         ({"context": 16}, "the context is 32 here and 16"),
         ({"stride": 64}, "the stride is None here and 64"),
@@ -44,10 +47,42 @@ def test_unlike_results_are_refused_by_what_differs(change: dict[str, Any], mess
         compare(RESULT, RESULT | change, "b")
 
 
+def test_settings_without_effect_do_not_make_scores_unlike() -> None:
+    def result(**settings: Any) -> dict[str, Any]:
+        return RESULT | EvalConfig(method="ttt", context=32, adapt=AdaptConfig(**settings)).describe()
+
+    for a, b in (
+        ({"rank": 4}, {"rank": 8}),
+        ({"adapter": "low-rank", "momentum": 0.5}, {"adapter": "low-rank"}),
+        ({"blocks": (1, 1)}, {"blocks": (1,)}),
+        ({"blocks": (3, 1)}, {"blocks": (1, 3)}),
+    ):
+        assert compare(result(**a), result(**b), "b")["difference_bpb"] == 0
+    old = result() | {"adapt": result()["adapt"] | {"rank": 4}}  # all settings were recorded once
+    assert compare(result(), old, "old")["difference_bpb"] == 0
+    for a, b, name in (
+        ({"adapter": "low-rank", "rank": 4}, {"adapter": "low-rank"}, "rank"),
+        ({"momentum": 0.5}, {}, "momentum"),
+        ({"blocks": (1,)}, {"blocks": (2,)}, "blocks"),
+        ({"adapter": "low-rank"}, {}, "adapter"),
+    ):
+        with pytest.raises(ConfigError, match=rf"how the model adapts \({name}\)"):
+            compare(result(**a), result(**b), "b")
+
+
 def test_what_is_not_known_yet_is_not_compared() -> None:
     refuse_unlike({"method": "ttt"}, RESULT, "b")
     with pytest.raises(ConfigError, match="the method is chunked here and ttt in b"):
         refuse_unlike({"method": "chunked"}, RESULT, "b")
+
+
+def test_a_result_from_before_documents_were_told_apart_still_compares(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({key: value for key, value in RESULT.items() if not key.startswith("documents")}))
+    assert compare(RESULT, read_result(path), "old")["difference_bpb"] == 0
+    assert compare(read_result(path), RESULT, "new")["difference_bpb"] == 0
+    with pytest.raises(ConfigError, match="the text is ab here and cd"):
+        compare(RESULT, read_result(path) | {"text_sha256": "cd"}, "old")
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"val_bpb": 1}', "\x00"])

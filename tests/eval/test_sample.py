@@ -82,7 +82,7 @@ def test_top_k_keeps_the_k_likeliest(model: GPT, tokenizer: Tokenizer) -> None:
         logits = model(torch.tensor([[tokenizer.bos_id]]))[0, -1]
     kept = set(logits.topk(3).indices.tolist())
     drawn = [list(sample_tokens(model, tokenizer, tokens=1, temperature=t, top_k=3, seed=s))
-             for s in range(40) for t in (5.0, math.inf)]  # fmt: skip
+             for s in range(40) for t in (5.0, 1e300)]  # fmt: skip
     found = {token for tokens in drawn for token in tokens}
     assert found == kept - {tokenizer.bos_id}
     everything = [list(sample_tokens(model, tokenizer, tokens=1, temperature=1.0, top_k=k)) for k in (0, 320, 10**6)]
@@ -152,6 +152,7 @@ def test_a_space_after_the_prompt_stays_with_a_tokenizer_that_drops_one_before_d
         ({"tokens": 0}, "at least 1, got 0"),
         ({"temperature": -0.1}, "0 or more, got -0.1"),
         ({"temperature": math.nan}, "0 or more, got nan"),
+        ({"temperature": math.inf}, "0 or more, got inf"),
         ({"top_k": -1}, "0 .keep all. or positive, got -1"),
         ({"context": 0}, "at least 1 token, got 0"),
         ({"seed": 2**70}, "from 0 to"),

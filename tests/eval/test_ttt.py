@@ -348,6 +348,7 @@ def test_an_adapter_is_gone_when_it_is_dropped(tokens: np.ndarray, kind: Any) ->
 def test_settings_that_cannot_be_run_are_refused() -> None:
     for settings, message in (
         ({"lr": -1.0}, "--lr must be 0 or more"),
+        ({"lr": float("inf")}, "--lr must be 0 or more and finite, got inf"),
         ({"epochs": 0}, "--epochs must be at least 1"),
         ({"chunk": 0}, "--chunk must be at least 1"),
         ({"freeze": 1, "blocks": (2,)}, "give one of them"),
