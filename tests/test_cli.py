@@ -140,7 +140,7 @@ def test_no_arguments_show_the_help(call: Call) -> None:
         ("train --recipe nano --minutes 0", "budget.minutes", "positive"),
         ("train --recipe nano --minutes nan", "nan", "a number"),
         ("train --recipe nano --minutes soon", "--minutes", "number"),
-        ("train --recipe nano --max-bytes 20000", "20,000 bytes", "raise --max-bytes"),
+        ("train --recipe nano --max-bytes 2000", "2,000 bytes", "raise --max-bytes (at least"),
         ("train --recipe nano --seed -1", "-1", "not be negative"),
         ("train --recipe nano --seed 99999999999999999999", "99999999999999999999", "from 0 to"),
         ("train --recipe nano --device tpu", "'tpu'", "auto, cpu, cuda"),

@@ -1,6 +1,6 @@
 """Weights to few bytes and back: integer codecs, packing under a byte cap, and sizes known before training."""
 
-from parbank.quant.budget import check_fits, expected_bytes, overhead_bytes, worst_case_bytes
+from parbank.quant.budget import FEW_BITS, check_fits, expected_bytes, overhead_bytes, worst_case_bytes
 from parbank.quant.calibration import Calibration
 from parbank.quant.codecs import Quantised, dequantise
 from parbank.quant.config import QuantConfig
@@ -10,6 +10,7 @@ from parbank.quant.pack import Packed, TensorRow, describe_tensors, pack_tensors
 from parbank.quant.solver import Solver, pack_solved
 
 __all__ = [
+    "FEW_BITS",
     "Calibration",
     "Packed",
     "QuantConfig",

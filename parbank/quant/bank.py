@@ -17,7 +17,7 @@ from parbank.quant.rotation import block_size, rotate, rotate_hessian
 Contents = dict[str, Quantised | Halves]
 MAX_Q = 127
 GRID = 8  # steps of scales an octave
-_SMALLEST_HALF = 2.0**-24
+_SMALLEST_HALF, _LARGEST_HALF = 2.0**-24, 65504.0
 _SAMPLE = 1 << 20  # weights of a bank that a prediction looks at: entropies are then right to a tenth of a percent
 # A sensitivity far below its tensor's mean is mostly noise of the calibration: it is not taken for a licence to drop.
 _FLOOR = 1e-3
@@ -119,8 +119,8 @@ class Bank:
         # GPTQ moves from column to column adds up beyond any weight, and would be stored in steps of no use.
         worth = (largest > 0) & (exponent <= torch.ceil(GRID * torch.log2(4 * largest / unit)))
         scales = unit * torch.exp2(torch.maximum(exponent, finest) / GRID)
-        scales = torch.where(worth, scales.clamp(min=_SMALLEST_HALF), 0.0).half()
-        if not scales.isfinite().all():
+        scales = torch.where(worth, scales.clamp(_SMALLEST_HALF, _LARGEST_HALF), 0.0).half()
+        if not scales.isfinite().all() or float(largest.max()) > MAX_Q * _LARGEST_HALF:
             raise ArtifactError(
                 f"{', '.join(self.names)}: weights up to {float(largest.max()):.3g} are too large for float16 scales; the "
                 "run diverged, pack an earlier checkpoint"

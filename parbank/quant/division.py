@@ -42,17 +42,20 @@ class Division:
     """Frequencies by class."""
 
 
-def divide(values: Integers, q: int, *, refine: bool = True) -> Division:
-    """The cheapest division found of a matrix into classes."""
+def divide(values: Integers, q: int, *, refine: bool = True, only_decay: bool = False) -> Division:
+    """The cheapest division found of a matrix into classes; `only_decay` leaves their models no other kind."""
     magnitudes = np.abs(values.astype(np.int16))
     rows, cols = (_codes(np.log2(magnitudes.mean(axis=axis) + _FLOOR)) for axis in (1, 0))
     cells = _count(values, rows, cols, q)
-    shifts = _DIVISIONS if values.size > _MIN_CLASS else _DIVISIONS[:1]
-    best = min((_describe_division(cells, rows, cols, *shift) for shift in shifts), key=lambda found: found.bits)
+    alike = values.size <= _MIN_CLASS or not (rows.any() or cols.any())
+    divisions = (
+        _describe_division(cells, rows, cols, *shift, only_decay) for shift in (_DIVISIONS[:1] if alike else _DIVISIONS)
+    )
+    best = min(divisions, key=lambda found: found.bits)
     for _ in range(_ROUNDS if refine and len(best.weights) > 1 else 0):
         rows = _move(values, q, best, best.rows, best.cols)
         cols = _move(values.T, q, best, best.cols, rows)
-        found = _describe_division(_count(values, rows, cols, q), rows, cols, 0, 0)
+        found = _describe_division(_count(values, rows, cols, q), rows, cols, 0, 0, only_decay)
         gained = 1 - found.bits / best.bits
         best = found if gained > 0 else best
         if gained < _WORTHWHILE:
@@ -96,7 +99,7 @@ def _count(values: Integers, rows: Array, cols: Array, q: int) -> npt.NDArray[np
 
 
 def _describe_division(
-    cells: npt.NDArray[np.float64], rows: Array, cols: Array, row_shift: int, col_shift: int
+    cells: npt.NDArray[np.float64], rows: Array, cols: Array, row_shift: int, col_shift: int, only_decay: bool
 ) -> Division:
     """One way to divide a matrix, given the counts under the numbers before the shifts."""
     every = np.arange(CODES)
@@ -107,7 +110,7 @@ def _describe_division(
     member = classes[of_cell].ravel()[None, :] == np.arange(classes.max() + 1)[:, None]
     total, weights = piece_bits(pieces), []
     for histogram in (member.astype(np.float64) @ cells).astype(np.int64):
-        cost, model, about = choose_model(histogram, cells.shape[1] // 2)
+        cost, model, about = choose_model(histogram, cells.shape[1] // 2, only_decay=only_decay)
         total += cost
         pieces += about
         weights.append(model)

@@ -24,7 +24,8 @@ Integers = npt.NDArray[np.int8]
 Halves = npt.NDArray[np.float16]
 
 # What a stream may expand to, so that a few hostile bytes cannot fill the memory: a million weights, or 64 for each
-# byte. The writer keeps to it (an eighth of a bit a weight is far below any use) and falls back to fixed width.
+# byte. The writer keeps to it: a stream under an eighth of a bit a weight is written again with models that cannot go
+# so low (models.py).
 _FREE_EXPANSION = 1 << 20
 _MAX_EXPANSION = 64
 _SCALE_LIMIT = 0x7C00  # float16 patterns below it are finite and not negative
@@ -38,11 +39,14 @@ _END, _END_RANGE = 2748, 4096
 Pull = Callable[[Array, int], npt.NDArray[np.int32]]  # weights, count -> symbols
 
 
-def encode_tensors(tensors: Sequence[tuple[Integers, int]]) -> bytes | None:
-    """Matrices of integers within -q..q as one stream; None where a reader would take it for a bomb."""
-    pieces = [piece for values, q in tensors for piece in _describe(values, q)]
-    stream = _push(pieces)
-    return stream if may_expand(len(stream), sum(values.size for values, _ in tensors)) else None
+def encode_tensors(tensors: Sequence[tuple[Integers, int]]) -> bytes:
+    """Matrices of integers within -q..q as one stream that no reader takes for a bomb."""
+    count = sum(values.size for values, _ in tensors)
+    for only_decay in (False, True):
+        stream = _push([piece for values, q in tensors for piece in _describe(values, q, only_decay)])
+        if may_expand(len(stream), count):
+            break
+    return stream
 
 
 def decode_tensors(
@@ -113,9 +117,9 @@ def may_expand(packed: int, count: int) -> bool:
     return count <= max(_FREE_EXPANSION, _MAX_EXPANSION * packed)
 
 
-def _describe(values: Integers, q: int) -> list[Piece]:
+def _describe(values: Integers, q: int, only_decay: bool) -> list[Piece]:
     """One matrix in pieces, in the order of the reader."""
-    found = divide(values, q)
+    found = divide(values, q, only_decay=only_decay)
     rows, cols = found.rows, found.cols
     classes = find_classes(rows, cols).astype(np.uint8)[rows[:, None] + cols[None, :]]
     symbols = (values.astype(np.int16) + q).astype(np.uint8)

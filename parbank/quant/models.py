@@ -6,7 +6,8 @@ to choose. docs/artifact.md specifies it.
 
 Three kinds, over symbols 0..n-1 around a centre, at distance d:
 - DECAY: w(0) = 1, w(d+1) = w(d) r(d), r(0) = 1 - a, r(d+1) = r(d) (1 - b). With b = 0 a discretised Laplace
-  distribution, with r(0) near 1 a Gaussian one, and everything between: two numbers, for small tensors.
+  distribution, with r(0) near 1 a Gaussian one, and everything between: two numbers, for small tensors. r(0) is at
+  least 1/16, so no symbol between two others has more than 8/9, or takes less than 0.17 bits.
 - EVEN: a transmitted histogram over d, for large tensors; weights have no preferred sign.
 - FULL: a transmitted histogram over the symbols themselves.
 """
@@ -100,10 +101,10 @@ def piece_bits(pieces: list[Piece]) -> float:
     return sum(bits(np.bincount(p.symbols, minlength=len(p.weights)), p.weights) for p in pieces)
 
 
-def choose_model(counts: Array, centre: int) -> tuple[float, Array, list[Piece]]:
+def choose_model(counts: Array, centre: int, *, only_decay: bool = False) -> tuple[float, Array, list[Piece]]:
     """The cheapest model for a histogram: total bits (its own description included), frequencies, description."""
     best: tuple[float, Array, list[Piece]] | None = None
-    for kind, weights, about in _candidates(counts, centre):
+    for kind, weights, about in _candidates(counts, centre, only_decay):
         pieces = [*flat_piece(kind, KINDS), *about]
         total = bits(counts, weights) + piece_bits(pieces)
         if best is None or total < best[0]:
@@ -126,14 +127,14 @@ def describe_numbers(numbers: Array, limit: int) -> list[Piece]:
     return [*pieces, *flat_piece(centre, n), *about, Piece(numbers - low, weights)]
 
 
-def _candidates(counts: Array, centre: int) -> list[tuple[int, Array, list[Piece]]]:
+def _candidates(counts: Array, centre: int, only_decay: bool) -> list[tuple[int, Array, list[Piece]]]:
     n = len(counts)
     distances = _distances(centre, n)
     folded = np.bincount(distances, weights=counts).astype(np.int64)
     a, b = _fit_decay(folded, n)
     places = len(SHRINKS)
     found = [(DECAY, decay_weights(a, b, centre, n), [*flat_piece(a, places), *flat_piece(b, places)])]
-    if counts.sum() < 2 * len(folded):  # too few to pay for a histogram
+    if only_decay or counts.sum() < 2 * len(folded):  # too few to pay for a histogram
         return found
     sides = np.bincount(distances)  # symbols at each distance, which share its count
     even = _levels(np.maximum(folded, _UNSEEN) / sides, counts.sum())

@@ -30,10 +30,9 @@ from parbank.quant.calibration import Calibration
 from parbank.quant.codecs import Quantised, to_half
 from parbank.quant.config import QuantConfig
 from parbank.quant.contents import pack_contents
-from parbank.quant.pack import Packed, pack_tensors, role
+from parbank.quant.pack import Packed, role
 
 _GUIDED = 6  # builds that follow the sizes' line; after that plain halving, which nothing misleads
-_SPARSEST = 48  # weights a byte of the sparsest file that is tried: safely under what a reader believes
 _NARROW = 0.004  # octaves of lambda: sizes jump by more than the rest of the way where scales change in float16
 
 
@@ -61,23 +60,15 @@ def pack_solved(
     code_bytes: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Packed:
-    """Like `pack_tensors`, by the solver. Where the solver cannot reach the cap the ladder of `pack_tensors` is tried: what
-    was promised before training holds whatever the weights are."""
+    """Like `pack_tensors`, by the solver. A cap that `budget.check_fits` took is met, whatever the weights are: at worst by
+    a file of zeros."""
     roles = {name: role(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     def build(contents: Contents) -> bytes:
         chosen = {name: roles[name] for name in contents}
         return pack_contents(contents, chosen, meta or {}, extra_sections or {}, coder=config.coder)
 
-    try:
-        solved = Solver(tensors, roles, calibration, config, say=say).solve(build, max_bytes - code_bytes)
-    except CannotFit as failure:
-        try:
-            return pack_tensors(
-                tensors, config, max_bytes=max_bytes, meta=meta, extra_sections=extra_sections, code_bytes=code_bytes
-            )
-        except ArtifactError:
-            raise failure from None
+    solved = Solver(tensors, roles, calibration, config, say=say).solve(build, max_bytes - code_bytes)
     ranges = [c.q for n, c in solved.contents.items() if isinstance(c, Quantised) and roles[n] == "matrix"]
     widest = max(ranges, default=0)
     return Packed(solved.data, widest, False, tuple((widest, size) for size in solved.builds))
@@ -214,15 +205,11 @@ class _Search:
                 break
             if self.over and self.under and abs(self.under[0] - self.over[0]) < _NARROW:
                 break
-        # All zeros are the smallest file, but for a large model: a reader refuses more than 64 weights a byte, and the writer
-        # falls back to fixed width. There the smallest file is the one that just does not need to.
-        weights = sum(bank.weights.numel() for bank in self.solver.banks)
-        for place in (self.high, self._predict(8 * weights / _SPARSEST)):
-            if self.best is None:
-                self._try(place)
+        # The last resort is what budget.check_fits has promised: at `high` every row is dropped.
+        if self.best is None:
+            self._try(self.high)
         if self.best is None:
             raise CannotFit(min(self.sizes), self.cap)
-        assert self.best is not None
         return replace(self.best, builds=tuple(self.sizes))
 
     def _aim(self) -> float:

@@ -64,7 +64,7 @@ def encode_integers(tensors: Sequence[tuple[Integers, int]], coder: Coder = "ans
 
     Fixed width is what makes the size a promise: no weights whatever can exceed it.
     """
-    packed = _encode_ans(tensors) if coder == "ans" else _encode_lzma(tensors)
+    packed = bytes([_ANS]) + entropy.encode_tensors(tensors) if coder == "ans" else _encode_lzma(tensors)
     if packed is not None and len(packed) < fixed_bytes([(values.size, q) for values, q in tensors]):
         return packed
     return bytes([_FIXED]) + b"".join(_pack_fixed(_symbols(values, q), integer_bits(q)) for values, q in tensors)
@@ -150,11 +150,6 @@ def decode_bytes(stream: bytes, size: int | None, *, source: str) -> bytes:
     if coding == _RAW and size in (None, len(body)):
         return body
     raise _damaged(source, "its bytes are not in a known coding of the right size")
-
-
-def _encode_ans(tensors: Sequence[tuple[Integers, int]]) -> bytes | None:
-    packed = entropy.encode_tensors(tensors)
-    return None if packed is None else bytes([_ANS]) + packed
 
 
 def _encode_lzma(tensors: Sequence[tuple[Integers, int]]) -> bytes | None:

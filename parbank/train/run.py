@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from parbank.model import GPT
 from parbank.model.gpt import MAX_POSITIONS
 from parbank.ops.fp8 import check_device
 from parbank.quant import (
+    FEW_BITS,
     Calibration,
     Packed,
     check_fits,
@@ -88,6 +90,7 @@ def run(
     with _open_folder(out, resume, runtime) as checkpoint:
         dataset = _open_data(config, runtime, display, resume)
         config = _fit_data(config, dataset)
+        check_size(config, display, dataset.tokenizer)
         setup.end("data")
         trainer = Trainer(config, runtime, dataset, out)
     try:
@@ -187,19 +190,33 @@ def pack_model(
     )
 
 
-def check_size(config: RunConfig, display: Display) -> None:
-    """Refuses, before any work is done, a model that could not be promised to fit."""
+def check_size(config: RunConfig, display: Display, tokenizer: Tokenizer | None = None) -> None:
+    """Refuses, before any work is done, a model that no tokenizer would let fit; with the tokenizer, one that could not be
+    promised to fit."""
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in GPT(config.model).state_dict().items()}
-    # a SentencePiece model of n pieces takes about 18 n bytes; twice that is more than any we have seen
-    overhead = overhead_bytes(_meta(config), {TOKENIZER: bytes(36 * config.model.vocab_size + 4096)})
+    # a SentencePiece model of n pieces takes at least 10 n bytes (score 4, text 1, tags and lengths 5) and about 18 n; twice
+    # that is more than any we have seen
+    model = bytes(10 * config.model.vocab_size) if tokenizer is None else tokenizer.to_bytes()
+    overhead, cap = overhead_bytes(_meta(config), {TOKENIZER: model}), config.budget.max_bytes
     code = code_bytes() if config.budget.count_code else 0
-    check_fits(shapes, config.quant, config.budget.max_bytes, overhead=overhead, code_bytes=code)
-    expected = expected_bytes(shapes, config.quant, overhead=overhead) + code
-    if expected > config.budget.max_bytes:
+    reserve = 26 * config.model.vocab_size + 4096 if tokenizer is None else 0
+    check_fits(shapes, config.quant, cap, overhead=overhead, code_bytes=code, reserve=reserve)
+    if tokenizer is not None:
+        return
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    overhead += code + 8 * config.model.vocab_size
+    bits = 8 * max(cap - overhead, 0) / parameters
+    expected = expected_bytes(shapes, config.quant, overhead=overhead)
+    if config.quant.method == "solver" and bits < FEW_BITS:
+        display.say(
+            f"note: {cap:,} bytes leave {bits:.1f} bits for each of {parameters:,} parameters; a smaller model (model.width, "
+            "model.layers) would probably do better at this cap"
+        )
+    elif expected > cap:
         display.say(
             f"note: at {config.quant.matrix_bits} bits the artifact may come to {expected:,} bytes; where it does, matrices are "
-            f"stored more coarsely until it fits {config.budget.max_bytes:,}"
+            f"stored more coarsely until it fits {cap:,}"
         )
 
 

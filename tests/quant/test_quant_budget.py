@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 
 from parbank.errors import ConfigError
 from parbank.quant import (
+    Calibration,
     QuantConfig,
     check_fits,
     expected_bytes,
     overhead_bytes,
+    pack_solved,
     pack_tensors,
+    unpack_tensors,
     worst_case_bytes,
 )
 
@@ -51,7 +54,7 @@ FILLS = {
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 def test_no_weights_exceed_the_worst_case(fill: str, bits: int):
     torch.manual_seed(0)
-    config = QuantConfig(min_matrix_bits=bits, matrix_bits=max(bits, 6))
+    config = QuantConfig(method="rows", min_matrix_bits=bits, matrix_bits=max(bits, 6))
     bound = worst_case_bytes(SHAPES, config, overhead=overhead_bytes(META, EXTRA))
     tensors = {name: FILLS[fill](shape, config.min_matrix_q) for name, shape in SHAPES.items()}
     packed = pack_tensors(tensors, config, max_bytes=bound, meta=META, extra_sections=EXTRA)
@@ -60,7 +63,7 @@ def test_no_weights_exceed_the_worst_case(fill: str, bits: int):
 
 def test_the_bound_is_close_to_the_worst_weights():
     torch.manual_seed(0)
-    config = QuantConfig(matrix_bits=4, clip_steps=1)
+    config = QuantConfig(method="rows", matrix_bits=4, clip_steps=1)
     shapes = {"up.weight": (512, 512), "token_embedding.weight": (256, 128)}
     bound = worst_case_bytes(shapes, config, overhead=overhead_bytes(META, EXTRA))
     tensors = {name: uniform_integers(shape, 127 if "emb" in name else 7) for name, shape in shapes.items()}
@@ -82,7 +85,7 @@ def test_the_bound_is_close_to_the_worst_weights():
 )
 def test_a_model_that_passes_the_check_always_packs(shapes, fill, bits, embedding_bits, seed):
     torch.manual_seed(seed)
-    config = QuantConfig(matrix_bits=8, min_matrix_bits=bits, embedding_bits=embedding_bits)
+    config = QuantConfig(method="rows", matrix_bits=8, min_matrix_bits=bits, embedding_bits=embedding_bits)
     cap = worst_case_bytes(shapes, config, overhead=overhead_bytes(META, EXTRA)) + 100
     check_fits(shapes, config, cap, overhead=overhead_bytes(META, EXTRA), code_bytes=100)
     tensors = {n: FILLS[fill](s, config.min_matrix_q).nan_to_num().clamp(-6e4, 6e4) for n, s in shapes.items()}
@@ -107,29 +110,92 @@ def test_the_expected_size_is_near_for_gaussian_weights(bits: int):
 
 
 def test_the_check_refuses_with_numbers_and_remedies():
-    config = QuantConfig()
+    config = QuantConfig(method="rows")
     worst = worst_case_bytes(SHAPES, config, overhead=5000)
     check_fits(SHAPES, config, worst, overhead=5000)
     with pytest.raises(ConfigError, match=rf"may need {worst + 1:,}.*--max-bytes.*min_matrix_bits") as caught:
         check_fits(SHAPES, config, worst, overhead=5000, code_bytes=1)
     assert "110,657 parameters" in str(caught.value)
-    with pytest.raises(ConfigError, match="About 0 parameters"):
+    assert f"at least {worst + 1:,}" in str(caught.value)
+    with pytest.raises(ConfigError, match="about 0 parameters"):
         check_fits(SHAPES, config, 4000, overhead=5000)
 
 
 def test_the_number_of_parameters_said_to_fit_does_fit():
-    config, overhead, cap = QuantConfig(), 5000, 2_000_000
+    config, overhead, cap = QuantConfig(method="rows"), 5000, 2_000_000
 
     def shapes(layers: int) -> dict[str, tuple[int, ...]]:
         return {f"blocks.{i}.mlp.up.weight": (1024, 512) for i in range(layers)}
 
     with pytest.raises(ConfigError) as caught:
         check_fits(shapes(20), config, cap, overhead=overhead)
-    said = int(re.search(r"About ([\d,]+) parameters", str(caught.value))[1].replace(",", ""))
+    said = int(re.search(r"about ([\d,]+) parameters", str(caught.value))[1].replace(",", ""))
     layers = said // (1024 * 512)
     check_fits(shapes(layers), config, cap, overhead=overhead)
     with pytest.raises(ConfigError):
         check_fits(shapes(layers + 1), config, cap, overhead=overhead)
+
+
+ANY = {
+    "noise": lambda shape: 0.02 * torch.randn(shape),
+    "uniform": lambda shape: 2 * torch.rand(shape) - 1,
+    "heavy tails": lambda shape: (torch.randn(shape) / torch.randn(shape)).clamp(-6e4, 6e4),
+    "orders of magnitude": lambda shape: (torch.randn(shape) * 10 ** (8 * torch.rand(shape) - 4)).clamp(-6e4, 6e4),
+    "all equal": lambda shape: torch.full(shape, 0.3),
+    "largest of float16": lambda shape: 65504 * torch.randn(shape).sign(),
+    "too small for float16": lambda shape: 1e-30 * torch.randn(shape),
+    "outlier": lambda shape: torch.where(torch.arange(shape[-1] if shape else 1) == 0, 3e4, 0.01 * torch.randn(shape)),
+}
+# the second has more weights than a reader believes without a byte for every 64
+SOLVED_SHAPES = [SHAPES, {"up.weight": (8200, 128), "token_embedding.weight": (32, 128), "gain": (8,)}]
+
+
+def solve(shapes: dict[str, tuple[int, ...]], fill: str, cap: int, config: QuantConfig) -> int:
+    tensors = {name: ANY[fill](shape).reshape(shape) for name, shape in shapes.items()}
+    packed = pack_solved(tensors, config, Calibration(), max_bytes=cap, meta=META, extra_sections=EXTRA, code_bytes=100)
+    found = unpack_tensors(packed.artifact)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == shapes
+    return packed.size + 100
+
+
+@pytest.mark.parametrize("fill", ANY)
+@pytest.mark.parametrize("shapes", SOLVED_SHAPES, ids=["small", "more than a million"])
+def test_whatever_the_weights_the_solver_meets_the_smallest_cap_that_is_taken(shapes, fill: str):
+    torch.manual_seed(0)
+    config, overhead = QuantConfig(max_builds=4), overhead_bytes(META, EXTRA)
+    cap = worst_case_bytes(shapes, config, overhead=overhead) + 100
+    check_fits(shapes, config, cap, overhead=overhead, code_bytes=100)
+    with pytest.raises(ConfigError, match=rf"it may need {cap:,} even with .*raise --max-bytes \(at least {cap:,}\)"):
+        check_fits(shapes, config, cap - 1, overhead=overhead, code_bytes=100)
+    assert solve(shapes, fill, cap, config) <= cap
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    shapes=st.dictionaries(
+        st.sampled_from(["embedding.weight", "a.weight", "b.weight"]) | st.text(max_size=30),
+        st.lists(st.integers(0, 40), max_size=3).map(tuple),
+        min_size=1,
+        max_size=4,
+    ),
+    fill=st.sampled_from(sorted(ANY)),
+    coder=st.sampled_from(["ans", "lzma"]),
+    low_rank=st.sampled_from([0, 2]),
+    builds=st.integers(2, 4),
+    seed=st.integers(0, 1000),
+)
+def test_what_the_solver_was_promised_to_meet_it_meets(shapes, fill, coder, low_rank, builds, seed):
+    torch.manual_seed(seed)
+    config = QuantConfig(coder=coder, low_rank=low_rank, max_builds=builds)
+    cap = worst_case_bytes(shapes, config, overhead=overhead_bytes(META, EXTRA)) + 100
+    assert solve(shapes, fill, cap, config) <= cap
+
+
+def test_what_may_still_come_is_not_refused_but_has_room_in_the_cap_that_is_named():
+    worst = worst_case_bytes(SHAPES, QuantConfig(), overhead=5000)
+    check_fits(SHAPES, QuantConfig(), worst, overhead=5000, reserve=700)
+    with pytest.raises(ConfigError, match=rf"may need {worst:,}.*at least {worst + 700:,}"):
+        check_fits(SHAPES, QuantConfig(), worst - 1, overhead=5000, reserve=700)
 
 
 def test_the_golf_model_fits_its_caps():
@@ -139,10 +205,13 @@ def test_the_golf_model_fits_its_caps():
             shapes[f"blocks.{layer}.attention.{name}.weight"] = (rows, 512)
         shapes[f"blocks.{layer}.mlp.up.weight"] = (1536, 512)
         shapes[f"blocks.{layer}.mlp.down.weight"] = (512, 1536)
-    check_fits(shapes, QuantConfig(), 16_000_000, overhead=30_000, code_bytes=100_000)
-    check_fits(shapes, QuantConfig(min_matrix_bits=2), 8_000_000, overhead=30_000)
-    with pytest.raises(ConfigError):
-        check_fits(shapes, QuantConfig(), 8_000_000, overhead=30_000)
+    rows = QuantConfig(method="rows")
+    check_fits(shapes, rows, 16_000_000, overhead=30_000, code_bytes=100_000)
+    check_fits(shapes, QuantConfig(method="rows", min_matrix_bits=2), 8_000_000, overhead=30_000)
+    with pytest.raises(ConfigError, match=r"quant\.method=solver"):
+        check_fits(shapes, rows, 8_000_000, overhead=30_000)
+    for cap in (16_000_000, 8_000_000, 4_000_000):
+        check_fits(shapes, QuantConfig(), cap, overhead=30_000, code_bytes=100_000)
     assert 17e6 < expected_bytes(shapes, QuantConfig(), overhead=30_000) < 19e6
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from parbank.train.checkpoint import find_checkpoint, list_checkpoints, load_che
 from parbank.train.config import RunConfig
 from parbank.train.load import load_model, pack_checkpoint
 from parbank.train.metrics import Display
-from parbank.train.run import Result, code_bytes, load_run_config, run
+from parbank.train.run import Result, check_size, code_bytes, load_run_config, run
 
 PLACE = Runtime(device=torch.device("cpu"))
 ROOT = Path(__file__).parents[2]
@@ -150,9 +151,43 @@ def test_a_model_that_cannot_fit_is_refused_before_any_work(
     text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PARBANK_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ConfigError, match=r"cannot be promised to fit 30,000 bytes: it may need .*raise --max-bytes"):
-        run(nano(text_spec, "budget.max_bytes=30_000"), PLACE, tmp_path / "runs" / "a", display=quiet())
+    with pytest.raises(ConfigError, match=r"cannot be promised to fit 5,000 bytes: it may need .*raise --max-bytes"):
+        run(nano(text_spec, "budget.max_bytes=5_000"), PLACE, tmp_path / "runs" / "a", display=quiet())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("cap", "note"),
+    [(16_000_000, "may come to"), (8_000_000, "may come to"), (4_000_000, "leave 1.1 bits .*model.width")],
+)
+def test_the_golf_model_is_taken_under_the_caps_the_solver_meets(cap: int, note: str) -> None:
+    said = io.StringIO()
+    check_size(override(get_recipe("sprint"), f"budget.max_bytes={cap}"), Display(file=said))
+    assert re.fullmatch(f"note: .*{note}.*\n", said.getvalue())
+
+
+def test_the_cap_named_in_a_refusal_is_taken() -> None:
+    def check(cap: int) -> None:
+        check_size(override(get_recipe("golf"), f"budget.max_bytes={cap}"), quiet())
+
+    with pytest.raises(ConfigError, match="100,000 bytes: it may need") as refusal:
+        check(100_000)
+    named = int(re.search(r"--max-bytes \(at least ([\d,]+)\)", str(refusal.value))[1].replace(",", ""))
+    assert 500_000 < named < 1_000_000
+    check(named)
+
+
+def test_the_smallest_cap_with_the_real_tokenizer_is_kept(text_spec: str, tmp_path: Path) -> None:
+    """Between what some tokenizer might need and what this one does, the refusal comes before training and is exact."""
+    with pytest.raises(ConfigError, match="7,000 bytes: it may need") as refusal:
+        run(nano(text_spec, "budget.max_bytes=7_000"), PLACE, tmp_path / "refused", display=quiet())
+    assert not (tmp_path / "refused").exists()
+    smallest = int(re.search(r"at least ([\d,]+)\)", str(refusal.value))[1].replace(",", ""))
+    for cap in (smallest, 30_000):
+        result = run(nano(text_spec, f"budget.max_bytes={cap}"), PLACE, tmp_path / str(cap), display=quiet())
+        assert result.summary is not None
+        assert result.summary["artifact_bytes"] == (tmp_path / str(cap) / "model.pbk").stat().st_size <= cap
+    assert result.summary["artifact_bytes"] > 29_000, "no more is given away than the solver's steps"
 
 
 @pytest.mark.parametrize(
