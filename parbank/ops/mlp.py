@@ -23,7 +23,7 @@ from torch import Tensor
 
 from parbank.errors import ParbankError
 from parbank.ops import backend, configs, reference
-from parbank.ops.backend import HAS_TRITON, tl, triton
+from parbank.ops.backend import TensorDescriptor, tl, triton
 from parbank.ops.checks import (
     as_rows,
     fake,
@@ -34,9 +34,6 @@ from parbank.ops.checks import (
     takes_kernel,
 )
 from parbank.ops.configs import ANY, Launch
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
 GROUP = 64  # columns whose signs share 8 bytes: bit i of byte c is column 8*i + c, which one thread of a product holds
 

@@ -22,14 +22,9 @@ from torch import Tensor
 
 from parbank.errors import ParbankError
 from parbank.ops import configs, reference
-from parbank.ops.backend import HAS_TRITON, tl, triton
+from parbank.ops.backend import TensorDescriptor, gdc_launch_dependents, gdc_wait, tl, triton
 from parbank.ops.checks import fake, on_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
-
-if HAS_TRITON:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
 
 # --- kernel ----------------------------------------------------------------------------------------------------------
 

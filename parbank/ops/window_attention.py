@@ -26,12 +26,9 @@ from torch import Tensor
 
 from parbank.errors import ParbankError
 from parbank.ops import backend, configs, reference
-from parbank.ops.backend import HAS_TRITON, tl, triton
+from parbank.ops.backend import TensorDescriptor, tl, triton
 from parbank.ops.checks import fake, on_device, same_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
 WIDTHS = (16, 32, 64, 128)
 """Channels of a head that the kernel takes: what a tensor core product can be deep or wide. Others take the reference."""
@@ -231,7 +228,7 @@ def window_attention(
 
 def takes(q: Tensor, *others: Tensor) -> bool:
     """Whether the kernel is taken. Float32 products run outside the tensor cores, so there only where it is asked for."""
-    if q.shape[-1] not in WIDTHS or not takes_kernel(q, *others):
+    if not takes_kernel(q, *others) or q.shape[-1] not in WIDTHS:
         return False
     return q.dtype != torch.float32 or backend._state.strict
 
