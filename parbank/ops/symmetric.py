@@ -257,7 +257,7 @@ def _descriptor(x: Tensor, k_major: bool, rows: int, depth: int) -> Any:
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, *x.shape[-2:]) if x.dim() != 3 else x
+    return x.reshape(x.shape[:-2].numel(), *x.shape[-2:]) if x.dim() != 3 else x
 
 
 # --- registration ----------------------------------------------------------------------------------------------------
