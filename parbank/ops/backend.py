@@ -135,7 +135,8 @@ def why_no_kernels() -> str:
 
 
 def use_triton(*tensors: Tensor | None) -> bool:
-    """Whether a call on these tensors takes the kernel. Nones (options not given) are passed over.
+    """Whether a call on these tensors takes the kernel: those of its numbers, not its indices and marks. Nones (options not
+    given) are passed over.
 
     Written for Dynamo: constants and tensor properties only, so it leaves no trace in a compiled graph.
     """
@@ -155,7 +156,7 @@ def use_triton(*tensors: Tensor | None) -> bool:
 
 
 def _fits(tensor: Tensor) -> bool:
-    return (tensor.is_cuda or INTERPRETED) and (tensor.dtype in KERNEL_DTYPES or not tensor.dtype.is_floating_point)
+    return (tensor.is_cuda or INTERPRETED) and tensor.dtype in KERNEL_DTYPES
 
 
 def _resolve() -> None:

@@ -87,6 +87,14 @@ def _shorten_log_lines() -> None:
         exc.OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"  target: {target}")
 
 
+def check_floating(op: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.dtype.is_floating_point:
+            raise ParbankError(
+                f"{op}: {name} is {tensor.dtype}; it must be floating point (float32, float16, bfloat16 or float64)"
+            )
+
+
 def same_device(op: str, *tensors: Tensor | None) -> None:
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) > 1:

@@ -23,7 +23,7 @@ from torch import Tensor
 from parbank.errors import ParbankError
 from parbank.ops import configs, reference
 from parbank.ops.backend import TensorDescriptor, gdc_launch_dependents, gdc_wait, tl, triton
-from parbank.ops.checks import fake, on_device, takes_kernel
+from parbank.ops.checks import check_floating, fake, on_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
 
 # --- kernel ----------------------------------------------------------------------------------------------------------
@@ -359,6 +359,7 @@ def xxt(x: Tensor) -> Tensor:
     """X X^T over (..., m, k), from the tiles on and above the diagonal. X may be a transposed view."""
     if x.dim() < 2:
         raise ParbankError(f"xxt takes (..., m, k), got shape {tuple(x.shape)}")
+    check_floating("xxt", X=x)
     return _xxt(x) if takes_kernel(x) else reference.xxt(x)
 
 
@@ -396,3 +397,4 @@ def ax_plus_bx(x: Tensor, b: Tensor, a: float) -> Tensor:
 def _check_square(op: str, a: Tensor) -> None:
     if a.dim() < 2 or a.shape[-1] != a.shape[-2]:
         raise ParbankError(f"{op} takes square matrices (..., m, m), got shape {tuple(a.shape)}")
+    check_floating(op, **{"B" if op == "ax_plus_bx" else "A": a})

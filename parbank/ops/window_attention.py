@@ -27,9 +27,10 @@ from torch import Tensor
 from parbank.errors import ParbankError
 from parbank.ops import backend, configs, reference
 from parbank.ops.backend import TensorDescriptor, tl, triton
-from parbank.ops.checks import fake, on_device, same_device, takes_kernel
+from parbank.ops.checks import check_floating, fake, on_device, same_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
 
+LOW_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 WIDTHS = (16, 32, 64, 128)
 """Channels of a head that the kernel takes: what a tensor core product can be deep or wide. Others take the reference."""
 
@@ -221,7 +222,7 @@ def window_attention(
     P + i. low (T,) holds the first key each query may see, counted from the first carried; its own it always sees.
     """
     _check(q, past_k, past_v, k, v, low, window)
-    if not takes(q, past_k, past_v, k, v, low):
+    if not takes(q, past_k, past_v, k, v):
         return reference.window_attention(q, past_k, past_v, k, v, low, window)
     return _window_attention(q, past_k, past_v, k, v, low, window)
 
@@ -243,10 +244,11 @@ def _check(q: Tensor, past_k: Tensor, past_v: Tensor, k: Tensor, v: Tensor, low:
             f"window_attention: {shapes} do not fit; they must be (B, T, heads, D), (B, P, kv_heads, D) and (B, T, kv_heads, D) "
             "with heads a multiple of kv_heads"
         )
-    if low.dim() != 1 or low.shape[0] != q.shape[1] or low.dtype.is_floating_point:
+    if low.dim() != 1 or low.shape[0] != q.shape[1] or low.dtype not in LOW_DTYPES:
         raise ParbankError(
             f"window_attention: low is {low.dtype} {tuple(low.shape)}; it must be whole numbers, one a query, ({q.shape[1]},)"
         )
+    check_floating("window_attention", q=q, past_k=past_k, past_v=past_v, k=k, v=v)
     if any(x.dtype != q.dtype for x in (past_k, past_v, k, v)):
         types = ", ".join(str(x.dtype) for x in (q, past_k, past_v, k, v))
         raise ParbankError(f"window_attention: queries, keys and values are {types}; cast them to one type first")
