@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from parbank.errors import ParbankError
 from parbank.ops.backend import use_triton
 
+TILE_SIDE = 256  # the longest side of a tile in any table
 MULTIPROCESSORS_INTERPRETED = 3  # few enough that a small test loops in each program, odd so that work splits unevenly
 
 
@@ -45,6 +46,20 @@ def takes_kernel(*tensors: Tensor | None) -> bool:
     if not use_triton(*tensors):
         return False
     return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+
+
+def near(x: Tensor, sides: Mapping[int, int]) -> Tensor:
+    """x, or a copy of it without gaps where 32 bits cannot hold the offsets within a tile that has these sides (by dimension).
+
+    Kernels keep offsets of whole tiles in 64 bits; within a tile that would cost registers for what hardly any tensor needs.
+    """
+    reach = sum(side * x.stride(dim) for dim, side in sides.items())
+    return x.contiguous() if reach >= 2**31 else x
+
+
+def is_near(*sizes: int) -> bool:
+    """Whether `near` can do it for matrices of such sides: a row's length is at least the step from one to the next."""
+    return (TILE_SIDE + 1) * max(sizes) < 2**31
 
 
 def next_power_of_2(n: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from parbank.errors import ParbankError
 from parbank.ops import configs, reference
 from parbank.ops.backend import TensorDescriptor, gdc_launch_dependents, gdc_wait, tl, triton
-from parbank.ops.checks import check_floating, fake, on_device, takes_kernel
+from parbank.ops.checks import TILE_SIDE, check_floating, fake, is_near, near, on_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
 
 # --- kernel ----------------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def _read(
     """The (ROWS, DEPTH) tile at (row, k) of one matrix; zeros outside it.
 
     It is read the way it lies in memory and then turned, because a tile that is turned twice is not copied ahead.
-    Scalars carry the large offsets in 64 bits; within a tile 32 bits are enough.
+    Scalars carry the large offsets in 64 bits; within a tile the launcher sees to it that 32 bits are enough.
     """
     if TMA:
         if K_MAJOR:
@@ -209,7 +209,8 @@ def _product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, 
     out = torch.empty((batch, m, n), dtype=a.dtype, device=a.device)
     if out.numel() == 0:
         return out
-    a, b = _dense(a), _dense(b)
+    tile = {1: TILE_SIDE, 2: TILE_SIDE}
+    a, b, c = near(_dense(a), tile), near(_dense(b), tile), None if c is None else near(c, tile)
     aligned = not (m % 16 or n % 16) and all(map(_is_aligned, (a, b, out)))
     op = ("symmetric" if symmetric else "product") + ("" if aligned and a.dtype != torch.float32 else "_plain")
     kwargs = configs.choose(op, batch * count_tiles(m, n, 128, 128, symmetric), a.device).kwargs()
@@ -360,7 +361,7 @@ def xxt(x: Tensor) -> Tensor:
     if x.dim() < 2:
         raise ParbankError(f"xxt takes (..., m, k), got shape {tuple(x.shape)}")
     check_floating("xxt", X=x)
-    return _xxt(x) if takes_kernel(x) else reference.xxt(x)
+    return _xxt(x) if takes_kernel(x) and is_near(*x.shape[-2:]) else reference.xxt(x)
 
 
 def ba_plus_caa(a: Tensor, b: float, c: float) -> Tensor:
@@ -391,7 +392,7 @@ def ax_plus_bx(x: Tensor, b: Tensor, a: float) -> Tensor:
             "ax_plus_bx takes X (..., m, n) and B (..., m, m) of one dtype and device, got "
             f"{tuple(x.shape)} {x.dtype} {x.device} and {tuple(b.shape)} {b.dtype} {b.device}"
         )
-    return _ax_plus_bx(x, b, a) if takes_kernel(x, b) else reference.ax_plus_bx(x, b, a)
+    return _ax_plus_bx(x, b, a) if takes_kernel(x, b) and is_near(*x.shape[-2:]) else reference.ax_plus_bx(x, b, a)
 
 
 def _check_square(op: str, a: Tensor) -> None:

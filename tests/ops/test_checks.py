@@ -1,4 +1,5 @@
-"""What every op asks of its tensors, whatever runs it: one device, and floating numbers."""
+"""What every op asks of its tensors, whatever runs it: one device, floating numbers, offsets that 32 bits hold; and what takes
+the reference."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from parbank import ops
 from parbank.errors import ParbankError
-from parbank.ops import backend
+from parbank.ops import backend, reference
+from parbank.ops.checks import is_near, near
 
 Call = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -81,3 +83,36 @@ def test_numbers_that_are_not_floating_are_refused(name: str, device: torch.devi
         for change in [*wrong, {key: tensor.to(dtype) for key, tensor in floating.items()}]:
             with pytest.raises(ParbankError, match=str(dtype)):
                 getattr(ops, name)(**tensors | change, **rest)
+
+
+def far_apart(shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Tensor:
+    """Random numbers with more than 2^31 others, never touched, between the first and the last."""
+    steps = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    view = torch.empty(steps + 1, dtype=torch.float16, device=device).as_strided(shape, strides)
+    return view.copy_(torch.randn(shape, device=device))
+
+
+def test_rows_far_apart_in_memory(device: torch.device) -> None:
+    x = far_apart((40, 16), (2**31 // 38, 1), device)
+    b, up, down = (torch.randn(shape, device=device).half() / 4 for shape in ((40, 40), (16, 16), (16, 16)))
+    close = {"rtol": 5e-3, "atol": 5e-3}
+    torch.testing.assert_close(ops.xxt(x), reference.xxt(x.contiguous()), **close)
+    torch.testing.assert_close(ops.ax_plus_bx(x, b, 2.0), reference.ax_plus_bx(x.contiguous(), b, 2.0), **close)
+    torch.testing.assert_close(ops.mlp(x, up, down, 0.5), reference.mlp(x.contiguous(), up, down, 0.5), **close)
+
+
+def test_heads_far_apart_in_memory(device: torch.device) -> None:
+    far = far_apart((1, 4, 6, 16), (64, 16, 2**31 // 5 + 7, 1), device)
+    other = torch.randn(1, 4, 6, 16, device=device).half()
+    past, low = other[:, :0], torch.zeros(4, dtype=torch.int64, device=device)
+    for q, k, v in ((far, other, other), (other, far, other), (other, other, far)):
+        expected = reference.window_attention(q.contiguous(), past, past, k.contiguous(), v.contiguous(), low, 4)
+        torch.testing.assert_close(ops.window_attention(q, past, past, k, v, low, 4), expected, rtol=3e-3, atol=3e-3)
+
+
+def test_what_is_near() -> None:
+    gaps = torch.empty(8, device="meta").as_strided((4, 2), (2**23, 1))
+    assert near(gaps, {0: 256, 1: 256}).stride() == (2, 1)
+    assert near(gaps, {0: 200, 1: 256}) is gaps
+    assert is_near(2**22, 5)
+    assert not is_near(5, 2**23)
