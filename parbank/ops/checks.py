@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from parbank.errors import ParbankError
 from parbank.ops.backend import use_triton
@@ -39,11 +40,13 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def takes_kernel(*tensors: Tensor | None) -> bool:
-    """Whether a call takes the kernel: as the backend says, except under torch.func, whose transforms need the plain graph.
+    """Whether a call takes the kernel: as the backend says, except under torch.func, whose transforms need the plain graph,
+    and under forward-mode differentiation.
 
-    A torch.library op with an autograd formula refuses grad, jvp and jacrev; vmap would launch once per example.
+    A torch.library op with an autograd formula refuses grad, jvp and jacrev; vmap would launch once per example; a dual
+    number's tangent would be dropped without a word.
     """
-    if not use_triton(*tensors):
+    if not use_triton(*tensors) or forward_ad._current_level >= 0:
         return False
     return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
 

@@ -1,12 +1,14 @@
 """What every op asks of its tensors, whatever runs it: one device, floating numbers, offsets that 32 bits hold; and what takes
 the reference."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parbank import ops
 from parbank.errors import ParbankError
@@ -59,6 +61,10 @@ def either_backend(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def first(found: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return found if isinstance(found, Tensor) else found[0]
+
+
 def test_every_op_is_here() -> None:
     assert sorted(NAMES) == sorted(ops.__all__)
 
@@ -83,6 +89,25 @@ def test_numbers_that_are_not_floating_are_refused(name: str, device: torch.devi
         for change in [*wrong, {key: tensor.to(dtype) for key, tensor in floating.items()}]:
             with pytest.raises(ParbankError, match=str(dtype)):
                 getattr(ops, name)(**tensors | change, **rest)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_mode_takes_the_reference(name: str, device: torch.device) -> None:
+    tensors, rest = calls(device)[name]
+    changed = next(key for key, tensor in tensors.items() if tensor.is_floating_point())
+    tangent = torch.randn_like(tensors[changed])
+
+    def along(op: Callable[..., Any]) -> Tensor | None:
+        with (
+            forward_ad.dual_level(),
+            sdpa_kernel(SDPBackend.MATH),
+        ):  # the only attention of PyTorch's with this derivative
+            dual = forward_ad.make_dual(tensors[changed], tangent)
+            return forward_ad.unpack_dual(first(op(**tensors | {changed: dual}, **rest))).tangent
+
+    found, expected = (along(getattr(module, name)) for module in (ops, reference))
+    assert expected is not None
+    torch.testing.assert_close(found, expected)
 
 
 def far_apart(shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Tensor:
