@@ -62,7 +62,7 @@ def near(x: Tensor, sides: Mapping[int, int]) -> Tensor:
 
 def is_near(*sizes: int) -> bool:
     """Whether `near` can do it for matrices of such sides: a row's length is at least the step from one to the next."""
-    return (TILE_SIDE + 1) * max(sizes) < 2**31
+    return all((TILE_SIDE + 1) * size < 2**31 for size in sizes)
 
 
 def next_power_of_2(n: int) -> int:
