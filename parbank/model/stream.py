@@ -274,9 +274,8 @@ def attend_window(q: Tensor, past: Past, own: Past, window: int, reach: Reach) -
     """Softmax attention of q (1, T, heads, D) over the keys and values carried (1, window - 1, kv_heads, D) and its own
     (1, T, kv_heads, D), each query over the `window` keys up to its own, as far as `reach` lets it. The one place that chooses
     how: a single query, as in sampling, is too little work for the kernel, which has one program a tile and head."""
-    tensors = (q, *past, *own, reach.low)
     fits_flash = reach.flash and q.dtype in (torch.bfloat16, torch.float16) and _fits_head(q.shape[-1])
-    if fits_flash and (q.shape[1] == 1 or not takes(*tensors)):
+    if fits_flash and (q.shape[1] == 1 or not takes(q, *past, *own)):
         return _attend_flash(q, past, own, window, reach)
     return ops.window_attention(q, *past, *own, reach.low, window)
 

@@ -8,8 +8,8 @@ the kernels run, into plain PyTorch, which Inductor may fuse with its neighbours
 kernels on an NVIDIA GPU of compute capability 8.0 or later and the reference everywhere else, tensor by tensor: a CPU
 or a float64 tensor takes the reference. `triton` asked for by name is an error where it cannot run.
 
-Kernel files take `triton` and `tl` from here. Without Triton both are stand-ins that let `@triton.jit` functions be
-defined, so that one op stays one file, and nothing can launch them.
+Kernel files take `triton`, `tl` and what else they need of Triton from here. Without a Triton that can be imported these are
+stand-ins that let `@triton.jit` functions be defined, so that one op stays one file, and nothing can launch them.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +30,6 @@ BACKENDS = ("auto", "triton", "reference")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The kernels are built and tested for 8.0, 9.0 and 10.0; before 8.0 there is no bfloat16 product.
 MIN_CAPABILITY = (8, 0)
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
-"""Triton decides at decoration whether a kernel is interpreted, so this holds for the whole process."""
 
 _log = logging.getLogger("parbank")
 
@@ -48,14 +44,37 @@ class _Absent:
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
 
 
-if TYPE_CHECKING:
-    triton: Any
-    tl: Any
-elif HAS_TRITON:
+def _load_triton() -> tuple[Any, ...]:
+    """All that the kernels use of Triton, and whether it interprets them. Fails in many ways where the installed one is broken
+    (another glibc, half an upgrade) or too old."""
     import triton
-    import triton.language as tl
+    import triton.language
+    from triton import knobs
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    interpreted = bool(knobs.runtime.interpret)
+    return triton, triton.language, TensorDescriptor, gdc_wait, gdc_launch_dependents, interpreted
+
+
+triton: Any
+tl: Any
+triton = tl = TensorDescriptor = gdc_wait = gdc_launch_dependents = _Absent()
+INTERPRETED = False
+"""Triton decides at decoration whether a kernel is interpreted, so this holds for the whole process."""
+_missing = ""
+"""Why Triton cannot be used, in words."""
+if importlib.util.find_spec("triton") is None:
+    _missing = "Triton is not installed (pip install 'parbank[triton]')"
 else:
-    triton = tl = _Absent()
+    try:
+        triton, tl, TensorDescriptor, gdc_wait, gdc_launch_dependents, INTERPRETED = _load_triton()
+    except Exception as error:
+        _missing = (
+            f"the installed Triton cannot be used ({type(error).__name__}: {error}); the kernels need 3.6 or later "
+            "(pip install --upgrade 'parbank[triton]')"
+        )
+HAS_TRITON = not _missing
 
 
 @dataclass
@@ -65,6 +84,7 @@ class _State:
     """The kernels were asked for by name, so a tensor they don't take is an error."""
     complaint: str = ""
     """What is wrong with PARBANK_OPS: kept at import and raised by the first op, where it can be caught."""
+    complaint_type: type[ParbankError] = ParbankError
 
 
 _state = _State()
@@ -101,7 +121,7 @@ def active_backend() -> str:
 def why_no_kernels() -> str:
     """Why the kernels cannot run in this process, in words; empty where they can."""
     if not HAS_TRITON:
-        return "Triton is not installed (pip install 'parbank[triton]')"
+        return _missing
     if INTERPRETED:
         return ""
     if torch.version.hip is not None:
@@ -115,12 +135,13 @@ def why_no_kernels() -> str:
 
 
 def use_triton(*tensors: Tensor | None) -> bool:
-    """Whether a call on these tensors takes the kernel. Nones (options not given) are passed over.
+    """Whether a call on these tensors takes the kernel: those of its numbers, not its indices and marks. Nones (options not
+    given) are passed over.
 
     Written for Dynamo: constants and tensor properties only, so it leaves no trace in a compiled graph.
     """
     if _state.complaint:
-        raise DeviceError(_state.complaint)
+        raise _state.complaint_type(_state.complaint)
     if _state.active == "reference":
         return False
     for tensor in tensors:
@@ -135,17 +156,18 @@ def use_triton(*tensors: Tensor | None) -> bool:
 
 
 def _fits(tensor: Tensor) -> bool:
-    return (tensor.is_cuda or INTERPRETED) and (tensor.dtype in KERNEL_DTYPES or not tensor.dtype.is_floating_point)
+    return (tensor.is_cuda or INTERPRETED) and tensor.dtype in KERNEL_DTYPES
 
 
 def _resolve() -> None:
     try:
         set_backend(os.environ.get("PARBANK_OPS") or "auto")
     except ParbankError as error:
-        _state.complaint = f"PARBANK_OPS: {error}"
+        _state.complaint, _state.complaint_type = f"PARBANK_OPS: {error}", type(error)
         return
     if _state.active == "reference":
-        loss = not HAS_TRITON and torch.cuda.is_available()
+        # A Triton that is there and fails is a mishap on any machine; one that is not there is missed on a GPU only.
+        loss = not HAS_TRITON and (torch.cuda.is_available() or importlib.util.find_spec("triton") is not None)
         level = logging.WARNING if loss else logging.INFO
         _log.log(level, "ops run in plain PyTorch: %s", why_no_kernels() or "by choice")
 

@@ -3,16 +3,18 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from parbank.errors import ParbankError
 from parbank.ops.backend import use_triton
 
+TILE_SIDE = 256  # the longest side of a tile in any table
 MULTIPROCESSORS_INTERPRETED = 3  # few enough that a small test loops in each program, odd so that work splits unevenly
 
 
@@ -38,13 +40,29 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def takes_kernel(*tensors: Tensor | None) -> bool:
-    """Whether a call takes the kernel: as the backend says, except under torch.func, whose transforms need the plain graph.
+    """Whether a call takes the kernel: as the backend says, except under torch.func, whose transforms need the plain graph,
+    and under forward-mode differentiation.
 
-    A torch.library op with an autograd formula refuses grad, jvp and jacrev; vmap would launch once per example.
+    A torch.library op with an autograd formula refuses grad, jvp and jacrev; vmap would launch once per example; a dual
+    number's tangent would be dropped without a word.
     """
-    if not use_triton(*tensors):
+    if not use_triton(*tensors) or forward_ad._current_level >= 0:
         return False
     return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+
+
+def near(x: Tensor, sides: Mapping[int, int]) -> Tensor:
+    """x, or a copy of it without gaps where 32 bits cannot hold the offsets within a tile that has these sides (by dimension).
+
+    Kernels keep offsets of whole tiles in 64 bits; within a tile that would cost registers for what hardly any tensor needs.
+    """
+    reach = sum(side * x.stride(dim) for dim, side in sides.items())
+    return x.contiguous() if reach >= 2**31 else x
+
+
+def is_near(*sizes: int) -> bool:
+    """Whether `near` can do it for matrices of such sides: a row's length is at least the step from one to the next."""
+    return all((TILE_SIDE + 1) * size < 2**31 for size in sizes)
 
 
 def next_power_of_2(n: int) -> int:
@@ -85,6 +103,14 @@ def _shorten_log_lines() -> None:
     exc: Any = sys.modules.get("torch._inductor.exc")
     if exc is not None and torch.__version__ < "2.13":
         exc.OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"  target: {target}")
+
+
+def check_floating(op: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.dtype.is_floating_point:
+            raise ParbankError(
+                f"{op}: {name} is {tensor.dtype}; it must be floating point (float32, float16, bfloat16 or float64)"
+            )
 
 
 def same_device(op: str, *tensors: Tensor | None) -> None:

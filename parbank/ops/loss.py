@@ -11,6 +11,7 @@ element, and exp a third, where memory leaves time for less than two. So a tile 
 trained model's, nearly always) takes a polynomial instead, which costs eight ordinary ones; the others take both forms.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -352,6 +353,6 @@ def check_loss(op: str, rows: Tensor, targets: Tensor, cap: float, reduction: st
         raise ParbankError(
             f"{op}: targets are {targets.dtype} and the input {rows.dtype}; use int64 and a floating type"
         )
-    if cap < 0:
-        raise ParbankError(f"{op}: cap is {cap}; it must be positive, or 0 for none")
+    if not 0 <= cap < math.inf:  # nor is a NaN
+        raise ParbankError(f"{op}: cap is {cap}; it must be positive and finite, or 0 for none")
     same_device(op, rows, targets)

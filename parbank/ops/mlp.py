@@ -23,10 +23,13 @@ from torch import Tensor
 
 from parbank.errors import ParbankError
 from parbank.ops import backend, configs, reference
-from parbank.ops.backend import HAS_TRITON, tl, triton
+from parbank.ops.backend import TensorDescriptor, tl, triton
 from parbank.ops.checks import (
+    TILE_SIDE,
     as_rows,
     fake,
+    is_near,
+    near,
     on_device,
     persistent_programs,
     refuse_double_backward,
@@ -34,9 +37,6 @@ from parbank.ops.checks import (
     takes_kernel,
 )
 from parbank.ops.configs import ANY, Launch
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
 GROUP = 64  # columns whose signs share 8 bytes: bit i of byte c is column 8*i + c, which one thread of a product holds
 
@@ -178,6 +178,7 @@ def _product(left: Tensor, right: Tensor, a: Tensor | None, out: Tensor, signs: 
     rows, depth = left.shape
     cols = right.shape[0]
     right = right if 1 in right.stride() else right.contiguous()
+    left, right = (near(x, {0: TILE_SIDE, 1: TILE_SIDE}) for x in (left, right))
     op = ("mlp_up" if a is None else "mlp_down_backward") + ("_float32" if left.dtype == torch.float32 else "")
     launch = configs.choose(op, rows, left.device)
     tma = launch.blocks["TMA"] and _takes_tma(left, right, out)
@@ -297,7 +298,8 @@ def mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> Tensor:
     Either weight may be a transposed view: nothing is copied. See the top of this file for what is kept for backward.
     """
     _check(x, w_up, w_down)
-    if not takes_kernel(x, w_up, w_down) or (x.dtype == torch.float32 and not backend._state.strict):
+    takes = takes_kernel(x, w_up, w_down) and is_near(*w_up.shape, *w_down.shape)
+    if not takes or (x.dtype == torch.float32 and not backend._state.strict):
         return reference.mlp(x, w_up, w_down, slope)
     return _mlp(x, w_up, w_down, slope)[0]
 

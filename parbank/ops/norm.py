@@ -24,6 +24,7 @@ from parbank.ops.backend import tl, triton
 from parbank.ops.checks import (
     as_rows,
     as_vector,
+    check_floating,
     fake,
     on_device,
     persistent_programs,
@@ -323,4 +324,5 @@ def check_channels(op: str, x: Tensor, **channels: Tensor | None) -> None:
                 f"{op}: {name} has shape {tuple(vector.shape)} and x {tuple(x.shape)}; {name} must have one value per "
                 f"channel, shape ({x.shape[-1]},)"
             )
+    check_floating(op, **channels)
     same_device(op, x, *channels.values())

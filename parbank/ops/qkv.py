@@ -14,9 +14,9 @@ from torch import Tensor
 
 from parbank.errors import ParbankError
 from parbank.ops import reference
-from parbank.ops.checks import fake, refuse_double_backward, takes_kernel
+from parbank.ops.checks import fake, refuse_double_backward, same_device, takes_kernel
 from parbank.ops.reference import NORM_EPS
-from parbank.ops.rope import fits, rotate_one, rotate_one_back
+from parbank.ops.rope import check_rotation, fits, rotate_one, rotate_one_back
 
 _SCHEMA = "Tensor row, SymInt heads, SymInt kv_heads, Tensor? gain, Tensor cos, Tensor sin, float eps"
 
@@ -118,6 +118,8 @@ def qkv_norm_rope(
     """
     _check(x, w_query, w_key, w_value, heads)
     width = w_query.shape[0] // heads
+    check_rotation("qkv_norm_rope", x.shape[1], heads, width, gain, cos, sin)
+    same_device("qkv_norm_rope", x, w_query, w_key, w_value, gain, cos, sin)
     if not takes_kernel(x, w_query, w_key, w_value, gain, cos, sin) or not fits(
         max(heads, 2 * w_key.shape[0] // width), width, cos, sin
     ):
@@ -135,4 +137,9 @@ def _check(x: Tensor, w_query: Tensor, w_key: Tensor, w_value: Tensor, heads: in
         raise ParbankError(
             f"qkv_norm_rope: x is {tuple(x.shape)}, the weights {', '.join(str(tuple(w.shape)) for w in weights)}, with {heads} "
             "query heads; x must be (B, T, width), the weights (heads D, width), (KV D, width) and (KV D, width)"
+        )
+    if any(w.dtype != x.dtype for w in weights) or not x.dtype.is_floating_point:
+        raise ParbankError(
+            f"qkv_norm_rope: x is {x.dtype} and the weights {', '.join(str(w.dtype) for w in weights)}; cast them to one "
+            "floating type first"
         )

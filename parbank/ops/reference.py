@@ -88,7 +88,8 @@ def softcap_cross_entropy(
     wide = _wide(logits)
     if cap:
         wide = cap * torch.tanh(wide / cap)
-    losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction=reduction)
+    rows = wide.reshape(-1, wide.shape[-1])
+    losses = F.cross_entropy(rows, targets.flatten(), ignore_index=ignore_index, reduction=reduction)
     return losses.view(targets.shape) if reduction == "none" else losses
 
 

@@ -25,6 +25,7 @@ from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
 from parbank.ops.checks import (
     as_vector,
+    check_floating,
     fake,
     next_power_of_2,
     on_device,
@@ -317,13 +318,18 @@ def _check(q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor) 
             f"qk_norm_rope: q is {q.dtype} {tuple(q.shape)} and k {k.dtype} {tuple(k.shape)}; they must be (B, T, H, D) and "
             "(B, T, KV, D) of one dtype"
         )
-    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] != q.shape[1] or 2 * cos.shape[1] > q.shape[3]:
-        raise ParbankError(
-            f"qk_norm_rope: cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}; both must be (T, rope_dims / 2), here "
-            f"({q.shape[1]}, at most {q.shape[3] // 2})"
-        )
-    if gain is not None and (gain.dim() != 1 or gain.shape[0] != q.shape[2]):
-        raise ParbankError(
-            f"qk_norm_rope: gain is {tuple(gain.shape)}; it must have one value per query head, ({q.shape[2]},)"
-        )
+    check_floating("qk_norm_rope", q=q, k=k)
+    check_rotation("qk_norm_rope", q.shape[1], q.shape[2], q.shape[3], gain, cos, sin)
     same_device("qk_norm_rope", q, k, gain, cos, sin)
+
+
+def check_rotation(op: str, time: int, heads: int, width: int, gain: Tensor | None, cos: Tensor, sin: Tensor) -> None:
+    """Gain and tables for `heads` query heads of `width` channels; the kernel reads as far as these say."""
+    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] != time or 2 * cos.shape[1] > width:
+        raise ParbankError(
+            f"{op}: cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}; both must be (T, rope_dims / 2), here "
+            f"({time}, at most {width // 2})"
+        )
+    if gain is not None and (gain.dim() != 1 or gain.shape[0] != heads):
+        raise ParbankError(f"{op}: gain is {tuple(gain.shape)}; it must have one value per query head, ({heads},)")
+    check_floating(op, gain=gain, cos=cos, sin=sin)

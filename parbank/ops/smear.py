@@ -152,6 +152,6 @@ def smear(x: Tensor, gate: Tensor, starts: Tensor) -> Tensor:
             f"smear: x is {tuple(x.shape)} on {x.device} and starts {starts.dtype} {tuple(starts.shape)} on {starts.device}; "
             "they must be (B, T, width) and bool (B, T), on one device"
         )
-    if not takes_kernel(x, gate, starts) or x.shape[-1] > MAX_WIDTH:
+    if not takes_kernel(x, gate) or x.shape[-1] > MAX_WIDTH:
         return reference.smear(x, gate, starts)
     return _smear(x, gate, starts)

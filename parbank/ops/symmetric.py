@@ -22,14 +22,9 @@ from torch import Tensor
 
 from parbank.errors import ParbankError
 from parbank.ops import configs, reference
-from parbank.ops.backend import HAS_TRITON, tl, triton
-from parbank.ops.checks import fake, on_device, takes_kernel
+from parbank.ops.backend import TensorDescriptor, gdc_launch_dependents, gdc_wait, tl, triton
+from parbank.ops.checks import TILE_SIDE, check_floating, fake, is_near, near, on_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
-
-if HAS_TRITON:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
 
 # --- kernel ----------------------------------------------------------------------------------------------------------
 
@@ -42,7 +37,7 @@ def _read(
     """The (ROWS, DEPTH) tile at (row, k) of one matrix; zeros outside it.
 
     It is read the way it lies in memory and then turned, because a tile that is turned twice is not copied ahead.
-    Scalars carry the large offsets in 64 bits; within a tile 32 bits are enough.
+    Scalars carry the large offsets in 64 bits; within a tile the launcher sees to it that 32 bits are enough.
     """
     if TMA:
         if K_MAJOR:
@@ -214,7 +209,8 @@ def _product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, 
     out = torch.empty((batch, m, n), dtype=a.dtype, device=a.device)
     if out.numel() == 0:
         return out
-    a, b = _dense(a), _dense(b)
+    tile = {1: TILE_SIDE, 2: TILE_SIDE}
+    a, b, c = near(_dense(a), tile), near(_dense(b), tile), None if c is None else near(c, tile)
     aligned = not (m % 16 or n % 16) and all(map(_is_aligned, (a, b, out)))
     op = ("symmetric" if symmetric else "product") + ("" if aligned and a.dtype != torch.float32 else "_plain")
     kwargs = configs.choose(op, batch * count_tiles(m, n, 128, 128, symmetric), a.device).kwargs()
@@ -262,7 +258,7 @@ def _descriptor(x: Tensor, k_major: bool, rows: int, depth: int) -> Any:
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, *x.shape[-2:]) if x.dim() != 3 else x
+    return x.reshape(x.shape[:-2].numel(), *x.shape[-2:]) if x.dim() != 3 else x
 
 
 # --- registration ----------------------------------------------------------------------------------------------------
@@ -364,7 +360,8 @@ def xxt(x: Tensor) -> Tensor:
     """X X^T over (..., m, k), from the tiles on and above the diagonal. X may be a transposed view."""
     if x.dim() < 2:
         raise ParbankError(f"xxt takes (..., m, k), got shape {tuple(x.shape)}")
-    return _xxt(x) if takes_kernel(x) else reference.xxt(x)
+    check_floating("xxt", X=x)
+    return _xxt(x) if takes_kernel(x) and is_near(*x.shape[-2:]) else reference.xxt(x)
 
 
 def ba_plus_caa(a: Tensor, b: float, c: float) -> Tensor:
@@ -395,9 +392,10 @@ def ax_plus_bx(x: Tensor, b: Tensor, a: float) -> Tensor:
             "ax_plus_bx takes X (..., m, n) and B (..., m, m) of one dtype and device, got "
             f"{tuple(x.shape)} {x.dtype} {x.device} and {tuple(b.shape)} {b.dtype} {b.device}"
         )
-    return _ax_plus_bx(x, b, a) if takes_kernel(x, b) else reference.ax_plus_bx(x, b, a)
+    return _ax_plus_bx(x, b, a) if takes_kernel(x, b) and is_near(*x.shape[-2:]) else reference.ax_plus_bx(x, b, a)
 
 
 def _check_square(op: str, a: Tensor) -> None:
     if a.dim() < 2 or a.shape[-1] != a.shape[-2]:
         raise ParbankError(f"{op} takes square matrices (..., m, m), got shape {tuple(a.shape)}")
+    check_floating(op, **{"B" if op == "ax_plus_bx" else "A": a})

@@ -26,13 +26,11 @@ from torch import Tensor
 
 from parbank.errors import ParbankError
 from parbank.ops import backend, configs, reference
-from parbank.ops.backend import HAS_TRITON, tl, triton
-from parbank.ops.checks import fake, on_device, same_device, takes_kernel
+from parbank.ops.backend import TensorDescriptor, tl, triton
+from parbank.ops.checks import check_floating, fake, near, on_device, same_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
 
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
+LOW_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 WIDTHS = (16, 32, 64, 128)
 """Channels of a head that the kernel takes: what a tensor core product can be deep or wide. Others take the reference."""
 
@@ -124,7 +122,8 @@ def _window_attention_kernel(
     place = tl.minimum(token, time - 1)  # what lies behind the last query repeats it, and is not stored
     lowest = tl.maximum(tl.load(low + place).to(tl.int32) - carried, place - window + 1)
     lowest = tl.minimum(tl.maximum(lowest, -carried), place)
-    where = q + b * q_b + start.to(tl.int64) * q_t + (row // STACK)[:, None] * q_t + head[:, None] * q_h + col[None, :]
+    where = q + b * q_b + start.to(tl.int64) * q_t + first_head.to(tl.int64) * q_h + col[None, :]
+    where += (row // STACK)[:, None] * q_t + (row % STACK)[:, None] * q_h
     query = tl.load(where, mask=live, other=0.0)
 
     # x & -BLOCK_N rounds down to a block's beginning, below zero too
@@ -133,10 +132,11 @@ def _window_attention_kernel(
     right = (start + 1) & -BLOCK_N  # the first block with a key that the first query does not see
     left = (tl.max(lowest, 0) + BLOCK_N - 1) & -BLOCK_N  # the first block that no query's lower end cuts
     if not TMA:
-        past_k += b * pk_b + kv_head * pk_h
-        past_v += b * pv_b + kv_head * pv_h
-        k += b * k_b + kv_head * k_h
-        v += b * v_b + kv_head * v_h
+        far_head = kv_head.to(tl.int64)
+        past_k += b * pk_b + far_head * pk_h
+        past_v += b * pv_b + far_head * pv_h
+        k += b * k_b + far_head * k_h
+        v += b * v_b + far_head * v_h
     out = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     top = tl.full((BLOCK_M,), -1e38, tl.float32)  # finite: what has seen nothing yet must not subtract two infinities
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -180,6 +180,8 @@ def _window_attention(
     group = heads // k.shape[2]
     # the heads of a group that fill a tile evenly: the power of two in their number
     blocks["STACK"] = stack = min(group & -group, blocks["BLOCK_M"]) if blocks["STACK"] else 1
+    q = near(q, {1: blocks["BLOCK_M"] // stack, 2: stack})
+    past_k, past_v, k, v = (near(x, {1: blocks["BLOCK_N"]}) for x in (past_k, past_v, k, v))
     keys: list[Any] = [past_k, past_v, k, v]
     blocks["TMA"] = blocks["TMA"] and all(_takes_tma(x) for x in keys)
     if blocks["TMA"]:  # nothing carried cannot be described, and is not read
@@ -224,14 +226,14 @@ def window_attention(
     P + i. low (T,) holds the first key each query may see, counted from the first carried; its own it always sees.
     """
     _check(q, past_k, past_v, k, v, low, window)
-    if not takes(q, past_k, past_v, k, v, low):
+    if not takes(q, past_k, past_v, k, v):
         return reference.window_attention(q, past_k, past_v, k, v, low, window)
     return _window_attention(q, past_k, past_v, k, v, low, window)
 
 
 def takes(q: Tensor, *others: Tensor) -> bool:
     """Whether the kernel is taken. Float32 products run outside the tensor cores, so there only where it is asked for."""
-    if q.shape[-1] not in WIDTHS or not takes_kernel(q, *others):
+    if not takes_kernel(q, *others) or q.shape[-1] not in WIDTHS:
         return False
     return q.dtype != torch.float32 or backend._state.strict
 
@@ -246,10 +248,11 @@ def _check(q: Tensor, past_k: Tensor, past_v: Tensor, k: Tensor, v: Tensor, low:
             f"window_attention: {shapes} do not fit; they must be (B, T, heads, D), (B, P, kv_heads, D) and (B, T, kv_heads, D) "
             "with heads a multiple of kv_heads"
         )
-    if low.dim() != 1 or low.shape[0] != q.shape[1] or low.dtype.is_floating_point:
+    if low.dim() != 1 or low.shape[0] != q.shape[1] or low.dtype not in LOW_DTYPES:
         raise ParbankError(
             f"window_attention: low is {low.dtype} {tuple(low.shape)}; it must be whole numbers, one a query, ({q.shape[1]},)"
         )
+    check_floating("window_attention", q=q, past_k=past_k, past_v=past_v, k=k, v=v)
     if any(x.dtype != q.dtype for x in (past_k, past_v, k, v)):
         types = ", ".join(str(x.dtype) for x in (q, past_k, past_v, k, v))
         raise ParbankError(f"window_attention: queries, keys and values are {types}; cast them to one type first")

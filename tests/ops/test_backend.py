@@ -44,6 +44,27 @@ def test_a_lesser_machine_runs_the_reference_and_says_so_once(prelude: str) -> N
 
 
 @pytest.mark.parametrize(
+    "prelude",
+    [
+        "import sys\nsys.path.insert(0, {broken!r})\n",
+        "import sys\nsys.modules['triton.tools.tensor_descriptor'] = None\n",
+    ],
+    ids=["fails to import", "has no descriptors"],
+)
+def test_a_broken_triton_is_warned_of_once_and_the_reference_runs(prelude: str, tmp_path: Path) -> None:
+    (tmp_path / "triton.py").write_text('raise RuntimeError("half an upgrade")')
+    quiet = CALL.replace("logging.basicConfig", "dict")  # nobody has set up logging: a warning shows all the same
+    result = run(prelude.format(broken=str(tmp_path)) + quiet)
+    assert result.stdout.strip() == "reference True (2, 6, 4)", result.stderr
+    assert result.stderr.count("the installed Triton cannot be used") == 1
+
+
+def test_the_interpreter_is_on_where_triton_has_it_on() -> None:
+    code = "from parbank.ops import backend\nimport triton\nprint(backend.INTERPRETED, triton.knobs.runtime.interpret)"
+    assert run(code, TRITON_INTERPRET="true").stdout.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize(
     ("prelude", "reason"), [("", "no CUDA device"), (HIDE_TRITON, "pip install")], ids=["no GPU", "no Triton"]
 )
 def test_asked_for_but_missing_is_an_error_with_a_remedy(prelude: str, reason: str) -> None:
@@ -58,7 +79,8 @@ def test_asked_for_but_missing_is_an_error_with_a_remedy(prelude: str, reason: s
 
 def test_a_misspelt_environment_names_the_choices() -> None:
     result = run(CALL, PARBANK_OPS="trition")
-    assert "unknown ops backend 'trition'; use one of auto, triton, reference" in result.stderr
+    said = "ConfigError: PARBANK_OPS: unknown ops backend 'trition'; use one of auto, triton, reference"
+    assert said in result.stderr
 
 
 def test_use_backend_restores_what_was(device: torch.device) -> None:

@@ -88,6 +88,26 @@ def test_wrong_shapes_are_named(shapes, heads, device):
         qkv_norm_rope(*(torch.randn(shape, device=device) for shape in shapes), heads, None, cos, cos)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"gain": torch.ones(1)}, r"gain is \(1,\); it must have one value per query head, \(2,\)"),
+        ({"gain": torch.ones(3)}, r"gain is \(3,\)"),
+        ({"cos": torch.ones(2, 2), "sin": torch.ones(2, 2)}, r"here \(3, at most 4\)"),
+        ({"cos": torch.ones(3, 6), "sin": torch.ones(3, 6)}, r"here \(3, at most 4\)"),
+        ({"sin": torch.ones(3, 1)}, "both must be"),
+        ({"cos": torch.ones(3), "sin": torch.ones(3)}, "both must be"),
+        ({"w_query": torch.ones(16, 8, dtype=torch.float16)}, r"weights torch.float16.*cast"),
+    ],
+)
+def test_wrong_arguments_are_named(change, said, device):
+    shapes = {"x": (1, 3, 8), "w_query": (16, 8), "w_key": (8, 8), "w_value": (8, 8)}
+    shapes |= {"gain": (2,), "cos": (3, 2), "sin": (3, 2)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()} | change
+    with pytest.raises(ParbankError, match=said):
+        qkv_norm_rope(**{name: tensor.to(device) for name, tensor in tensors.items()}, heads=2)
+
+
 def test_reference_gradients():
     made = [t.double().requires_grad_() for t in inputs(1, 3, 5, 2, 1, 4, torch.device("cpu"), torch.float32)]
     assert torch.autograd.gradcheck(through(reference.qkv_norm_rope, 2, 3, 2, torch.device("cpu")), made)

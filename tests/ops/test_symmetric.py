@@ -103,6 +103,15 @@ class TestShapes:
     def test_nothing_in_nothing_out(self, shape: tuple[int, ...], device: torch.device) -> None:
         assert ops.xxt(torch.empty(shape, device=device)).shape == (*shape[:-1], shape[-2])
 
+    @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
+    def test_one_matrix_of_nothing(self, shape: tuple[int, int], device: torch.device) -> None:
+        x = torch.empty(shape, device=device)
+        square = torch.randn(shape[0], shape[0], device=device)
+        assert torch.equal(ops.xxt(x), reference.xxt(x))
+        assert torch.equal(ops.ax_plus_bx(x, square, 2.0), x)
+        assert ops.ba_plus_caa(x.new_empty(0, 0), 1.0, 2.0).shape == (0, 0)
+        assert ops.symmetric_product(x.new_empty(0, 0), x.new_empty(0, 0)).shape == (0, 0)
+
     def test_empty_sum_is_zero(self, device: torch.device) -> None:
         assert torch.equal(ops.xxt(torch.empty(2, 5, 0, device=device)), torch.zeros(2, 5, 5, device=device))
 
