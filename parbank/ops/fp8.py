@@ -97,7 +97,9 @@ def multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dt
 
 def multiply_plainly(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """What `multiply` is held against: the same numbers in float32."""
-    return ((a[0].float() @ b[0].float().t()) * a[1] * b[1].t()).to(dtype)
+    product = (a[0].float() @ b[0].float().t()) * a[1] * b[1].t()
+    # An autograd.Function that ends in a cast to the same type loses its gradients in torch 2.11's compiler.
+    return product if product.dtype == dtype else product.to(dtype)
 
 
 class _Linear(torch.autograd.Function):
