@@ -1,5 +1,7 @@
 """The codecs: errors within half a step, rows of every size, and weights that are the same on every machine."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -115,6 +117,51 @@ def test_rotation_is_undone_exactly(block):
     scales = np.full((5, 1), 0.25, np.float16)
     back = dequantise(Quantised(rotated.astype(np.int8), scales, 127, rotation=block))
     assert np.array_equal(back, (weights / 4).astype(np.float32))
+
+
+def as_specified(quantised: Quantised) -> np.ndarray:
+    """docs/artifact.md to the letter, without slices or whole numbers."""
+    (rows, cols), groups = quantised.values.shape, quantised.scales.shape[1]
+    scales = np.repeat(quantised.scales.astype(np.float32), cols // groups, axis=1)
+    wide, half = (quantised.values.astype(np.float32) * scales).astype(np.float64), 1
+    while half < quantised.rotation:
+        pairs = wide.reshape(rows, -1, 2, half)
+        wide = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2).reshape(rows, cols)
+        half *= 2
+    wide /= max(quantised.rotation, 1)
+    for left, right in zip(quantised.low_rank[0].T, quantised.low_rank[1]) if quantised.low_rank else ():
+        wide += np.outer(left.astype(np.float64), right.astype(np.float64))
+    return wide.astype(np.float32)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.sampled_from([(1, 1), (3, 8), (5, 96), (300, 512), (2, 4096), (1, 1 << 17)]),
+    q=st.sampled_from([1, 31, 127]),
+    groups=st.sampled_from([1, 1, 2]),
+    rank=st.sampled_from([0, 0, 1, 3]),
+    zeros=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_weights_are_what_the_specification_says_bit_for_bit(seed, shape, q, groups, rank, zeros):
+    rng = np.random.default_rng(seed)
+    (rows, cols), groups, rank = shape, min(groups, shape[1]), min(rank, *shape)
+    scales = np.exp2(rng.uniform(-24, 15, (rows, groups))).astype(np.float16)
+    scales *= rng.random(scales.shape) > 0.3 * zeros  # zeros of both signs
+    factors = [rng.standard_normal(s).astype(np.float16) for s in ((rows, rank), (rank, cols))]
+    values, rotation = rng.integers(-q, q + 1, shape).astype(np.int8), rng.choice([0, 1, cols & -cols])
+    made = Quantised(values, scales, q, int(rotation), tuple(factors) if rank else None)
+    assert dequantise(made).tobytes() == as_specified(made).tobytes()
+
+
+def test_undoing_a_rotation_takes_little_more_memory_than_the_weights():
+    values = np.random.default_rng(0).integers(-31, 32, (2048, 512)).astype(np.int8)
+    made = Quantised(values, np.ones((2048, 1), np.float16), 31, 512)
+    tracemalloc.start()
+    weights = dequantise(made)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * weights.nbytes
 
 
 def test_low_rank_is_added_after_the_rotation_rank_by_rank():
