@@ -35,6 +35,7 @@ ROLES = ("matrix", "embedding", "other")
 PREFIX = "weights/"
 TABLE, INTEGERS, SCALES, HALVES = (PREFIX + name for name in ("table", "integers", "scales", "float16"))
 _MAX_DIMENSIONS = 8
+_MAX_COUNT = 2**40  # far above any model: the numbers of a table stay small enough to be multiplied
 MAX_Q = 127
 # A correction of more would be no correction, and undoing it takes rows * cols * rank operations.
 MAX_RANK = 256
@@ -276,7 +277,9 @@ def _read_spec(row: Any, length: int) -> Spec:
         raise ValueError("malformed row")
     name, shape, role, q, groups, rotation, rank = (*row, 1, 0, 0)[:7]
     sound = isinstance(name, str) and role in ROLES and len(shape) <= _MAX_DIMENSIONS
-    sound = sound and all(type(n) is int and 0 <= n < 2**40 for n in (*shape, q, groups, rotation, rank))
+    sound = sound and all(type(n) is int and 0 <= n < _MAX_COUNT for n in (*shape, q, groups, rotation, rank))
+    # without the zeros: an array of nothing that has huge sides beside is one that numpy refuses
+    sound = sound and math.prod(n for n in shape if n) < _MAX_COUNT
     if not sound:
         raise ValueError("malformed row")
     spec = Spec(name, tuple(shape), role, q, groups, rotation, rank)

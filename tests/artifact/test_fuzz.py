@@ -23,7 +23,7 @@ from parbank.artifact.container import DIGEST_BYTES
 from parbank.errors import ArtifactError
 from parbank.eval.load import load_artifact
 from parbank.quant import QuantConfig, Quantised, describe_tensors, pack_contents, pack_tensors, unpack_tensors
-from parbank.quant.contents import TABLE
+from parbank.quant.contents import HALVES, TABLE
 from parbank.quant.streams import decode_bytes, encode_bytes
 
 DATA = Path(__file__).parent / "data"
@@ -234,3 +234,15 @@ def test_a_table_that_claims_much_costs_little(row):
         tracemalloc.stop()
         assert peak < MAX_MEMORY
         assert seconds < MAX_SECONDS
+
+
+@pytest.mark.parametrize("sides", [[2**39] * 7, [2**39, 2], [2**20, 2**20]])
+def test_nothing_with_huge_sides_is_no_tensor(sides):
+    def read(shape):
+        sections = {TABLE: encode_bytes(json.dumps([["a", shape, "other", 0, 1, 0, 0]]).encode()), HALVES: bytes(1)}
+        return unpack_tensors(decode_artifact(encode_artifact({}, sections), source="evil.pbk"))
+
+    assert read([0, 2**30])["a"].shape == (0, 2**30)
+    for shape in ([0, *sides], [*sides, 0]):
+        with pytest.raises(ArtifactError, match=r"evil\.pbk is damaged: its table of tensors is malformed"):
+            read(shape)
