@@ -69,20 +69,24 @@ def dequantise(quantised: Quantised) -> Floats:
     """
     rows, cols = quantised.values.shape
     weights, step = np.empty((rows, cols), np.float32), max(_SLICE // max(cols, 1), 1)
-    right = quantised.low_rank[1].astype(np.float64) if quantised.low_rank else None
     for start in range(0, rows, step):
         here = slice(start, start + step)
         values, scales = quantised.values[here], quantised.scales[here].astype(np.float32)
-        if not quantised.rotation and right is None:
+        if not quantised.rotation and quantised.low_rank is None:
             weights[here] = _multiply(values, scales)
             continue
         wide = _turn_back(values, scales, quantised.rotation)
-        if quantised.low_rank is not None and right is not None:
-            left = quantised.low_rank[0][here].astype(np.float64)
-            for rank in range(len(right)):
-                wide += left[:, rank, None] * right[rank]
+        if quantised.low_rank is not None:
+            _add_product(wide, quantised.low_rank[0][here], quantised.low_rank[1])
         weights[here] = wide
     return weights
+
+
+def _add_product(wide: npt.NDArray[np.float64], left: Halves, right: Halves) -> None:
+    tall, product = left.astype(np.float64), np.empty_like(wide)
+    for rank, row in enumerate(right):
+        np.multiply(tall[:, rank, None], row.astype(np.float64), out=product)
+        wide += product
 
 
 def _multiply(values: Integers, scales: Floats) -> Floats:
@@ -104,7 +108,8 @@ def _turn_back(values: Integers, scales: Floats, rotation: int) -> npt.NDArray[n
         wide = _multiply(values, scales).astype(np.float64)
         return butterfly(wide, rotation) / rotation if rotation else wide
     whole = np.int16 if largest < 2**15 else np.int32
-    return butterfly(values.astype(whole), rotation) * (scales.astype(np.float64) / rotation)
+    sums = butterfly(values.astype(whole), rotation)
+    return np.multiply(sums, scales.astype(np.float64) / rotation, order="C")
 
 
 def butterfly(x: npt.NDArray[Any], block: int) -> npt.NDArray[Any]:

@@ -17,9 +17,9 @@ from parbank.artifact import is_artifact, read_artifact, write_file
 from parbank.config import from_dict, override
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ConfigError, ParbankError
-from parbank.eval.load import KIND, TOKENIZER, artifact_meta
+from parbank.eval.load import KIND, TOKENIZER, artifact_meta, load_artifact
 from parbank.model import GPT, ModelConfig
-from parbank.quant import QuantConfig, pack_contents, pack_tensors, role, unpack_tensors
+from parbank.quant import QuantConfig, pack_contents, pack_tensors, role
 from parbank.quant.codecs import quantise_rows, recover, to_half
 from parbank.quant.contents import Content
 from parbank.train.checkpoint import find_checkpoint
@@ -95,10 +95,8 @@ def _read_model(path: Path) -> tuple[Path, dict[str, torch.Tensor], dict[str, An
     """(the file, tensors, meta, tokenizer) of an artifact, a checkpoint, or a run folder, whose artifact goes first."""
     file = path / "model.pbk" if path.is_dir() and (path / "model.pbk").exists() else path
     if is_artifact(file) or file.suffix == ".pbk":
-        artifact = read_artifact(file)
-        if artifact.meta.get("kind") != KIND or TOKENIZER not in artifact.sections:
-            raise ArtifactError(f"{file} is no packed model with a tokenizer; give the file of a parbank model")
-        return file, unpack_tensors(artifact), artifact.meta, artifact.sections[TOKENIZER]
+        loaded, artifact = load_artifact(file, torch.device("cpu")), read_artifact(file)
+        return file, dict(loaded.model.state_dict()), artifact.meta, artifact.sections[TOKENIZER]
     file = find_checkpoint(path)
     model, tokenizer, config = load_trained(file, torch.device("cpu"))
     meta = artifact_meta(

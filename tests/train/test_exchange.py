@@ -8,11 +8,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from parbank.artifact import read_artifact
+from parbank.artifact import read_artifact, write_artifact
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ConfigError
 from parbank.eval.load import load_artifact
-from parbank.quant import unpack_tensors
+from parbank.quant import QuantConfig, pack_tensors, unpack_tensors
 from parbank.train.exchange import export_model, import_model
 
 DATA = Path(__file__).parent.parent / "artifact" / "data"
@@ -130,3 +130,8 @@ def test_exports_that_cannot_be_are_refused(tmp_path: Path):
         export_model(FIRST, tmp_path / "model.bin", "float32")
     with pytest.raises(ArtifactError, match="does not exist"):
         export_model(tmp_path / "missing.pbk", None, "float32")
+    artifact = read_artifact(FIRST)
+    extra = pack_tensors({"more": torch.ones(20, 20)}, QuantConfig()).artifact.sections  # not what its config makes
+    write_artifact(tmp_path / "evil.pbk", artifact.meta, {"tokenizer": artifact.sections["tokenizer"], **extra})
+    with pytest.raises(ArtifactError, match=r"evil\.pbk"):
+        export_model(tmp_path / "evil.pbk", None, "float32")
