@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parbank.errors import ArtifactError
+from parbank.quant.entropy import coded_bits
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int8]
@@ -130,17 +131,24 @@ def butterfly(x: npt.NDArray[Any], block: int) -> npt.NDArray[Any]:
 
 def recover(weights: Floats) -> Quantised | None:
     """The integers and scales that dequantise to exactly these weights, one scale a row, rotated or not; None where there
-    are none."""
-    for rotation in (0, weights.shape[1] & -weights.shape[1]):  # the largest power of two that divides the columns
-        wide = butterfly(weights.astype(np.float64), rotation) if rotation else weights.astype(np.float64)
-        grid = _find_grid(wide, tolerance=1e-4 if rotation else 0.0)  # float32 and a rotation round off 2e-5 of a step
-        if grid is None:
-            continue
-        values, scales = grid
-        found = Quantised(values, scales[:, None], max(int(np.abs(values).max(initial=0)), 1), rotation)
-        if np.array_equal(dequantise(found), weights):
-            return found
-    return None
+    are none. Coarse integers may be found both ways: the way that takes fewer bits is the one they were stored in."""
+    block = weights.shape[1] & -weights.shape[1]  # the largest power of two that divides the columns
+    plain, turned = _recover(weights, 0), _recover(weights, block) if block > 1 else None
+    if plain is None or turned is None:
+        return plain or turned
+    return min(plain, turned, key=lambda found: coded_bits(found.values, found.q))
+
+
+def _recover(weights: Floats, rotation: int) -> Quantised | None:
+    wide = weights.astype(np.float64)
+    if rotation:
+        wide = np.ascontiguousarray(butterfly(wide, rotation))
+    grid = _find_grid(wide, tolerance=1e-4 if rotation else 0.0)  # float32 and a rotation round off 2e-5 of a step
+    if grid is None:
+        return None
+    values, scales = grid
+    found = Quantised(values, scales[:, None], max(int(np.abs(values).max(initial=0)), 1), rotation)
+    return found if np.array_equal(dequantise(found), weights) else None
 
 
 def _find_grid(wide: npt.NDArray[np.float64], tolerance: float) -> tuple[Integers, Halves] | None:
@@ -151,19 +159,29 @@ def _find_grid(wide: npt.NDArray[np.float64], tolerance: float) -> tuple[Integer
     """
     largest = np.abs(wide).max(axis=1, initial=0.0)
     values, scales = np.zeros(wide.shape, np.int8), np.zeros(largest.shape, np.float16)
+    some = np.ascontiguousarray(wide[:, :: -(-wide.shape[1] // 16)])  # 16 columns rule out nearly every k
     open_rows = np.flatnonzero(largest)
     for k in range(1, 128):
         with np.errstate(over="ignore"):
             tried = (largest[open_rows] / k).astype(np.float16)
         likely = (tried > 0) & np.isfinite(tried)
-        steps = tried[likely].astype(np.float64)[:, None]
-        integers = np.rint(wide[open_rows[likely]] / steps)
-        fits = (np.abs(integers * steps - wide[open_rows[likely]]) <= tolerance * steps).all(axis=1)
-        fits &= np.abs(integers).max(axis=1, initial=0.0) <= 127
-        rows = open_rows[likely][fits]
-        values[rows], scales[rows] = integers[fits].astype(np.int8), tried[likely][fits]
-        open_rows = np.setdiff1d(open_rows, rows, assume_unique=True)
+        rows, steps = open_rows[likely], tried[likely]
+        _, near = _find_multiples(some[rows], steps, tolerance)
+        rows, steps = rows[near], steps[near]
+        integers, fits = _find_multiples(wide[rows], steps, tolerance)
+        values[rows[fits]], scales[rows[fits]] = integers[fits].astype(np.int8), steps[fits]
+        open_rows = np.setdiff1d(open_rows, rows[fits], assume_unique=True)
     return None if open_rows.size else (values, scales)
+
+
+def _find_multiples(
+    wide: npt.NDArray[np.float64], scales: Halves, tolerance: float
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """The nearest integers, and which rows they are within -127..127 and `tolerance` of."""
+    steps = scales.astype(np.float64)[:, None]
+    integers = np.rint(wide / steps)
+    fits = (np.abs(integers * steps - wide) <= tolerance * steps).all(axis=1)
+    return integers, fits & (np.abs(integers).max(axis=1, initial=0.0) <= 127)
 
 
 def to_half(weights: Floats, *, name: str = "tensor") -> Halves:

@@ -12,7 +12,7 @@ from parbank.artifact import read_artifact, write_artifact
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ConfigError
 from parbank.eval.load import load_artifact
-from parbank.quant import QuantConfig, pack_tensors, unpack_tensors
+from parbank.quant import Calibration, QuantConfig, pack_solved, pack_tensors, read_specs, unpack_tensors
 from parbank.train.exchange import export_model, import_model
 
 DATA = Path(__file__).parent.parent / "artifact" / "data"
@@ -38,6 +38,22 @@ def test_a_model_goes_out_and_back_bit_for_bit(tmp_path: Path):
     again = tmp_path / "again.pbk"
     import_model(file, again)
     assert again.read_bytes() == (tmp_path / "back.pbk").read_bytes()
+
+
+def test_a_solved_model_comes_back_at_its_size(tmp_path: Path):
+    """Rotated or not, by the same integers: coarse ones could be taken for either."""
+    artifact, tensors = read_artifact(FIRST), unpack_tensors(read_artifact(FIRST))
+    extra = {"tokenizer": artifact.sections["tokenizer"]}
+    tight = len(pack_tensors(tensors, QuantConfig(), meta=artifact.meta, extra_sections=extra).data) - 7000
+    packed = pack_solved(
+        tensors, QuantConfig(), Calibration(), max_bytes=tight, meta=artifact.meta, extra_sections=extra
+    )
+    packed.write(tmp_path / "model.pbk")
+    assert any(spec.rotation for spec in read_specs(packed.artifact))
+    file, _, count = export_model(tmp_path / "model.pbk", None, "float32")
+    result = import_model(file, tmp_path / "back.pbk")
+    assert result.exact == count
+    assert result.size <= packed.size + 8
 
 
 def test_what_an_export_says_about_itself(tmp_path: Path):
