@@ -86,7 +86,9 @@ def test_a_cap_is_kept(tmp_path: Path):
     size = import_model(file, tmp_path / "whole.pbk").size
     result = import_model(file, tmp_path / "small.pbk", max_bytes=size - 200)
     assert result.size <= size - 200
-    with pytest.raises(ArtifactError, match="does not fit"):
+    with pytest.raises(
+        ArtifactError, match=rf"does not fit 1,000 bytes: as it is it takes {size:,}.*row.*`parbank pack`"
+    ):
         import_model(file, tmp_path / "no.pbk", max_bytes=1000)
     assert not (tmp_path / "no.pbk").exists()
     coarse = import_model(file, tmp_path / "lzma.pbk", settings=("quant.coder=lzma",))
@@ -124,6 +126,8 @@ def test_what_does_not_belong_together_is_refused_by_name(tmp_path: Path):
     refused("cannot be read.*--tokenizer", tokenizer=tmp_path / "missing.model")
     refused("--max-bytes must be positive", max_bytes=0)
     refused("quant.nonsense", settings=("quant.nonsense=1",))
+    for setting in ("method=solver", "method=rows", "rotation=false", "low_rank=4", "pruning=0"):
+        refused(f"quant.{setting.split('=')[0]} means nothing .*quant.matrix_bits", settings=(f"quant.{setting}",))
     for content in (b"", b"hello", bytes(64), (2**60).to_bytes(8, "little") + b"{}"):
         (tmp_path / "broken.safetensors").write_bytes(content)
         with pytest.raises(ArtifactError, match=r"broken\.safetensors is no sound safetensors file"):
