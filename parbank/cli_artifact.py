@@ -134,7 +134,8 @@ def import_(
     """Make an artifact of weights in a safetensors file.
 
     Weights that an artifact was exported from are recognised, row by row, and stored exactly as they are; others are
-    rounded to integers (quant.matrix_bits, quant.embedding_bits; `parbank recipes NAME` says more).
+    rounded to integers row by row: quant.matrix_bits, min_matrix_bits, embedding_bits, coder, clip_steps and clip_floor
+    are what --set takes here.
 
     Examples:
 

@@ -12,7 +12,7 @@ from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ParbankError
 from parbank.model import GPT, ModelConfig
 from parbank.model.gpt import MAX_POSITIONS
-from parbank.quant import unpack_tensors
+from parbank.quant import read_specs, unpack_tensors
 
 KIND = "parbank language model"
 TOKENIZER = "tokenizer"
@@ -67,20 +67,19 @@ def _rebuild(artifact: Artifact, device: torch.device) -> LoadedModel:
     ours, theirs = (config.vocab_size, config.bos_id), (tokenizer.vocab_size, tokenizer.bos_id)
     if ours != theirs:
         raise _unusable(artifact, f"model and tokenizer differ in (vocabulary, BOS): {ours} and {theirs}")
-    tensors = unpack_tensors(artifact)
-    if config.layers > len(tensors):  # before a model of a billion layers is built to be compared
-        raise _unusable(artifact, f"its config has {config.layers} layers, its weights are {len(tensors)} tensors")
-    with torch.device("meta"):  # the shapes are compared before memory for them is taken
+    found = {spec.name: spec.shape for spec in read_specs(artifact)}
+    if config.layers > len(found):  # before a model of a billion layers is built to be compared
+        raise _unusable(artifact, f"its config has {config.layers} layers, its weights are {len(found)} tensors")
+    with torch.device("meta"):  # the shapes are compared before a weight is decoded or memory for them is taken
         model = GPT(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if expected != found:
         name = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))[0]
         here, there = (table.get(name, "absent") for table in (found, expected))
         raise _unusable(artifact, f"the shape of {name} is {here}, its config makes it {there}")
     model = model.to_empty(device=device)
     model.fill_tables()
-    model.load_state_dict(tensors)
+    model.load_state_dict(unpack_tensors(artifact))
     return LoadedModel(model=model, tokenizer=tokenizer, context=context, data=data)
 
 

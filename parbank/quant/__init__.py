@@ -4,7 +4,7 @@ from parbank.quant.budget import FEW_BITS, check_fits, expected_bytes, overhead_
 from parbank.quant.calibration import Calibration
 from parbank.quant.codecs import Quantised, dequantise
 from parbank.quant.config import QuantConfig
-from parbank.quant.contents import pack_contents, read_contents
+from parbank.quant.contents import pack_contents, read_contents, read_specs
 from parbank.quant.entropy import coded_bits
 from parbank.quant.pack import Packed, TensorRow, describe_tensors, pack_tensors, role, unpack_tensors
 from parbank.quant.solver import Solver, pack_solved
@@ -27,6 +27,7 @@ __all__ = [
     "pack_solved",
     "pack_tensors",
     "read_contents",
+    "read_specs",
     "role",
     "unpack_tensors",
     "worst_case_bytes",

@@ -5,15 +5,18 @@ taken in float32, where it is a single rounding of exact operands: every machine
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from parbank.errors import ArtifactError
+from parbank.quant.entropy import coded_bits
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int8]
 Halves = npt.NDArray[np.float16]
+_SLICE = 1 << 16  # weights that `dequantise` works on at a time: the sums of so many stay in the cache of one core
 
 
 @dataclass(frozen=True)
@@ -63,49 +66,89 @@ def dequantise(quantised: Quantised) -> Floats:
     """The weights that evaluation uses, bit for bit the same on every machine.
 
     integer * scale is one rounding; the rotation is undone by additions in float64 in a fixed order and an exact power
-    of two; the low-rank product is summed rank by rank in float64.
+    of two; the low-rank product is summed rank by rank in float64. A few rows at a time: they stay in the cache.
     """
     rows, cols = quantised.values.shape
-    groups = quantised.scales.shape[1]
-    grouped = quantised.values.reshape(rows, groups, cols // groups).astype(np.float32)
-    weights = (grouped * quantised.scales.astype(np.float32)[:, :, None]).reshape(rows, cols)
-    if not quantised.rotation and quantised.low_rank is None:
-        return weights
-    wide = weights.astype(np.float64)
-    if quantised.rotation:
-        wide = butterfly(wide, quantised.rotation) / quantised.rotation
-    if quantised.low_rank is not None:
-        left, right = (factor.astype(np.float64) for factor in quantised.low_rank)
-        for rank in range(left.shape[1]):
-            wide += left[:, rank, None] * right[rank]
-    return wide.astype(np.float32)
+    weights, step = np.empty((rows, cols), np.float32), max(_SLICE // max(cols, 1), 1)
+    for start in range(0, rows, step):
+        here = slice(start, start + step)
+        values, scales = quantised.values[here], quantised.scales[here].astype(np.float32)
+        if not quantised.rotation and quantised.low_rank is None:
+            weights[here] = _multiply(values, scales)
+            continue
+        wide = _turn_back(values, scales, quantised.rotation)
+        if quantised.low_rank is not None:
+            _add_product(wide, quantised.low_rank[0][here], quantised.low_rank[1])
+        weights[here] = wide
+    return weights
 
 
-def butterfly(x: npt.NDArray[np.float64], block: int) -> npt.NDArray[np.float64]:
-    """x times the Hadamard matrix of ones and minus ones (Sylvester's order) on every block of columns."""
+def _add_product(wide: npt.NDArray[np.float64], left: Halves, right: Halves) -> None:
+    tall, product = left.astype(np.float64), np.empty_like(wide)
+    for rank, row in enumerate(right):
+        np.multiply(tall[:, rank, None], row.astype(np.float64), out=product)
+        wide += product
+
+
+def _multiply(values: Integers, scales: Floats) -> Floats:
+    rows, groups = scales.shape
+    grouped = values.reshape(rows, groups, values.shape[1] // groups).astype(np.float32)
+    grouped *= scales[:, :, None]
+    return grouped.reshape(values.shape)
+
+
+def _turn_back(values: Integers, scales: Floats, rotation: int) -> npt.NDArray[np.float64]:
+    """The weights before the low-rank product, in float64, as sums of float64 products would give them.
+
+    With one scale a row those sums are exact: whole multiples of an 11-bit scale, of 7 + log2(rotation) bits. Whole numbers
+    may then be added first and multiplied once, which is exact too and several times faster. (A scale of 0 makes zeros of
+    either sign, which whole numbers don't have.)
+    """
+    largest = max(int(values.max(initial=0)), -int(values.min(initial=0))) * max(rotation, 1)
+    if not rotation or scales.shape[1] > 1 or largest >= 2**31 or values[scales[:, 0] == 0].any():
+        wide = _multiply(values, scales).astype(np.float64)
+        return butterfly(wide, rotation) / rotation if rotation else wide
+    whole = np.int16 if largest < 2**15 else np.int32
+    sums = butterfly(values.astype(whole), rotation)
+    return np.multiply(sums, scales.astype(np.float64) / rotation, order="C")
+
+
+def butterfly(x: npt.NDArray[Any], block: int) -> npt.NDArray[Any]:
+    """x times the Hadamard matrix of ones and minus ones (Sylvester's order) on every block of columns.
+
+    Columns go first: what is added then lies in long runs, also where neighbours are added to neighbours.
+    """
     rows, cols = x.shape
-    half = 1
+    found = np.array(x.T, order="C")
+    spare, half = np.empty_like(found), 1
     while half < block:
-        pairs = x.reshape(rows, cols // (2 * half), 2, half)
-        first, second = pairs[:, :, 0], pairs[:, :, 1]
-        x = np.stack([first + second, first - second], axis=2).reshape(rows, cols)
-        half *= 2
-    return x
+        old, new = (side.reshape(cols // (2 * half), 2, half * rows) for side in (found, spare))
+        np.add(old[:, 0], old[:, 1], out=new[:, 0])
+        np.subtract(old[:, 0], old[:, 1], out=new[:, 1])
+        found, spare, half = spare, found, 2 * half
+    return found.T
 
 
 def recover(weights: Floats) -> Quantised | None:
     """The integers and scales that dequantise to exactly these weights, one scale a row, rotated or not; None where there
-    are none."""
-    for rotation in (0, weights.shape[1] & -weights.shape[1]):  # the largest power of two that divides the columns
-        wide = butterfly(weights.astype(np.float64), rotation) if rotation else weights.astype(np.float64)
-        grid = _find_grid(wide, tolerance=1e-4 if rotation else 0.0)  # float32 and a rotation round off 2e-5 of a step
-        if grid is None:
-            continue
-        values, scales = grid
-        found = Quantised(values, scales[:, None], max(int(np.abs(values).max(initial=0)), 1), rotation)
-        if np.array_equal(dequantise(found), weights):
-            return found
-    return None
+    are none. Coarse integers may be found both ways: the way that takes fewer bits is the one they were stored in."""
+    block = weights.shape[1] & -weights.shape[1]  # the largest power of two that divides the columns
+    plain, turned = _recover(weights, 0), _recover(weights, block) if block > 1 else None
+    if plain is None or turned is None:
+        return plain or turned
+    return min(plain, turned, key=lambda found: coded_bits(found.values, found.q))
+
+
+def _recover(weights: Floats, rotation: int) -> Quantised | None:
+    wide = weights.astype(np.float64)
+    if rotation:
+        wide = np.ascontiguousarray(butterfly(wide, rotation))
+    grid = _find_grid(wide, tolerance=1e-4 if rotation else 0.0)  # float32 and a rotation round off 2e-5 of a step
+    if grid is None:
+        return None
+    values, scales = grid
+    found = Quantised(values, scales[:, None], max(int(np.abs(values).max(initial=0)), 1), rotation)
+    return found if np.array_equal(dequantise(found), weights) else None
 
 
 def _find_grid(wide: npt.NDArray[np.float64], tolerance: float) -> tuple[Integers, Halves] | None:
@@ -116,19 +159,29 @@ def _find_grid(wide: npt.NDArray[np.float64], tolerance: float) -> tuple[Integer
     """
     largest = np.abs(wide).max(axis=1, initial=0.0)
     values, scales = np.zeros(wide.shape, np.int8), np.zeros(largest.shape, np.float16)
+    some = np.ascontiguousarray(wide[:, :: -(-wide.shape[1] // 16)])  # 16 columns rule out nearly every k
     open_rows = np.flatnonzero(largest)
     for k in range(1, 128):
         with np.errstate(over="ignore"):
             tried = (largest[open_rows] / k).astype(np.float16)
         likely = (tried > 0) & np.isfinite(tried)
-        steps = tried[likely].astype(np.float64)[:, None]
-        integers = np.rint(wide[open_rows[likely]] / steps)
-        fits = (np.abs(integers * steps - wide[open_rows[likely]]) <= tolerance * steps).all(axis=1)
-        fits &= np.abs(integers).max(axis=1, initial=0.0) <= 127
-        rows = open_rows[likely][fits]
-        values[rows], scales[rows] = integers[fits].astype(np.int8), tried[likely][fits]
-        open_rows = np.setdiff1d(open_rows, rows, assume_unique=True)
+        rows, steps = open_rows[likely], tried[likely]
+        _, near = _find_multiples(some[rows], steps, tolerance)
+        rows, steps = rows[near], steps[near]
+        integers, fits = _find_multiples(wide[rows], steps, tolerance)
+        values[rows[fits]], scales[rows[fits]] = integers[fits].astype(np.int8), steps[fits]
+        open_rows = np.setdiff1d(open_rows, rows[fits], assume_unique=True)
     return None if open_rows.size else (values, scales)
+
+
+def _find_multiples(
+    wide: npt.NDArray[np.float64], scales: Halves, tolerance: float
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """The nearest integers, and which rows they are within -127..127 and `tolerance` of."""
+    steps = scales.astype(np.float64)[:, None]
+    integers = np.rint(wide / steps)
+    fits = (np.abs(integers * steps - wide) <= tolerance * steps).all(axis=1)
+    return integers, fits & (np.abs(integers).max(axis=1, initial=0.0) <= 127)
 
 
 def to_half(weights: Floats, *, name: str = "tensor") -> Halves:

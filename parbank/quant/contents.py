@@ -26,6 +26,7 @@ from parbank.quant.streams import (
     encode_integers,
     encode_scales,
     entropy_bits,
+    may_hold,
 )
 
 Role = Literal["matrix", "embedding", "other"]
@@ -35,9 +36,14 @@ ROLES = ("matrix", "embedding", "other")
 PREFIX = "weights/"
 TABLE, INTEGERS, SCALES, HALVES = (PREFIX + name for name in ("table", "integers", "scales", "float16"))
 _MAX_DIMENSIONS = 8
+_MAX_COUNT = 2**40  # far above any model: the numbers of a table stay small enough to be multiplied
 MAX_Q = 127
-# A correction of more would be no correction, and undoing it takes rows * cols * rank operations.
+# A correction of more would be no correction, and undoing it takes rows * cols * rank products.
 MAX_RANK = 256
+# Products a reader undertakes: a second of them, or 4,096 for each byte of the factors. Factors of 2 bytes a number are
+# up to min(rows, cols) / 2 products a byte, so that only sides beyond 8,192 or factors of zeros come near it.
+_FREE_PRODUCTS = 1 << 28
+_MAX_PRODUCTS = 4096
 # A golf model's table has 7 KB in 80 rows; JSON grows some thirtyfold as Python objects, so it is limited before it is
 # parsed, and a tensor takes a tenth of a millisecond to read however small it is.
 _MAX_TABLE_BYTES = 1 << 20
@@ -106,6 +112,11 @@ def pack_contents(
         sections[SCALES] = encode_scales([content.scales for content in quantised])
     if halves:
         sections[HALVES] = encode_halves(np.concatenate(halves))
+    if not _may_multiply(sections, specs):
+        raise ArtifactError(
+            f"the model cannot be packed: its low-rank factors are so small in the file, beside the matrices they make, that "
+            f"a reader would refuse it ({len(sections[HALVES]):,} bytes); lower quant.low_rank"
+        )
     return encode_artifact(meta, {**extra_sections, **sections})
 
 
@@ -167,13 +178,30 @@ def _halves(content: Content) -> tuple[Halves, ...]:
     return (content.low_rank or ()) if isinstance(content, Quantised) else (content,)
 
 
-def read_contents(artifact: Artifact) -> list[Stored]:
-    """Every tensor of a file, of any version. All sizes are checked before any weight is decoded."""
+def _may_multiply(sections: Mapping[str, bytes], specs: list[Spec]) -> bool:
+    products = sum(spec.count * spec.rank for spec in specs)
+    return products <= max(_FREE_PRODUCTS, _MAX_PRODUCTS * len(sections.get(HALVES, b"")))
+
+
+def read_specs(artifact: Artifact) -> list[Spec]:
+    """What a file says its tensors are, in the order of the file: held against its size, but nothing decoded."""
     if TABLE not in artifact.sections:
         raise ArtifactError(
             f"{artifact.source} holds no weights (sections: {sorted(artifact.sections)}); give a packed model"
         )
     specs = _read_table(artifact)
+    count = sum(spec.count for spec in specs if spec.q)
+    size = sum(len(data) for name, data in artifact.sections.items() if name.startswith(INTEGERS))
+    if not may_hold(size, count):
+        raise _damaged(artifact, f"it claims to hold {count:,} weights in {size:,} bytes")
+    if not _may_multiply(artifact.sections, specs):
+        raise _damaged(artifact, "its low-rank factors claim to make more of its weights than their size allows")
+    return specs
+
+
+def read_contents(artifact: Artifact) -> list[Stored]:
+    """Every tensor of a file, of any version. All sizes are checked before any weight is decoded."""
+    specs = read_specs(artifact)
     read = _read_streams_1 if artifact.version == 1 else _read_streams
     values, scales = read(artifact, specs)
     numbers, position, found = _read_halves(artifact, specs), 0, []
@@ -276,7 +304,9 @@ def _read_spec(row: Any, length: int) -> Spec:
         raise ValueError("malformed row")
     name, shape, role, q, groups, rotation, rank = (*row, 1, 0, 0)[:7]
     sound = isinstance(name, str) and role in ROLES and len(shape) <= _MAX_DIMENSIONS
-    sound = sound and all(type(n) is int and 0 <= n < 2**40 for n in (*shape, q, groups, rotation, rank))
+    sound = sound and all(type(n) is int and 0 <= n < _MAX_COUNT for n in (*shape, q, groups, rotation, rank))
+    # without the zeros: an array of nothing that has huge sides beside is one that numpy refuses
+    sound = sound and math.prod(n for n in shape if n) < _MAX_COUNT
     if not sound:
         raise ValueError("malformed row")
     spec = Spec(name, tuple(shape), role, q, groups, rotation, rank)

@@ -113,8 +113,8 @@ def require_coder() -> None:
     _load()
 
 
-def may_expand(packed: int, count: int) -> bool:
-    return count <= max(_FREE_EXPANSION, _MAX_EXPANSION * packed)
+def may_expand(packed: int, count: int, *, free: int = _FREE_EXPANSION) -> bool:
+    return count <= max(free, _MAX_EXPANSION * packed)
 
 
 def _describe(values: Integers, q: int, only_decay: bool) -> list[Piece]:

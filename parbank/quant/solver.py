@@ -105,7 +105,7 @@ class Solver:
             if roles[name] == "other"
         }
         chosen = {name: tensor for name, tensor in sorted(tensors.items()) if roles[name] != "other"}
-        device = device or next(iter(tensors.values())).device
+        device = device or next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         if not calibration.tokens:
             say("no training text at hand: packing by the weights alone, as if all of them mattered alike")
         self.plain = _stack_banks(chosen, calibration, config, device)

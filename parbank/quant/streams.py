@@ -39,6 +39,7 @@ _RAW, _LZMA, _FIXED, _ANS = 0, 1, 2, 3  # first byte of a stream: how the rest i
 # The writer keeps to it, because at fixed width 1 to 4 weights share a byte. (For _ANS see entropy.py.)
 _FREE_EXPANSION = 1 << 24
 _MAX_EXPANSION = 32
+_FREE_WEIGHTS = 1 << 23  # up to five weights share a byte before lzma, and each becomes four bytes and takes time
 
 
 def integer_bits(q: int) -> int:
@@ -50,6 +51,11 @@ def fixed_bytes(counts: Sequence[tuple[int, int]]) -> int:
     """The most bytes `encode_integers` ever gives for (count, q) of each tensor: fixed width, each from a whole byte on,
     and the byte that names the coding."""
     return 1 + sum(_fixed_size(count, q) for count, q in counts)
+
+
+def may_hold(packed: int, count: int) -> bool:
+    """Whether a reader believes that a file holds so many weights in so many bytes of integers, however coded."""
+    return entropy.may_expand(packed, count, free=_FREE_WEIGHTS)
 
 
 def entropy_bits(values: Integers) -> float:
@@ -155,7 +161,8 @@ def decode_bytes(stream: bytes, size: int | None, *, source: str) -> bytes:
 def _encode_lzma(tensors: Sequence[tuple[Integers, int]]) -> bytes | None:
     joined = b"".join(_join(_symbols(values, q), q) for values, q in tensors)
     packed = lzma.compress(joined, format=lzma.FORMAT_RAW, filters=_FILTERS)
-    return bytes([_LZMA]) + packed if _may_expand(len(packed), len(joined)) else None
+    sound = _may_expand(len(packed), len(joined)) and may_hold(len(packed), sum(values.size for values, _ in tensors))
+    return bytes([_LZMA]) + packed if sound else None
 
 
 def _decode_lzma(body: bytes, shapes: Sequence[tuple[int, int, int]], source: str) -> list[npt.NDArray[np.uint8]]:

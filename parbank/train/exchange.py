@@ -17,9 +17,9 @@ from parbank.artifact import is_artifact, read_artifact, write_file
 from parbank.config import from_dict, override
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ConfigError, ParbankError
-from parbank.eval.load import KIND, TOKENIZER, artifact_meta
+from parbank.eval.load import KIND, TOKENIZER, artifact_meta, load_artifact
 from parbank.model import GPT, ModelConfig
-from parbank.quant import QuantConfig, pack_contents, pack_tensors, role, unpack_tensors
+from parbank.quant import QuantConfig, pack_contents, pack_tensors, role
 from parbank.quant.codecs import quantise_rows, recover, to_half
 from parbank.quant.contents import Content
 from parbank.train.checkpoint import find_checkpoint
@@ -28,6 +28,14 @@ from parbank.train.load import load_trained
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 META = "parbank"  # the key of our own metadata: what an artifact says about itself, as JSON
 FINGERPRINT = "tokenizer_sha256"
+_USED = (
+    "matrix_bits",
+    "min_matrix_bits",
+    "embedding_bits",
+    "coder",
+    "clip_steps",
+    "clip_floor",
+)  # of quant, by an import
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def import_model(
     meta = _read_meta(path, about, config)
     pieces = _read_tokenizer(path, about, tokenizer)
     _check_model(path, meta, tensors, Tokenizer.from_bytes(pieces))
-    quant = override(_Settings(), *settings).quant
+    quant = _read_settings(settings)
     data, exact = _pack(tensors, quant, meta, {TOKENIZER: pieces}, max_bytes)
     write_file(out, data)
     return Imported(len(data), len(tensors), exact)
@@ -91,14 +99,24 @@ class _Settings:
     quant: QuantConfig = field(default_factory=QuantConfig)
 
 
+def _read_settings(settings: tuple[str, ...]) -> QuantConfig:
+    quant = override(_Settings(), *settings).quant
+    for setting in settings:
+        name = setting.partition("=")[0].strip().removeprefix("quant.")
+        if name not in _USED:
+            raise ConfigError(
+                f"quant.{name} means nothing to an import, which has no text to calibrate the solver on and rounds row by row; "
+                f"it takes {', '.join(f'quant.{used}' for used in _USED)}. `parbank pack` of a checkpoint takes all of quant"
+            )
+    return quant
+
+
 def _read_model(path: Path) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any], bytes]:
     """(the file, tensors, meta, tokenizer) of an artifact, a checkpoint, or a run folder, whose artifact goes first."""
     file = path / "model.pbk" if path.is_dir() and (path / "model.pbk").exists() else path
     if is_artifact(file) or file.suffix == ".pbk":
-        artifact = read_artifact(file)
-        if artifact.meta.get("kind") != KIND or TOKENIZER not in artifact.sections:
-            raise ArtifactError(f"{file} is no packed model with a tokenizer; give the file of a parbank model")
-        return file, unpack_tensors(artifact), artifact.meta, artifact.sections[TOKENIZER]
+        loaded, artifact = load_artifact(file, torch.device("cpu")), read_artifact(file)
+        return file, dict(loaded.model.state_dict()), artifact.meta, artifact.sections[TOKENIZER]
     file = find_checkpoint(path)
     model, tokenizer, config = load_trained(file, torch.device("cpu"))
     meta = artifact_meta(
@@ -206,7 +224,13 @@ def _pack(
     data = pack_contents(contents, roles, meta, extra, coder=quant.coder)
     if max_bytes is None or len(data) <= max_bytes:
         return data, exact
-    return pack_tensors(tensors, quant, max_bytes=max_bytes, meta=meta, extra_sections=extra).data, 0
+    try:
+        return pack_tensors(tensors, quant, max_bytes=max_bytes, meta=meta, extra_sections=extra).data, 0
+    except ArtifactError as error:
+        raise ArtifactError(
+            f"the import does not fit {max_bytes:,} bytes: as it is it takes {len(data):,}, and rounded more coarsely, row by "
+            f"row, which is all that an import can do: {error}. `parbank pack` of a checkpoint goes further"
+        ) from error
 
 
 def _safetensors() -> Any:

@@ -6,6 +6,7 @@ More of the same, for an afternoon:  FUZZ_EXAMPLES=100000 python -m pytest tests
 
 import hashlib
 import json
+import lzma
 import os
 import struct
 import time
@@ -22,14 +23,14 @@ from parbank.artifact import Artifact, decode_artifact, encode_artifact, read_ar
 from parbank.artifact.container import DIGEST_BYTES
 from parbank.errors import ArtifactError
 from parbank.eval.load import load_artifact
-from parbank.quant import QuantConfig, Quantised, describe_tensors, pack_contents, pack_tensors, unpack_tensors
-from parbank.quant.contents import TABLE
+from parbank.quant import QuantConfig, Quantised, describe_tensors, pack_contents, pack_tensors, streams, unpack_tensors
+from parbank.quant.contents import HALVES, INTEGERS, SCALES, TABLE
 from parbank.quant.streams import decode_bytes, encode_bytes
 
 DATA = Path(__file__).parent / "data"
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "500"))
-# What a reader may take for a file of a few kilobytes: lzma may expand to 16 MiB (docs/artifact.md), and a number is 1
-# byte as an integer, 2 as a symbol, 8 in the sums of a rotation and 4 as a weight.
+# What a reader may take for a file of a few kilobytes: it may hold 8 Mi weights (docs/artifact.md), and a number is 1 byte
+# as an integer, 2 as a symbol, up to 24 in the sums of a rotation of one long row, and 4 as a weight.
 MAX_MEMORY = 400 << 20
 MAX_SECONDS = 10  # a thousand times what the whole file takes; a busy machine has its moments
 fuzz = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
@@ -234,3 +235,61 @@ def test_a_table_that_claims_much_costs_little(row):
         tracemalloc.stop()
         assert peak < MAX_MEMORY
         assert seconds < MAX_SECONDS
+
+
+def bomb(rows, cols, rotation, rank=0, groups=1):
+    """All -1 of -1..1, five to a byte of lzma, under one large rotation and factors of zeros."""
+    table = [["a", [rows, cols], "matrix", 1, groups, rotation, rank]]
+    sections = {
+        TABLE: json.dumps(table).encode(),
+        INTEGERS: bytes(-(-rows * cols // 5)),
+        HALVES: bytes(2 * rank * (rows + cols)),
+    }
+    filters = streams._FILTERS
+    packed = {n: b"\1" + lzma.compress(data, lzma.FORMAT_RAW, filters=filters) for n, data in sections.items() if data}
+    return encode_artifact({}, packed | {SCALES: b"\0" + np.ones(rows * groups, "<f2").tobytes()})
+
+
+@pytest.mark.parametrize(
+    ("shape", "believed"),
+    [
+        ((4096, 20480, 4096), False),
+        ((4096, 20480, 4096, 256), False),
+        ((4096, 2048, 2048, 256), False),
+        ((4096, 2048, 2048, 32), True),
+        ((1, 1 << 23, 1 << 23, 0, 2), True),
+    ],
+)
+def test_weights_that_lzma_makes_from_nothing_cost_little(shape, believed):
+    data = bomb(*shape)
+    assert len(data) < 15_000
+    tracemalloc.start()
+    began = time.monotonic()
+    found, error = attempt(lambda: unpack_tensors(decode_artifact(data, source="evil.pbk")))
+    seconds, peak = time.monotonic() - began, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < MAX_MEMORY
+    assert seconds < MAX_SECONDS
+    assert (found is not None) == believed
+    assert believed or "claim" in error
+
+
+def test_the_streams_of_version_1_share_one_allowance():
+    rows = [[f"{q:03}", [1, 1 << 23], "matrix", q] for q in range(8, 128)]
+    one = b"\1" + lzma.compress(bytes(1 << 23), lzma.FORMAT_RAW, filters=streams._FILTERS)
+    sections = {TABLE: encode_bytes(json.dumps(rows).encode()), SCALES: b"\0" + bytes(240)}
+    sections |= {f"{INTEGERS}/{q}": one for q in range(8, 128)}
+    with pytest.raises(ArtifactError, match=r"evil\.pbk.* claims to hold 1,006,632,960 weights"):
+        unpack_tensors(decode_artifact(seal(Artifact({}, sections, version=1)), source="evil.pbk"))
+
+
+@pytest.mark.parametrize("sides", [[2**39] * 7, [2**39, 2], [2**20, 2**20]])
+def test_nothing_with_huge_sides_is_no_tensor(sides):
+    def read(shape):
+        sections = {TABLE: encode_bytes(json.dumps([["a", shape, "other", 0, 1, 0, 0]]).encode()), HALVES: bytes(1)}
+        return unpack_tensors(decode_artifact(encode_artifact({}, sections), source="evil.pbk"))
+
+    assert read([0, 2**30])["a"].shape == (0, 2**30)
+    for shape in ([0, *sides], [*sides, 0]):
+        with pytest.raises(ArtifactError, match=r"evil\.pbk is damaged: its table of tensors is malformed"):
+            read(shape)

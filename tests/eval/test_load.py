@@ -15,6 +15,7 @@ from parbank.errors import ArtifactError
 from parbank.eval.load import KIND, TOKENIZER, artifact_meta, load_artifact
 from parbank.model import GPT
 from parbank.quant import QuantConfig, pack_tensors, unpack_tensors
+from parbank.quant.contents import INTEGERS
 from parbank.recipes import get_recipe
 
 CPU = torch.device("cpu")
@@ -141,6 +142,15 @@ def test_a_config_that_disagrees_with_the_content_is_refused_by_name(
     path = tmp_path / "liar.pbk"
     write_artifact(path, artifact.meta, artifact.sections)
     with pytest.raises(ArtifactError, match=rf"liar\.pbk .*{message}"):
+        load_artifact(path, CPU)
+
+
+def test_shapes_are_compared_before_any_weight_is_decoded(packed: Path, tmp_path: Path) -> None:
+    artifact = read_artifact(packed)
+    artifact.meta["model"].update(width=64)
+    path = tmp_path / "liar.pbk"
+    write_artifact(path, artifact.meta, artifact.sections | {INTEGERS: b"nonsense" * 10_000})
+    with pytest.raises(ArtifactError, match=r"liar\.pbk .*the shape of"):
         load_artifact(path, CPU)
 
 

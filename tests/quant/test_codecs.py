@@ -1,5 +1,7 @@
 """The codecs: errors within half a step, rows of every size, and weights that are the same on every machine."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from parbank.errors import ArtifactError
-from parbank.quant.codecs import Quantised, butterfly, dequantise, quantise_rows, recover, to_half
+from parbank.quant.codecs import Quantised, _recover, butterfly, dequantise, quantise_rows, recover, to_half
 from parbank.quant.config import QuantConfig
+from parbank.quant.entropy import coded_bits
 
 RANGES = [1, 2, 3, 5, 7, 8, 15, 20, 31, 63, 100, 127]
 matrices = hnp.arrays(
@@ -117,6 +120,51 @@ def test_rotation_is_undone_exactly(block):
     assert np.array_equal(back, (weights / 4).astype(np.float32))
 
 
+def as_specified(quantised: Quantised) -> np.ndarray:
+    """docs/artifact.md to the letter, without slices or whole numbers."""
+    (rows, cols), groups = quantised.values.shape, quantised.scales.shape[1]
+    scales = np.repeat(quantised.scales.astype(np.float32), cols // groups, axis=1)
+    wide, half = (quantised.values.astype(np.float32) * scales).astype(np.float64), 1
+    while half < quantised.rotation:
+        pairs = wide.reshape(rows, -1, 2, half)
+        wide = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2).reshape(rows, cols)
+        half *= 2
+    wide /= max(quantised.rotation, 1)
+    for left, right in zip(quantised.low_rank[0].T, quantised.low_rank[1]) if quantised.low_rank else ():
+        wide += np.outer(left.astype(np.float64), right.astype(np.float64))
+    return wide.astype(np.float32)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.sampled_from([(1, 1), (3, 8), (5, 96), (300, 512), (2, 4096), (1, 1 << 17)]),
+    q=st.sampled_from([1, 31, 127]),
+    groups=st.sampled_from([1, 1, 2]),
+    rank=st.sampled_from([0, 0, 1, 3]),
+    zeros=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_weights_are_what_the_specification_says_bit_for_bit(seed, shape, q, groups, rank, zeros):
+    rng = np.random.default_rng(seed)
+    (rows, cols), groups, rank = shape, min(groups, shape[1]), min(rank, *shape)
+    scales = np.exp2(rng.uniform(-24, 15, (rows, groups))).astype(np.float16)
+    scales *= rng.random(scales.shape) > 0.3 * zeros  # zeros of both signs
+    factors = [rng.standard_normal(s).astype(np.float16) for s in ((rows, rank), (rank, cols))]
+    values, rotation = rng.integers(-q, q + 1, shape).astype(np.int8), rng.choice([0, 1, cols & -cols])
+    made = Quantised(values, scales, q, int(rotation), tuple(factors) if rank else None)
+    assert dequantise(made).tobytes() == as_specified(made).tobytes()
+
+
+def test_undoing_a_rotation_takes_little_more_memory_than_the_weights():
+    values = np.random.default_rng(0).integers(-31, 32, (2048, 512)).astype(np.int8)
+    made = Quantised(values, np.ones((2048, 1), np.float16), 31, 512)
+    tracemalloc.start()
+    weights = dequantise(made)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * weights.nbytes
+
+
 def test_low_rank_is_added_after_the_rotation_rank_by_rank():
     rng = np.random.default_rng(0)
     values, scales = rng.integers(-7, 8, (4, 8)).astype(np.int8), np.full((4, 2), 0.1, np.float16)
@@ -132,10 +180,27 @@ def test_low_rank_is_added_after_the_rotation_rank_by_rank():
 @given(weights=matrices, q=st.sampled_from(RANGES))
 def test_integers_are_found_again_in_the_weights_they_made(weights, q):
     made = dequantise(quantise_rows(weights, q))
-    found = recover(made)
-    assert found is not None
-    assert found.q <= q
+    plain, found = _recover(made, 0), recover(made)
+    assert plain is not None
+    assert plain.q <= q
+    assert found is not None  # a rotation where that is cheaper, e.g. for a row of equal weights
+    assert coded_bits(found.values, found.q) <= coded_bits(plain.values, plain.q)
     assert np.array_equal(dequantise(found), made)
+
+
+@pytest.mark.parametrize("rotation", [0, 64])
+def test_coarse_integers_are_found_the_way_they_were_stored(rotation):
+    """Sums of a few are whole multiples too: both ways dequantise to the same weights, one of them takes more bits."""
+    values = (np.random.default_rng(0).random((128, 64)) < 0.1).astype(np.int8)
+    values[:, 5] = -1
+    made = Quantised(values, np.full((128, 1), 0.25, np.float16), 1, rotation)
+    other = _recover(dequantise(made), 64 - rotation)
+    assert other is not None
+    assert np.array_equal(dequantise(other), dequantise(made))
+    found = recover(dequantise(made))
+    assert found is not None
+    assert (found.rotation, found.q) == (rotation, 1)
+    assert np.array_equal(found.values, values)
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(3, 8), (5, 24), (16, 512)]), st.sampled_from([3, 31, 127]))

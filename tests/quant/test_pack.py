@@ -10,7 +10,7 @@ import torch
 
 from parbank.artifact import Artifact, decode_artifact, encode_artifact, read_artifact
 from parbank.errors import ArtifactError
-from parbank.quant import QuantConfig, describe_tensors, pack_tensors, role, unpack_tensors
+from parbank.quant import QuantConfig, Quantised, describe_tensors, pack_contents, pack_tensors, role, unpack_tensors
 from parbank.quant.codecs import dequantise, quantise_rows
 from parbank.quant.contents import TABLE
 from parbank.quant.streams import encode_bytes
@@ -169,6 +169,14 @@ def test_tensors_that_cannot_be_packed_are_named():
 def test_a_table_too_long_to_read_back_is_refused_by_the_writer():
     with pytest.raises(ArtifactError, match="names of the tensors"):
         pack_tensors({"x" * (1 << 20): torch.ones(1)}, QuantConfig())
+
+
+def test_factors_of_nothing_for_large_matrices_are_refused_by_the_writer():
+    """A reader would have to take them for a bomb."""
+    factors = np.zeros((1024, 256), np.float16), np.zeros((256, 2048), np.float16)
+    content = Quantised(np.zeros((1024, 2048), np.int8), np.zeros((1024, 1), np.float16), 1, 0, factors)
+    with pytest.raises(ArtifactError, match="low-rank factors"):
+        pack_contents({"a": content}, {"a": "matrix"}, {}, {})
 
 
 def test_extra_sections_stay_out_of_the_weights():

@@ -173,6 +173,14 @@ def test_weights_that_are_not_finite_are_refused() -> None:
         pack_solved({"a.weight": torch.full((16, 16), torch.nan)}, QuantConfig(), Calibration(), max_bytes=9_000)
 
 
+def test_an_empty_state_dict_packs() -> None:
+    packed = pack_solved({}, QuantConfig(), Calibration(), max_bytes=1000)
+    assert packed.data == pack_tensors({}, QuantConfig(), max_bytes=1000).data
+    assert unpack_tensors(packed.artifact) == {}
+    with pytest.raises(ArtifactError, match="does not fit"):
+        pack_solved({}, QuantConfig(), Calibration(), max_bytes=10)
+
+
 def test_it_says_when_nothing_was_calibrated() -> None:
     lines: list[str] = []
     pack_solved(TENSORS, QuantConfig(), Calibration(), max_bytes=40_000, say=lines.append)

@@ -8,11 +8,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from parbank.artifact import read_artifact
+from parbank.artifact import read_artifact, write_artifact
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ConfigError
 from parbank.eval.load import load_artifact
-from parbank.quant import unpack_tensors
+from parbank.quant import Calibration, QuantConfig, pack_solved, pack_tensors, read_specs, unpack_tensors
 from parbank.train.exchange import export_model, import_model
 
 DATA = Path(__file__).parent.parent / "artifact" / "data"
@@ -38,6 +38,22 @@ def test_a_model_goes_out_and_back_bit_for_bit(tmp_path: Path):
     again = tmp_path / "again.pbk"
     import_model(file, again)
     assert again.read_bytes() == (tmp_path / "back.pbk").read_bytes()
+
+
+def test_a_solved_model_comes_back_at_its_size(tmp_path: Path):
+    """Rotated or not, by the same integers: coarse ones could be taken for either."""
+    artifact, tensors = read_artifact(FIRST), unpack_tensors(read_artifact(FIRST))
+    extra = {"tokenizer": artifact.sections["tokenizer"]}
+    tight = len(pack_tensors(tensors, QuantConfig(), meta=artifact.meta, extra_sections=extra).data) - 7000
+    packed = pack_solved(
+        tensors, QuantConfig(), Calibration(), max_bytes=tight, meta=artifact.meta, extra_sections=extra
+    )
+    packed.write(tmp_path / "model.pbk")
+    assert any(spec.rotation for spec in read_specs(packed.artifact))
+    file, _, count = export_model(tmp_path / "model.pbk", None, "float32")
+    result = import_model(file, tmp_path / "back.pbk")
+    assert result.exact == count
+    assert result.size <= packed.size + 8
 
 
 def test_what_an_export_says_about_itself(tmp_path: Path):
@@ -70,7 +86,9 @@ def test_a_cap_is_kept(tmp_path: Path):
     size = import_model(file, tmp_path / "whole.pbk").size
     result = import_model(file, tmp_path / "small.pbk", max_bytes=size - 200)
     assert result.size <= size - 200
-    with pytest.raises(ArtifactError, match="does not fit"):
+    with pytest.raises(
+        ArtifactError, match=rf"does not fit 1,000 bytes: as it is it takes {size:,}.*row.*`parbank pack`"
+    ):
         import_model(file, tmp_path / "no.pbk", max_bytes=1000)
     assert not (tmp_path / "no.pbk").exists()
     coarse = import_model(file, tmp_path / "lzma.pbk", settings=("quant.coder=lzma",))
@@ -108,6 +126,8 @@ def test_what_does_not_belong_together_is_refused_by_name(tmp_path: Path):
     refused("cannot be read.*--tokenizer", tokenizer=tmp_path / "missing.model")
     refused("--max-bytes must be positive", max_bytes=0)
     refused("quant.nonsense", settings=("quant.nonsense=1",))
+    for setting in ("method=solver", "method=rows", "rotation=false", "low_rank=4", "pruning=0"):
+        refused(f"quant.{setting.split('=')[0]} means nothing .*quant.matrix_bits", settings=(f"quant.{setting}",))
     for content in (b"", b"hello", bytes(64), (2**60).to_bytes(8, "little") + b"{}"):
         (tmp_path / "broken.safetensors").write_bytes(content)
         with pytest.raises(ArtifactError, match=r"broken\.safetensors is no sound safetensors file"):
@@ -130,3 +150,8 @@ def test_exports_that_cannot_be_are_refused(tmp_path: Path):
         export_model(FIRST, tmp_path / "model.bin", "float32")
     with pytest.raises(ArtifactError, match="does not exist"):
         export_model(tmp_path / "missing.pbk", None, "float32")
+    artifact = read_artifact(FIRST)
+    extra = pack_tensors({"more": torch.ones(20, 20)}, QuantConfig()).artifact.sections  # not what its config makes
+    write_artifact(tmp_path / "evil.pbk", artifact.meta, {"tokenizer": artifact.sections["tokenizer"], **extra})
+    with pytest.raises(ArtifactError, match=r"evil\.pbk"):
+        export_model(tmp_path / "evil.pbk", None, "float32")
