@@ -207,6 +207,10 @@ def pack(
     data: Annotated[
         str | None, typer.Option(help="Training text to calibrate on, where it is not that of the run: " + DATA_HELP)
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="quant.a=v", help="Another setting than the run's; repeatable."),
+    ] = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Pack a checkpoint into an artifact of at most so many bytes.
@@ -219,7 +223,9 @@ def pack(
 
     with runtime.start(device) as place:
         display = Display(enabled=place.is_main, file=sys.stderr)
-        target, packed = pack_checkpoint(checkpoint, max_bytes, out, data=data, runtime=place, display=display)
+        target, packed = pack_checkpoint(
+            checkpoint, max_bytes, out, settings=tuple(settings or ()), data=data, runtime=place, display=display
+        )
     print(
         f"{target}: {packed.size:,} bytes of {max_bytes:,}; matrices as integers -{packed.matrix_q}..{packed.matrix_q}"
     )

@@ -98,7 +98,7 @@ def test_the_options_are_those_that_were_promised() -> None:
         "train": "--recipe --data --minutes --steps --tokens --max-bytes --out --seed --device --set --resume",
         "eval": "--data --json",
         "sample": "--prompt --tokens --temperature --top-k --seed",
-        "pack": "--max-bytes --out",
+        "pack": "--max-bytes --out --set",
         "export": "--format --out --dtype",
         "import": "--out --tokenizer --max-bytes",
         "data prepare": "--out --vocab",

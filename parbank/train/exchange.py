@@ -106,7 +106,7 @@ def _read_settings(settings: tuple[str, ...]) -> QuantConfig:
         if name not in _USED:
             raise ConfigError(
                 f"quant.{name} means nothing to an import, which has no text to calibrate the solver on and rounds row by row; "
-                f"it takes {', '.join(f'quant.{used}' for used in _USED)}. `parbank pack` of a checkpoint uses the solver"
+                f"it takes {', '.join(f'quant.{used}' for used in _USED)}. `parbank pack` of a checkpoint takes all of quant"
             )
     return quant
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from parbank.artifact import is_artifact
-from parbank.config import from_dict
+from parbank.config import from_dict, override
 from parbank.data.dataset import open_dataset
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
@@ -77,12 +77,14 @@ def pack_checkpoint(
     max_bytes: int,
     out: Path | None,
     *,
+    settings: tuple[str, ...] = (),
     data: str | None = None,
     runtime: Runtime | None = None,
     display: Display | None = None,
 ) -> tuple[Path, Packed]:
-    """Packs a checkpoint under a cap of its own. The file appears whole or not at all, and by default beside the run's own
-    artifact, whose score is in the summary, not over it. Calibrated on the run's training text, or on that of `data`."""
+    """Packs a checkpoint under a cap of its own, as its run would or with other `settings` of quant. The file appears whole or
+    not at all, and by default beside the run's own artifact, whose score is in the summary, not over it. Calibrated on the
+    run's training text, or on that of `data`."""
     if max_bytes < 1:
         raise ConfigError(f"--max-bytes must be positive, got {max_bytes}")
     if is_artifact(path):
@@ -90,6 +92,10 @@ def pack_checkpoint(
     runtime, display = runtime or Runtime(device=torch.device("cpu")), display or Display(enabled=False)
     file = find_checkpoint(path)
     model, tokenizer, config = load_trained(file, runtime.device)
+    for setting in settings:
+        if not setting.startswith("quant."):
+            raise ConfigError(f"--set {setting}: packing has settings of quant alone, such as quant.method=rows")
+    config = override(config, *settings)
     measured = None
     if config.quant.method == "solver" and config.quant.calibration_tokens:
         tokens = _training_tokens(data, config, tokenizer, display)

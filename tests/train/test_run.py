@@ -19,6 +19,7 @@ from parbank.config import override, to_dict
 from parbank.data.validation import open_validation
 from parbank.errors import CheckpointError, ConfigError, DataError
 from parbank.eval.score import score_chunked
+from parbank.quant import describe_tensors
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.train.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
@@ -133,6 +134,11 @@ def test_packing_again_gives_the_same_file_and_a_tighter_cap_a_smaller_one(
     alone = tmp_path / "copied.pt"
     alone.write_bytes(find_checkpoint(out).read_bytes())
     assert pack_checkpoint(alone, 60_000, None)[0] == tmp_path / "model-60000.pbk"
+    rows, _ = pack_checkpoint(out, 60_000, tmp_path / "rows.pbk", settings=("quant.method=rows", "quant.matrix_bits=4"))
+    bits = {row.role: row.levels for row in describe_tensors(read_artifact(rows))}
+    assert bits["matrix"] == 15
+    with pytest.raises(ConfigError, match=r"model\.layers=2: packing has settings of quant alone"):
+        pack_checkpoint(out, 60_000, None, settings=("model.layers=2",))
     with pytest.raises(ConfigError, match="is packed already"):
         pack_checkpoint(out / "model.pbk", 60_000, None)
     with pytest.raises(ConfigError, match="must be positive, got 0"):
