@@ -36,16 +36,27 @@ class Quantised:
 
 
 def quantise_rows(
-    weights: Floats, q: int, clip_fractions: tuple[float, ...] = (1.0,), *, name: str = "tensor"
+    weights: Floats,
+    q: int,
+    clip_fractions: tuple[float, ...] = (1.0,),
+    *,
+    groups: int = 1,
+    deviations: float = 0.0,
+    exponents: bool = False,
+    name: str = "tensor",
 ) -> Quantised:
-    """Rounds each row to nearest on its own scale: of the clip points given, the one with the least squared error.
+    """Rounds each row, or each of its groups of columns, to nearest on a scale of its own: of the clip points given, the one
+    with the least squared error, or the one at so many standard deviations. `exponents`: scales are powers of two.
 
     NumPy on one core, so that the choice between near-equal clip points does not hang on the number of threads.
     """
+    shape, weights = weights.shape, weights.reshape(len(weights) * groups, weights.shape[1] // groups)
     if not np.isfinite(weights).all():
         raise ArtifactError(f"{name} holds values that are not finite; the run diverged, pack an earlier checkpoint")
     largest = np.abs(weights).max(axis=1, initial=0.0)
-    scales = _scales(largest, q)
+    if deviations:
+        clip_fractions, largest = (1.0,), np.minimum(largest, np.float32(deviations) * weights.std(axis=1))
+    scales = _scales(largest, q, exponents)
     if not np.isfinite(scales).all():
         raise ArtifactError(
             f"{name} holds {largest.max():.3g}, too large for a float16 scale (at most {65504 * q:,} in -{q}..{q}); "
@@ -55,11 +66,11 @@ def quantise_rows(
     for fraction in clip_fractions:
         if fraction >= 1.0:
             continue  # done above: the full range is always a candidate
-        tried_scales = _scales(largest * np.float32(fraction), q)
+        tried_scales = _scales(largest * np.float32(fraction), q, exponents)
         tried, tried_error = _round(weights, tried_scales, q)
         better = tried_error < error
         values[better], scales[better], error[better] = tried[better], tried_scales[better], tried_error[better]
-    return Quantised(values=values, scales=scales[:, None], q=q)
+    return Quantised(values=values.reshape(shape), scales=scales.reshape(shape[0], groups), q=q)
 
 
 def dequantise(quantised: Quantised) -> Floats:
@@ -197,13 +208,17 @@ def to_half(weights: Floats, *, name: str = "tensor") -> Halves:
     return halves
 
 
-def _scales(largest: Floats, q: int) -> Halves:
+def _scales(largest: Floats, q: int, exponents: bool) -> Halves:
     """Scales with scale * q >= largest. Where float16 rounds down it is pushed up, which also lifts an underflow to the
     smallest subnormal, 2^-24; only a row of zeros gets 0."""
     with np.errstate(over="ignore"):
         scales = (largest / np.float32(q)).astype(np.float16)
     short = scales.astype(np.float32) * np.float32(q) < largest
     scales[short] = np.nextafter(scales[short], np.float16(np.inf))
+    if exponents:
+        mantissas, powers = np.frexp(scales.astype(np.float32))  # in 0.5..1: at 0.5 it is a power of two already
+        with np.errstate(over="ignore"):
+            scales = np.where(mantissas > 0, np.ldexp(1.0, powers - (mantissas == 0.5)), 0.0).astype(np.float16)
     return scales
 
 

@@ -44,6 +44,12 @@ class QuantConfig:
     """How many clip points are tried for each row, from its largest value down to clip_floor of it; 1 never clips."""
     clip_floor: float = 0.7
     """The lowest clip point tried, as a fraction of the row's largest value."""
+    clip_deviations: float = 0.0
+    """rows: clip at so many standard deviations instead of by search; 0 searches."""
+    group: int = 0
+    """rows: columns that share a scale, where they divide a matrix evenly; 0 is a scale for the whole row."""
+    scales: Literal["float16", "exponent"] = "float16"
+    """rows: scales as they are, or rounded up to powers of two, which take next to no bytes and up to a bit of precision."""
 
     def __post_init__(self) -> None:
         for name in ("matrix_bits", "min_matrix_bits", "embedding_bits", "qat_bits"):
@@ -64,6 +70,11 @@ class QuantConfig:
         require(2 <= self.max_builds <= 100, f"quant.max_builds must be 2 to 100, got {self.max_builds}")
         require(0 <= self.qat_share <= 1, f"quant.qat_share is a share of the budget, 0 to 1; got {self.qat_share}")
         require(1 <= self.clip_steps <= 100, f"quant.clip_steps must be 1 to 100, got {self.clip_steps}")
+        require(
+            self.clip_deviations == 0 or 0.5 <= self.clip_deviations <= 100,
+            f"quant.clip_deviations must be 0 (search) or 0.5 to 100, got {self.clip_deviations}",
+        )
+        require(self.group >= 0, f"quant.group must be 0 (a whole row) or positive, got {self.group}")
         require(0 < self.clip_floor <= 1, f"quant.clip_floor must be above 0 and at most 1, got {self.clip_floor}")
 
     @property

@@ -94,7 +94,13 @@ def role(name: str, shape: Shape) -> Role:
 def plan(shapes: Mapping[str, Shape], config: QuantConfig, matrix_q: int) -> list[Spec]:
     """What every tensor becomes, in the order of the file: by name, so that the order of the dict does not matter."""
     ranges = {"matrix": matrix_q, "embedding": config.embedding_q, "other": 0}
-    return [Spec(n, tuple(s), r := role(n, tuple(s)), ranges[r]) for n, s in sorted(shapes.items())]
+
+    def groups(shape: Shape, q: int) -> int:
+        grouped = q and config.method == "rows" and config.group and shape[1] % config.group == 0
+        return max(shape[1] // config.group, 1) if grouped else 1
+
+    found = ((name, tuple(shape), role(name, tuple(shape))) for name, shape in sorted(shapes.items()))
+    return [Spec(name, shape, kind, ranges[kind], groups(shape, ranges[kind])) for name, shape, kind in found]
 
 
 def pack_tensors(
@@ -182,16 +188,24 @@ class _Packer:
         return pack_contents(contents, roles, self.meta, self.extra, coder=self.config.coder)
 
     def _content(self, spec: Spec, clip: bool) -> Content:
-        weights = self.weights[spec.name]
         if spec.role == "matrix":
-            return quantise_rows(weights, spec.q, self.config.clip_fractions if clip else (1.0,), name=spec.name)
+            return self._quantise(spec, clip)
         if spec.name not in self._fixed:
-            self._fixed[spec.name] = (
-                quantise_rows(weights, spec.q, self.config.clip_fractions, name=spec.name)
-                if spec.q
-                else to_half(weights, name=spec.name)
-            )
+            weights = self.weights[spec.name]
+            self._fixed[spec.name] = self._quantise(spec, True) if spec.q else to_half(weights, name=spec.name)
         return self._fixed[spec.name]
+
+    def _quantise(self, spec: Spec, clip: bool) -> Quantised:
+        config, rows = self.config, self.config.method == "rows"
+        return quantise_rows(
+            self.weights[spec.name],
+            spec.q,
+            config.clip_fractions if clip else (1.0,),
+            groups=spec.groups,
+            deviations=config.clip_deviations if rows and clip else 0.0,
+            exponents=rows and config.scales == "exponent",
+            name=spec.name,
+        )
 
 
 def _search(packer: _Packer, config: QuantConfig, cap: int | None, code_bytes: int) -> Packed:

@@ -218,3 +218,36 @@ def test_rotated_integers_are_found_again_too(seed, shape, q):
 def test_weights_that_no_integers_made_are_not_recovered():
     assert recover(np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)) is None
     assert recover(np.array([[1.0, np.pi]], np.float32)) is None
+
+
+@given(weights=matrices, q=st.sampled_from(RANGES), data=st.data())
+def test_groups_are_rows_of_their_own(weights, q, data):
+    groups = data.draw(st.sampled_from([n for n in range(1, weights.shape[1] + 1) if weights.shape[1] % n == 0]))
+    found = quantise_rows(weights, q, QuantConfig().clip_fractions, groups=groups)
+    rows = quantise_rows(weights.reshape(len(weights) * groups, -1), q, QuantConfig().clip_fractions)
+    assert found.scales.shape == (len(weights), groups)
+    assert np.array_equal(dequantise(found), dequantise(rows).reshape(weights.shape))
+
+
+@given(weights=matrices, q=st.sampled_from(RANGES))
+def test_exponents_are_the_next_powers_of_two(weights, q):
+    plain, found = quantise_rows(weights, q), None
+    try:
+        found = quantise_rows(weights, q, exponents=True)
+    except ArtifactError:  # the next power of two is beyond float16
+        assert plain.scales.max() > 2**15
+        return
+    steps, powers = plain.scales.astype(np.float64), found.scales.astype(np.float64)
+    assert (np.frexp(powers[powers > 0])[0] == 0.5).all()
+    assert ((powers == 0) == (steps == 0)).all()
+    assert (steps <= powers).all()
+    assert (powers < 2 * steps)[steps > 0].all()
+
+
+def test_deviations_say_where_to_clip():
+    weights = np.random.default_rng(0).standard_t(4, (8, 512)).astype(np.float32)
+    found = quantise_rows(weights, 31, deviations=3.0)
+    assert found.scales[:, 0] == pytest.approx(3 * weights.std(axis=1) / 31, rel=2e-3)
+    assert (np.abs(found.values).max(axis=1) == 31).all()
+    wide = quantise_rows(weights, 31, deviations=100.0)
+    assert np.array_equal(wide.values, quantise_rows(weights, 31).values), "never wider than the largest weight"

@@ -1,17 +1,20 @@
 """The budget: a bound that no weights exceed, an estimate that is near, and a refusal that says what would fit."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parbank.artifact import decode_artifact
 from parbank.errors import ConfigError
 from parbank.quant import (
     Calibration,
     QuantConfig,
     check_fits,
+    describe_tensors,
     expected_bytes,
     overhead_bytes,
     pack_solved,
@@ -236,3 +239,21 @@ def test_clip_points_run_from_one_to_the_floor():
     fractions = QuantConfig(clip_steps=4, clip_floor=0.7).clip_fractions
     assert fractions == pytest.approx((1.0, 0.9, 0.8, 0.7))
     assert QuantConfig(clip_steps=1).clip_fractions == (1.0,)
+
+
+@pytest.mark.parametrize("group", [0, 8, 24])
+@pytest.mark.parametrize("scales", ["float16", "exponent"])
+def test_groups_and_exponents_keep_the_promise_and_come_back(group: int, scales: Any) -> None:
+    generator = torch.Generator().manual_seed(group)
+    shapes = {"a.weight": (40, 48), "token_embedding.weight": (32, 24), "b.weight": (24, 20), "gain": (7,)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    config = QuantConfig(method="rows", group=group, scales=scales, clip_deviations=4.0)
+    bound = worst_case_bytes(shapes, config, overhead=overhead_bytes({}, {}))
+    packed = pack_tensors(tensors, config, max_bytes=bound)
+    assert packed.size <= bound
+    artifact = decode_artifact(packed.data)
+    found = {row.name: row for row in describe_tensors(artifact)}
+    assert ("6 scales a row" in found["a.weight"].extras) == (group == 8)
+    assert found["b.weight"].extras == "", "20 columns are not divided by 8 or 24"
+    for name, tensor in unpack_tensors(artifact).items():
+        assert (tensor - tensors[name]).square().mean().sqrt() < 0.08
