@@ -106,10 +106,17 @@ class Bench:
     """One model, one text, and the rows found so far."""
 
     def __init__(
-        self, loaded: LoadedModel, tokens: np.ndarray, stride: int, place: Runtime, out: Path, name: str
+        self,
+        loaded: LoadedModel,
+        tokens: np.ndarray,
+        about: dict[str, Any],
+        stride: int,
+        place: Runtime,
+        out: Path,
+        name: str,
     ) -> None:
         self.loaded, self.tokens, self.stride, self.place, self.out = loaded, tokens, stride, place, out
-        self.name = name
+        self.name, self.about = name, about
         self.context, self.model = loaded.context, loaded.model
         self.forward: Callable[..., torch.Tensor] = (
             torch.compile(self.model, dynamic=False) if place.is_cuda else self.model
@@ -177,6 +184,7 @@ class Bench:
             )
             self.rows.append(harness.Row(f"bpb less {against}", name, self.bpb[name] - self.bpb[against], "bits/byte"))
         extra = {
+            **self.about,
             "context": self.context,
             "stride": self.stride,
             "tokens": len(self.tokens) - 1,
@@ -252,9 +260,16 @@ def main() -> None:
     device = pick_device("auto")
     place = Runtime(device=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device)
     loaded = load_model(arguments.model, place.device)
-    text = open_validation(arguments.data, loaded.tokenizer).tokens
+    validation = open_validation(arguments.data, loaded.tokenizer)
+    text = validation.tokens
+    about = {
+        "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
+        "text_sha256": validation.sha256,
+        "documents": validation.documents,
+        "tokenizer": loaded.tokenizer.fingerprint,
+    }
     tokens = text.read(0, min(len(text), arguments.tokens + 1) if arguments.tokens else len(text))
-    bench = Bench(loaded, tokens, arguments.stride, place, arguments.out, arguments.name)
+    bench = Bench(loaded, tokens, about, arguments.stride, place, arguments.out, arguments.name)
     numbers = {name: [int(n) for n in getattr(arguments, name).split(",") if n] for name in ("segments", "windows")}
     run_all(bench, [part for part in arguments.only.split(",") if part], **numbers)
     print(next(arguments.out.glob(f"{arguments.name}_{harness.hardware()}_*.md")).read_text())
