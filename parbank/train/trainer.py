@@ -316,7 +316,9 @@ class Trainer:
             for one, handler in previous.items():
                 signal.signal(one, handler)
 
-        watched = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        watched = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
+            watched.append(signal.SIGHUP)
         previous = {number: signal.getsignal(number) for number in watched}
         try:
             for number in previous:

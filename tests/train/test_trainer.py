@@ -1,5 +1,7 @@
 """The loop's promises, on real text: what is undone is undone, what resumes goes on exactly, and ranks agree."""
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -293,3 +295,19 @@ def test_a_slow_checkpoint_counts_towards_the_clock(dataset: Dataset, tmp_path: 
     assert saved[0] < 3
     assert readings[-1].seconds < 3
     assert trainer.clock.seconds() < saved[0] + 60 + max(r.seconds for r in readings)
+
+
+def test_a_closed_terminal_is_a_signal_unless_nohup_said_otherwise(dataset: Dataset, tmp_path: Path) -> None:
+    trainer = Trainer(nano(), CPU, dataset, tmp_path)
+    trainer.close()
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for handler, noticed in ((signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)):
+            signal.signal(signal.SIGHUP, handler)
+            trainer.stop_signal = 0
+            with trainer.watch_signals():
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert trainer.stop_signal == noticed
+            assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
