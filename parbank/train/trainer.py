@@ -82,7 +82,8 @@ class Trainer:
         self.step = 0
         self.skipped = 0
         self.stop_signal = 0
-        self._skipping = self._stuck = False  # of the last step seen: it was skipped; it was one too many in a row
+        self._skipping = False  # the last step seen was skipped
+        self._stuck = False  # too many in a row were
         self._last_save = time.monotonic()
 
     def train(self, report: Report = lambda reading: None) -> None:
@@ -203,7 +204,7 @@ class Trainer:
             self.budget.observe(reading.seconds)
             self.skipped += reading.skipped
             self._skipping = reading.skipped_in_a_row > 0
-            self._stuck = reading.skipped_in_a_row >= self.config.train.max_skipped
+            self._stuck |= reading.skipped_in_a_row >= self.config.train.max_skipped  # whatever is still in flight
             report(reading)
 
     def _end_if_lost(self) -> None:

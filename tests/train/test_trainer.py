@@ -311,3 +311,16 @@ def test_a_closed_terminal_is_a_signal_unless_nohup_said_otherwise(dataset: Data
             assert signal.getsignal(signal.SIGHUP) == handler
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_step_in_flight_that_goes_well_does_not_undo_the_stop(dataset: Dataset, tmp_path: Path) -> None:
+    """On a GPU the next steps are queued before the tenth skipped one is seen; the loop has been told to end by then."""
+    trainer = Trainer(nano("budget.steps=1"), CPU, dataset, tmp_path)
+    readings: list[Reading] = []
+    trainer.train(readings.append)
+    trainer._report(
+        [replace(readings[0], skipped_in_a_row=10), replace(readings[0], skipped_in_a_row=0)], lambda r: None
+    )
+    with pytest.raises(TrainingError, match="10 steps in a row"):
+        trainer._end_if_lost()
+    trainer.close()
