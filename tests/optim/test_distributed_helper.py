@@ -18,9 +18,11 @@ def _sum_of_ranks(offset: int) -> tuple[int, float]:
 
 
 def _one_raises_one_dies() -> str:
+    dist.barrier()  # all are connected: a rank that dies before that takes the others' connecting with it
     if dist.get_rank() == 0:
         raise ValueError("words of the child")
     if dist.get_rank() == 1:
+        time.sleep(1)  # the others may still be on their way out of the barrier
         os.kill(os.getpid(), signal.SIGKILL)
     return "fine"
 
