@@ -122,8 +122,7 @@ def _window_attention_kernel(
     place = tl.minimum(token, time - 1)  # what lies behind the last query repeats it, and is not stored
     lowest = tl.maximum(tl.load(low + place).to(tl.int32) - carried, place - window + 1)
     lowest = tl.minimum(tl.maximum(lowest, -carried), place)
-    where = q + b * q_b + start.to(tl.int64) * q_t + first_head.to(tl.int64) * q_h + col[None, :]
-    where += (row // STACK)[:, None] * q_t + (row % STACK)[:, None] * q_h
+    where = q + b * q_b + start.to(tl.int64) * q_t + (row // STACK)[:, None] * q_t + head[:, None] * q_h + col[None, :]
     query = tl.load(where, mask=live, other=0.0)
 
     # x & -BLOCK_N rounds down to a block's beginning, below zero too
@@ -132,11 +131,10 @@ def _window_attention_kernel(
     right = (start + 1) & -BLOCK_N  # the first block with a key that the first query does not see
     left = (tl.max(lowest, 0) + BLOCK_N - 1) & -BLOCK_N  # the first block that no query's lower end cuts
     if not TMA:
-        far_head = kv_head.to(tl.int64)
-        past_k += b * pk_b + far_head * pk_h
-        past_v += b * pv_b + far_head * pv_h
-        k += b * k_b + far_head * k_h
-        v += b * v_b + far_head * v_h
+        past_k += b * pk_b + kv_head * pk_h
+        past_v += b * pv_b + kv_head * pv_h
+        k += b * k_b + kv_head * k_h
+        v += b * v_b + kv_head * v_h
     out = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     top = tl.full((BLOCK_M,), -1e38, tl.float32)  # finite: what has seen nothing yet must not subtract two infinities
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -180,8 +178,8 @@ def _window_attention(
     group = heads // k.shape[2]
     # the heads of a group that fill a tile evenly: the power of two in their number
     blocks["STACK"] = stack = min(group & -group, blocks["BLOCK_M"]) if blocks["STACK"] else 1
-    q = near(q, {1: blocks["BLOCK_M"] // stack, 2: stack})
-    past_k, past_v, k, v = (near(x, {1: blocks["BLOCK_N"]}) for x in (past_k, past_v, k, v))
+    q = near(q, {1: blocks["BLOCK_M"] // stack, 2: heads})
+    past_k, past_v, k, v = (near(x, {1: blocks["BLOCK_N"], 2: x.shape[2]}) for x in (past_k, past_v, k, v))
     keys: list[Any] = [past_k, past_v, k, v]
     blocks["TMA"] = blocks["TMA"] and all(_takes_tma(x) for x in keys)
     if blocks["TMA"]:  # nothing carried cannot be described, and is not read
