@@ -166,7 +166,7 @@ def check_kernels(config: ModelConfig, length: int, device: str, compiler: str |
         assert error < tolerance, f"{key}: {error}"
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="interprets the kernels; where there is a GPU the test below runs them")
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton to interpret the kernels; on a GPU the next test runs them")
 @pytest.mark.parametrize(
     ("base", "layers", "compiler"),
     [("everything", 3, "aot_eager"), ("everything", 5, None), ("everything", 4, None), ("unet_skips", 3, None)],

@@ -14,15 +14,14 @@ from parbank.config import override
 from parbank.data.batches import BatchStream
 from parbank.data.dataset import Dataset
 from parbank.recipes import get_recipe
-from parbank.runtime import Runtime
 from parbank.train.checkpoint import load_checkpoint
 from parbank.train.config import RunConfig
 from parbank.train.metrics import Display
 from parbank.train.run import run
 from parbank.train.telemetry import Reading
 from parbank.train.trainer import Trainer
+from tests.train.test_trainer import CPU, readings_of
 
-CPU = Runtime(device=torch.device("cpu"))
 SECONDS = 6000.0  # of a budget that no test waits for: its clock is set by hand
 
 
@@ -32,19 +31,6 @@ def nano(*settings: str) -> RunConfig:
 
 def on_the_clock() -> RunConfig:
     return nano("budget.steps=none", f"budget.minutes={SECONDS / 60}", "optim.warmdown=0.5", "optim.warmup_steps=0")
-
-
-def train(trainer: Trainer, steps: int) -> list[Reading]:
-    """Some steps, and then a signal."""
-    readings: list[Reading] = []
-
-    def note(reading: Reading) -> None:
-        readings.append(reading)
-        if len(readings) == steps:
-            trainer.stop_signal = 2
-
-    trainer.train(note)
-    return readings
 
 
 def resumed(trainer: Trainer) -> Trainer:
@@ -69,14 +55,14 @@ def draw() -> tuple[float, float, float]:
 
 def test_a_resumed_run_has_only_the_time_that_was_left(dataset: Dataset, tmp_path: Path) -> None:
     first = Trainer(on_the_clock(), CPU, dataset, tmp_path)
-    train(first, 1)
+    readings_of(first, 1)
     assert first.clock.seconds() > 0
     first.clock.set(0.75 * SECONDS)
     first.step = 1000  # or a step would seem to take all of that
     second = resumed(first)
     assert second.clock.seconds() == 0.75 * SECONDS
     assert second.budget.spent(second.step) == 0.75
-    (reading,) = train(second, 1)
+    (reading,) = readings_of(second, 1)
     second.close()
     assert second.clock.seconds() > 0.75 * SECONDS
     assert reading.lr_share == pytest.approx(0.5, abs=0.02)  # a minute's worth: no machine takes that long to start
@@ -132,12 +118,12 @@ def test_a_warm_up_that_draws_leaves_the_generators_as_they_were(dataset: Datase
 def test_skipped_steps_are_counted_across_a_resume(dataset: Dataset, tmp_path: Path) -> None:
     first = Trainer(nano(), CPU, dataset, tmp_path)
     spoil(first)
-    train(first, 4)
+    readings_of(first, 4)
     assert first.skipped == 3
     second = resumed(first)
     spoil(second)
     assert second.skipped == 3
-    train(second, 2)
+    readings_of(second, 2)
     second.close()
     assert second.skipped == 5
 

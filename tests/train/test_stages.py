@@ -16,25 +16,12 @@ from parbank.errors import ConfigError
 from parbank.runtime import Runtime
 from parbank.train.checkpoint import load_checkpoint
 from parbank.train.config import RunConfig, Stage
-from parbank.train.telemetry import Reading
 from parbank.train.trainer import Trainer, cut_windows
 from tests.distributed import run_distributed_test
-from tests.train.test_trainer import CPU, nano
+from tests.train.test_trainer import CPU, nano, readings_of
 
 STAGES = "batch.stages=[[0.25, 16, 128], [0.25, 32, 256]]"  # nano then has 64 and 512
 TOKENS = [128] * 3 + [256] * 3 + [512] * 6  # of the twelve steps
-
-
-def readings_of(trainer: Trainer, stop_after: int | None = None) -> list[Reading]:
-    readings: list[Reading] = []
-
-    def note(reading: Reading) -> None:
-        readings.append(reading)
-        if len(readings) == stop_after:
-            trainer.stop_signal = 2
-
-    trainer.train(note)
-    return readings
 
 
 def losses_of(config: RunConfig, dataset: Dataset, out: Path, *, warm: bool = False) -> list[float]:

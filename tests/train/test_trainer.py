@@ -27,16 +27,21 @@ def nano(*settings: str) -> RunConfig:
     return override(get_recipe("nano"), "budget.steps=12", "train.warmup_steps=0", *settings)
 
 
-def losses_of(trainer: Trainer, stop_after: int | None = None) -> list[float]:
-    losses: list[float] = []
+def readings_of(trainer: Trainer, stop_after: int | None = None) -> list[Reading]:
+    """Of every step of a run, or of so many, and then a signal."""
+    readings: list[Reading] = []
 
     def note(reading: Reading) -> None:
-        losses.append(reading.loss)
-        if len(losses) == stop_after:
+        readings.append(reading)
+        if len(readings) == stop_after:
             trainer.stop_signal = 2
 
     trainer.train(note)
-    return losses
+    return readings
+
+
+def losses_of(trainer: Trainer, stop_after: int | None = None) -> list[float]:
+    return [reading.loss for reading in readings_of(trainer, stop_after)]
 
 
 def run(config: RunConfig, dataset: Dataset, out: Path, warm: bool = False) -> tuple[list[float], Trainer]:
