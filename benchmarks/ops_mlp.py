@@ -105,7 +105,7 @@ def down_exact() -> Tensor:
     return (dy.float() @ down.float()) * 2 * a.float().sqrt() * torch.where(negative, -SLOPE, 1.0)
 
 
-def candidates() -> list[configs.Launch]:
+def candidates(backward: bool = False) -> list[configs.Launch]:
     make = fused.launch_config
     found = [make(128, 256, 64, 8, stages, tma=True, split=2, per_sm=1) for stages in (3, 4)]
     found += [make(128, 256, 64, 8, 3, tma=tma, split=split) for tma in (True, False) for split in (1, 2)]
@@ -117,6 +117,22 @@ def candidates() -> list[configs.Launch]:
         found += [make(64, 256, 64, 4, 2, tma=True, split=2, per_sm=per_sm)]
     found += [make(128, 128, 64, 8, stages, tma=True, split=split) for stages in (2, 4) for split in (1, 2)]
     found += [make(128, 128, 128, 8, 2, tma=True, split=2), make(64, 256, 64, 8, 3, tma=True, split=2)]
+    # Eight warps take 150 registers a thread unless told otherwise, which is one program a multiprocessor. With 128 it is two.
+    for early in (False, True) if backward else (False,):
+        for k, stages, split in ((64, 3, 2), (64, 2, 1), (64, 2, 2), (32, 4, 1), (32, 5, 2)):
+            found += [make(128, 128, k, 8, stages, tma=True, split=split, early=early, registers=128)]
+        found += [make(*tile, 64, 4, 2, tma=True, early=early, registers=168) for tile in ((64, 128), (128, 64))]
+        found += [make(64, 128, 64, 4, 3, tma=True, early=early, registers=160)]
+        found += [make(64, 256, 64, 4, 2, tma=True, split=2, early=early, registers=255)]
+    found += [make(128, 128, 64, 8, 2, tma=True, split=2, per_sm=2, registers=128)]
+    if backward:
+        found += [
+            make(128, 256, 64, 8, 3, tma=True, split=2, early=True),
+            make(256, 128, 64, 8, 3, tma=True, early=True),
+        ]
+        found += [make(128, 128, 64, warps, 3, tma=True, split=2, early=True) for warps in (4, 8)]
+        found += [make(128, 128, 32, 4, stages, tma=True, split=2, early=True) for stages in (4, 5, 6)]
+        found += [make(128, 128, 64, 4, stages, tma=True, split=2, early=True, per_sm=2) for stages in (2, 3)]
     return found
 
 
@@ -129,7 +145,7 @@ def tunables() -> list[Any]:
         Tunable("mlp_up", candidates(), {"golf": up_call}, 4, {"golf": flops}, exact={"golf": up_exact}),
         Tunable(
             "mlp_down_backward",
-            candidates(),
+            candidates(backward=True),
             back,
             calls=4,
             flops=dict.fromkeys(back, flops),

@@ -42,17 +42,32 @@ GROUP = 64  # columns whose signs share 8 bytes: bit i of byte c is column 8*i +
 
 
 def launch_config(
-    m: int, n: int, k: int, warps: int, stages: int, *, tma: bool = False, split: int = 1, per_sm: int = 0
+    m: int,
+    n: int,
+    k: int,
+    warps: int,
+    stages: int,
+    *,
+    tma: bool = False,
+    split: int = 1,
+    per_sm: int = 0,
+    early: bool = False,
+    registers: int = 0,
 ) -> Launch:
-    """Tile sides; tma: loads and stores through descriptors; split: parts of the epilogue; per_sm 0: a program per tile."""
-    blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "TMA": tma, "SPLIT": split, "PER_SM": per_sm}
-    return Launch(blocks, num_warps=warps, num_stages=stages)
+    """Tile sides; tma: loads and stores through descriptors; split: parts of the epilogue; per_sm 0: a program per tile;
+    early: what the derivative needs is asked for before the product, and waits in registers; registers: at most so many a
+    thread, so that more programs fit on a multiprocessor."""
+    blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "TMA": tma, "SPLIT": split, "PER_SM": per_sm, "EARLY": early}
+    return Launch(blocks, num_warps=warps, num_stages=stages, options={"maxnreg": registers} if registers else {})
 
 
 _PLAIN = [(ANY, launch_config(128, 128, 32, 8, 3))]
 configs.register("mlp_up", sm80=_PLAIN, sm90=[(ANY, launch_config(128, 256, 64, 8, 4, tma=True, split=2, per_sm=1))])
-# Its epilogue waits for what it reads: several programs a multiprocessor hide that better than one with the larger tile does.
-configs.register("mlp_down_backward", sm80=_PLAIN, sm90=[(ANY, launch_config(128, 128, 64, 8, 3, tma=True, split=2))])
+# Its epilogue waits for what it reads, so it asks early, and two programs share a multiprocessor: four warps with all the
+# registers a thread can have fit twice.
+configs.register(
+    "mlp_down_backward", sm80=_PLAIN, sm90=[(ANY, launch_config(128, 128, 64, 4, 3, tma=True, split=2, early=True))]
+)
 for _op in ("mlp_up_float32", "mlp_down_backward_float32"):
     configs.register(_op, sm80=[(ANY, launch_config(32, 64, 32, 4, 2))])
 
@@ -118,15 +133,24 @@ def _activate(
 
 
 @triton.jit
-def _derive(
-    da, a, out, signs, row, col, rows, cols, slope,
+def _kept(
+    a, signs, row, col, rows, cols,
     ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    """What forward kept of a tile: the activation, and the signs of what it was made from."""
     pointers, exists = _sign_bytes(signs, row, col, rows, cols, ROWS, COLS)
-    packed = tl.load(pointers, mask=exists, other=0).to(tl.int32).reshape(ROWS, COLS // 64, 1, 8)
+    packed = tl.load(pointers, mask=exists, other=0)
+    return _read(a, row, col, rows, cols, cols, 1, ROWS, COLS, True, TMA, EVEN), packed
+
+
+@triton.jit
+def _derive(
+    da, value, packed, out, row, col, rows, cols, slope,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    packed = packed.to(tl.int32).reshape(ROWS, COLS // 64, 1, 8)
     negative = ((packed >> tl.arange(0, 8)[None, None, :, None]) & 1).reshape(ROWS, COLS)
-    value = _read(a, row, col, rows, cols, cols, 1, ROWS, COLS, True, TMA, EVEN).to(tl.float32)
-    back = da * tl.sqrt(value) * tl.where(negative == 1, -2.0 * tl.abs(slope), 2.0)
+    back = da * tl.sqrt(value.to(tl.float32)) * tl.where(negative == 1, -2.0 * tl.abs(slope), 2.0)
     _write(out, back, row, col, rows, cols, ROWS, COLS, TMA, EVEN)
 
 
@@ -135,35 +159,42 @@ def _mlp_product_kernel(
     left, right, a, out, signs, rows, cols, depth, stride_l, stride_n, stride_k, slope,
     K_MAJOR: tl.constexpr, BACKWARD: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr, SPLIT: tl.constexpr, PER_SM: tl.constexpr,
+    TMA: tl.constexpr, SPLIT: tl.constexpr, PER_SM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """left (rows, depth) times right^T, right (cols, depth), with the activation or its derivative as the epilogue.
 
     Tiles of one block of rows follow each other, so those rows are read from memory once and then from the cache; the
     weight always is. Flattening the two loops lets the next tile's loads start before this one's epilogue.
     """
+    PART: tl.constexpr = BLOCK_N // SPLIT
     across = tl.cdiv(cols, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * across, tl.num_programs(0), flatten=PER_SM > 0):
         row, col = (tile // across) * BLOCK_M, (tile % across) * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if BACKWARD and EARLY:
+            a_low, signs_low = _kept(a, signs, row, col, rows, cols, BLOCK_M, PART, False, EVEN)
+            if SPLIT == 2:
+                a_high, signs_high = _kept(a, signs, row, col + PART, rows, cols, BLOCK_M, PART, False, EVEN)
         for k in range(0, depth, BLOCK_K):
             first = _read(left, row, k, rows, depth, stride_l, 1, BLOCK_M, BLOCK_K, True, TMA, EVEN)
             second = _read(right, col, k, cols, depth, stride_n, stride_k, BLOCK_N, BLOCK_K, K_MAJOR, TMA, EVEN)
             acc = tl.dot(first, second.T, acc, input_precision="ieee")
         if SPLIT == 1:
-            if BACKWARD:
-                _derive(acc, a, out, signs, row, col, rows, cols, slope, BLOCK_M, BLOCK_N, TMA, EVEN)
-            else:
-                _activate(acc, out, signs, row, col, rows, cols, slope, BLOCK_M, BLOCK_N, TMA, EVEN)
+            low = acc
         else:  # halves: the way through shared memory to whole lines takes half as much of it
-            HALF: tl.constexpr = BLOCK_N // 2
-            low, high = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
-            if BACKWARD:
-                _derive(low, a, out, signs, row, col, rows, cols, slope, BLOCK_M, HALF, TMA, EVEN)
-                _derive(high, a, out, signs, row, col + HALF, rows, cols, slope, BLOCK_M, HALF, TMA, EVEN)
-            else:
-                _activate(low, out, signs, row, col, rows, cols, slope, BLOCK_M, HALF, TMA, EVEN)
-                _activate(high, out, signs, row, col + HALF, rows, cols, slope, BLOCK_M, HALF, TMA, EVEN)
+            low, high = tl.split(acc.reshape(BLOCK_M, 2, PART).permute(0, 2, 1))
+        if BACKWARD:
+            if not EARLY:
+                a_low, signs_low = _kept(a, signs, row, col, rows, cols, BLOCK_M, PART, TMA, EVEN)
+            _derive(low, a_low, signs_low, out, row, col, rows, cols, slope, BLOCK_M, PART, TMA, EVEN)
+            if SPLIT == 2:
+                if not EARLY:
+                    a_high, signs_high = _kept(a, signs, row, col + PART, rows, cols, BLOCK_M, PART, TMA, EVEN)
+                _derive(high, a_high, signs_high, out, row, col + PART, rows, cols, slope, BLOCK_M, PART, TMA, EVEN)
+        else:
+            _activate(low, out, signs, row, col, rows, cols, slope, BLOCK_M, PART, TMA, EVEN)
+            if SPLIT == 2:
+                _activate(high, out, signs, row, col + PART, rows, cols, slope, BLOCK_M, PART, TMA, EVEN)
 
 
 def _takes_tma(*tensors: Tensor) -> bool:
@@ -195,7 +226,7 @@ def _product(left: Tensor, right: Tensor, a: Tensor | None, out: Tensor, signs: 
         operands = [
             _describe(left, [m, k]),
             _describe(right, [n, k]) if k_major else _describe(right.t(), [k, n]),
-            None if a is None else _describe(a, [m, part]),
+            a if a is None or launch.blocks["EARLY"] else _describe(a, [m, part]),
             _describe(out, [m, part]),
         ]
     with on_device(left.device):

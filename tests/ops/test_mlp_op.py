@@ -44,15 +44,17 @@ def test_matches_the_reference(shape, dtype, device, poison):
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("per_sm", [0, 1])
-def test_every_way_to_launch(tma, split, per_sm, device, poison):
+@pytest.mark.parametrize("early", [False, True])
+def test_every_way_to_launch(tma, split, per_sm, early, device, poison):
     """Several tiles each way, the last ones partly filled; through descriptors where the strides allow."""
-    with forced(module.launch_config(64, 64 * split, 16, 4, 2, tma=tma, split=split, per_sm=per_sm)):
+    with forced(module.launch_config(64, 64 * split, 16, 4, 2, tma=tma, split=split, per_sm=per_sm, early=early)):
         check(weights((100, 24, 168), torch.float32, device))
 
 
 @pytest.mark.parametrize("tma", [False, True])
-def test_whole_tiles(tma, device, poison):
-    with forced(module.launch_config(64, 128, 16, 4, 2, tma=tma, split=2)):
+@pytest.mark.parametrize("early", [False, True])
+def test_whole_tiles(tma, early, device, poison):
+    with forced(module.launch_config(64, 128, 16, 4, 2, tma=tma, split=2, early=early)):
         check(weights((128, 32, 256), torch.float16, device))
 
 
@@ -155,6 +157,8 @@ def job(arch: str, table: str, launch: configs.Launch, *, k_major: bool, even: b
         constexprs["a"] = None
         del shapes["a"]
     signature = {name: f"tensordesc<{kind}{block}>" if tma else f"*{kind}" for name, block in shapes.items()}
+    if backward and launch.blocks["EARLY"]:
+        signature["a"] = f"*{kind}"
     signature |= dict.fromkeys(("rows", "cols", "depth", "stride_l", "stride_n" if k_major else "stride_k"), "i32")
     signature |= {"signs": "*u8", "slope": "fp32"}
     return Job(
