@@ -3,10 +3,11 @@
     python benchmarks/step.py [--variants plain kernels all fp8 ...] [--inductor a=v,...]... [--set a.b=v]... [--quick] [--out DIR]
 
 The floor is measured in the same run: every product of the step, forward and both ways back, with cuBLAS, and attention with
-the fastest of PyTorch's backends, each alone, summed. Then, for the golf recipe and each variant (`plain`: every op in plain
-PyTorch under Inductor; `kernels`: ours; `all`: ours, with passes and optimizer replayed as CUDA graphs; `fp8` and `fp8+head`: as
-`all`, with the MLP, or MLP and head, in 8 bits): forward + backward of one micro-batch, the optimizer section, a whole step of one
-micro-batch and of the whole batch, its wait for data, peak memory, and a waterfall by kernel class with its picture.
+the fastest way this machine has (PyTorch's own, FlexAttention, FlashAttention 3 where installed), each alone, summed. Then, for
+the golf recipe and each variant (`plain`: every op in plain PyTorch under Inductor; `kernels`: ours; `all`: ours, with passes and
+optimizer replayed as CUDA graphs; `fp8` and `fp8+head`: as `all`, with the MLP, or MLP and head, in 8 bits): forward + backward of
+one micro-batch, the optimizer section, a whole step of one micro-batch and of the whole batch, its wait for data, peak memory,
+and a waterfall by kernel class with its picture.
 
 A GPU that is kept busy lowers its clock when it reaches its power limit, which a few short calls never do. So the floor and
 each variant are also held for some seconds, all products and attention queued one after another as a graph, and what they
@@ -37,12 +38,14 @@ from clocks import Watch
 from harness import RESULTS, Row, Settings, capture, hardware, in_a_line, measure, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from waterfall import Waterfall, draw, profile
 
 from parbank.config import override
 from parbank.data.batches import BatchStream
 from parbank.data.prefetch import Prefetcher
 from parbank.model import GPT, ModelConfig
+from parbank.ops import causal_attention, flash
 from parbank.ops.backend import use_backend
 from parbank.optim.averaging import Averages
 from parbank.optim.parallel_muon import ParallelMuon
@@ -55,6 +58,7 @@ from parbank.train.warmup import random_data
 # The published recipe's own figures on one H200, random data: forward + backward at 98,304 tokens, optimizer section.
 REFERENCE_TOKENS, REFERENCE_MICRO, REFERENCE_SECTION = 98_304, 69.6, 8.9
 DEVICE = torch.device("cuda")
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 HELD = "forward + backward, held for seconds"
 
 
@@ -125,9 +129,9 @@ def measure_products(c: ModelConfig, tokens: int, settings: Settings) -> dict[st
     }
 
 
-def floor_in_a_row(c: ModelConfig, batch: int, length: int, backend: SDPBackend) -> Callable[[], Any]:
+def floor_in_a_row(c: ModelConfig, batch: int, length: int, attend: Attend) -> Callable[[], Any]:
     """Everything the floor counts, once, without a pause."""
-    calls = [(attention_both_ways(c, batch, length, backend), c.layers)]
+    calls = [(attention_both_ways(c, batch, length, attend), c.layers)]
     for inputs, outputs, count in products(c).values():
         calls += [(call, count) for call in product_both_ways(batch * length, inputs, outputs)]
 
@@ -139,29 +143,43 @@ def floor_in_a_row(c: ModelConfig, batch: int, length: int, backend: SDPBackend)
     return capture(run)
 
 
-def attention_both_ways(c: ModelConfig, batch: int, length: int, backend: SDPBackend) -> Callable[[], Any]:
+def attention_backends(length: int) -> dict[str, Attend]:
+    """Every way to causal attention on (B, T, heads, D) that this machine has."""
+
+    def of_pytorch(backend: SDPBackend) -> Attend:
+        def attend(*qkv: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                y = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv), is_causal=True, enable_gqa=True)
+            return y.transpose(1, 2)
+
+        return attend
+
+    mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, length, length, device="cuda")
+
+    def flex(*qkv: Tensor) -> Tensor:
+        y = flex_attention(*(x.transpose(1, 2) for x in qkv), block_mask=mask, enable_gqa=True)
+        return y.transpose(1, 2)
+
+    found = {x.name.lower(): of_pytorch(x) for x in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)}
+    found["flex_attention"] = torch.compile(flex)
+    return found | ({"flash_attention_3": causal_attention} if flash.AVAILABLE else {})
+
+
+def attention_both_ways(c: ModelConfig, batch: int, length: int, attend: Attend) -> Callable[[], Any]:
     """One layer's attention, forward and backward."""
-    heads = (c.heads, c.kv_heads, c.kv_heads, c.heads)
-    *leaves, gradient = (random(batch, length, h, c.head_width).transpose(1, 2) for h in heads)
+    *leaves, gradient = (random(batch, length, h, c.head_width) for h in (c.heads, c.kv_heads, c.kv_heads, c.heads))
     leaves = [leaf.requires_grad_() for leaf in leaves]
-
-    def call() -> Any:
-        with sdpa_kernel(backend):
-            y = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
-        return torch.autograd.grad(y, leaves, gradient)
-
-    return call
+    return lambda: torch.autograd.grad(attend(*leaves), leaves, gradient)
 
 
 def measure_attention(c: ModelConfig, batch: int, length: int, settings: Settings) -> dict[str, float]:
     """Milliseconds of all layers both ways, by backend."""
     times = {}
-    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+    for name, attend in attention_backends(length).items():
         try:
-            call = attention_both_ways(c, batch, length, backend)
-            times[backend.name.lower()] = c.layers * measure(call, settings=settings)
-        except RuntimeError as error:
-            print(f"{backend.name}: {str(error).splitlines()[0]}")
+            times[name] = c.layers * measure(attention_both_ways(c, batch, length, attend), settings=settings)
+        except Exception as error:  # a backend that cannot run here is no reason to have no floor
+            print(f"{name}: {in_a_line(error)}")
     return times
 
 
@@ -331,8 +349,8 @@ def main() -> None:
     for passes in pass_counts(config):
         whole = passes * published + REFERENCE_SECTION
         rows.append(Row(f"whole step, {passes * tokens:,} tokens", "published", whole, "ms", passes * floor))
-    backend = SDPBackend.__members__[min(attention, key=lambda name: attention[name]).upper()]
-    for what, value, unit in hold(floor_in_a_row(config.model, tokens // length, length, backend)):
+    fastest = attention_backends(length)[min(attention, key=lambda name: attention[name])]
+    for what, value, unit in hold(floor_in_a_row(config.model, tokens // length, length, fastest)):
         rows.append(Row(f"{HELD}: {what}", "floor", value, unit))
     for row in rows:
         print(f"{row.case:44} {row.provider:12} {row.value or math.nan:10.3f} {row.unit}", flush=True)

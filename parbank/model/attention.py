@@ -6,19 +6,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parbank import ops
 from parbank.model.config import ModelConfig
-
-# On Hopper cuDNN's attention is the fastest of PyTorch's (329 TFLOP/s both ways on an H200); the rest are for where it is
-# missing (CPU, masks, other shapes).
-BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+from parbank.ops import reference
 
 
 @dataclass(frozen=True)
@@ -75,16 +66,7 @@ class Attention(nn.Module):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax attention over (B, T, heads, D) with grouped keys and values: causal, or as the mask says."""
-    with sdpa_kernel(BACKENDS, set_priority=True):
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-    return y.transpose(1, 2)
+    return ops.causal_attention(q, k, v) if mask is None else reference.attention(q, k, v, mask)
 
 
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:

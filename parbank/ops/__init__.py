@@ -1,6 +1,7 @@
 """The ops: one plain-PyTorch definition each, and kernels where they pay."""
 
 from parbank.ops.activation import leaky_relu_squared
+from parbank.ops.flash import causal_attention
 from parbank.ops.linear_loss import linear_softcap_cross_entropy
 from parbank.ops.loss import softcap_cross_entropy
 from parbank.ops.mix import add_mix_rms_norm, mix_rms_norm
@@ -17,6 +18,7 @@ __all__ = [
     "add_rms_norm",
     "ax_plus_bx",
     "ba_plus_caa",
+    "causal_attention",
     "leaky_relu_squared",
     "linear_softcap_cross_entropy",
     "mix_rms_norm",

@@ -9,7 +9,15 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+# On Hopper cuDNN's attention is the fastest of PyTorch's; the rest are for where it is missing (CPU, masks, other shapes).
+ATTENTION_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 # Far under the mean square of any live activation, far over what float32 loses; keeps a zero row at zero.
 NORM_EPS = 1e-6
 
@@ -140,6 +148,20 @@ def qkv_norm_rope(
     width = w_query.shape[0] // heads
     q, k, v = (F.linear(x, w).unflatten(-1, (-1, width)) for w in (w_query, w_key, w_value))
     return *qk_norm_rope(q, k, gain, cos, sin, eps), v
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Softmax attention over (B, T, heads, D) with grouped keys and values: causal, or as the mask says."""
+    with sdpa_kernel(ATTENTION_BACKENDS, set_priority=True):
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+    return y.transpose(1, 2)
 
 
 def window_attention(

@@ -1,0 +1,191 @@
+"""Causal attention through FlashAttention 3: on a GPU the library itself, elsewhere a definition put in its place, which shows
+that the ops around it hand over the right things and take back the right gradients."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checking import assert_as_exact_as_torch, assert_matches, assert_same_bits
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from parbank.errors import ParbankError
+from parbank.ops import backend, causal_attention, flash, reference
+
+FORWARD = "fwd(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool is_causal=False, int num_splits=0)"
+BACKWARD = """bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!)? dq=None,
+    Tensor(b!)? dk=None, Tensor(c!)? dv=None, float? softmax_scale=None, bool is_causal=False, bool deterministic=False)"""
+
+
+def scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """(B, heads, T, T) in float32, with nothing where a key is ahead of its query."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    ahead = torch.ones(q.shape[1], k.shape[1]).triu(1).bool()
+    return torch.einsum("bihd,bjhd->bhij", q.float(), k.float()).mul(scale).masked_fill(ahead, -math.inf)
+
+
+def forward(q, k, v, softmax_scale=None, is_causal=False, num_splits=0):
+    assert is_causal
+    assert num_splits == 1
+    s = scores(q, k, softmax_scale)
+    y = torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v.float().repeat_interleave(q.shape[2] // v.shape[2], 2))
+    return y.to(q.dtype).contiguous(), s.logsumexp(-1), torch.empty(0), torch.empty(0)
+
+
+def backward(
+    dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, deterministic=False
+):
+    assert is_causal
+    assert dout.stride(-1) == 1
+    group = q.shape[2] // k.shape[2]
+    p = (scores(q, k, softmax_scale) - softmax_lse[..., None]).exp()
+    wide_k, wide_v = (x.float().repeat_interleave(group, 2) for x in (k, v))
+    own = (dout.float() * out.float()).sum(-1).transpose(1, 2)[..., None]
+    ds = p * (torch.einsum("bihd,bjhd->bhij", dout.float(), wide_v) - own) * softmax_scale
+    dq.copy_(torch.einsum("bhij,bjhd->bihd", ds, wide_k))
+    for target, x, y in ((dk, ds, q), (dv, p, dout)):
+        whole = torch.einsum("bhij,bihd->bjhd", x, y.float())
+        target.copy_(whole.view(*target.shape[:3], group, -1).sum(3))
+    return dq, dk, dv
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[None]:
+    """`torch.ops.flash_attn_3`: the real one where it is installed, else its definition for the CPU."""
+    if flash.AVAILABLE:
+        yield
+        return
+    stand_in = torch.library.Library("flash_attn_3", "DEF")
+    stand_in.define(FORWARD + " -> (Tensor, Tensor, Tensor, Tensor)")
+    stand_in.define(BACKWARD + " -> (Tensor, Tensor, Tensor)")
+    stand_in.impl("fwd", forward, "CPU")
+    stand_in.impl("bwd", backward, "CPU")
+    yield
+    stand_in._destroy()
+
+
+@pytest.fixture
+def installed(library, device, monkeypatch) -> torch.device:
+    if device.type == "cuda" and not flash.AVAILABLE:
+        pytest.skip("needs FlashAttention 3 and a Hopper GPU, or no GPU at all")
+    monkeypatch.setattr(flash, "AVAILABLE", True)
+    return device
+
+
+def made(batch: int, length: int, heads: int, kv_heads: int, width: int, device, dtype=torch.float16) -> list[Tensor]:
+    return [torch.randn(batch, length, n, width, device=device).to(dtype) for n in (heads, kv_heads, kv_heads)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 8), (2, 7, 4, 2, 16), (1, 127, 3, 1, 64), (2, 33, 8, 4, 64)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_matches_the_reference(shape, dtype, installed):
+    assert_matches(causal_attention, reference.attention, made(*shape, installed, dtype))
+
+
+def test_a_query_sees_no_later_key(installed):
+    q, k, v = made(1, 20, 2, 1, 16, installed)
+    before = causal_attention(q, k, v)
+    k[:, 12:], v[:, 12:] = 5.0, -3.0
+    after = causal_attention(q, k, v)
+    torch.testing.assert_close(after[:, :12], before[:, :12], rtol=0, atol=0)
+    assert not torch.equal(after[:, 12:], before[:, 12:])
+
+
+def test_any_strides(installed):
+    """Heads cut out of one product, and channels that are not neighbours."""
+    whole = torch.randn(2, 9, 4 * 16 + 2 * 16, device=installed).half()
+    q, k = whole[..., :64].unflatten(-1, (4, 16)), whole[..., 64:].unflatten(-1, (2, 16))
+    v = torch.randn(2, 9, 16, 2, device=installed).half().transpose(2, 3)
+    assert_matches(causal_attention, reference.attention, [q, k, v])
+
+
+def test_a_gradient_of_any_layout(installed):
+    leaves = [x.requires_grad_() for x in made(1, 10, 2, 2, 8, installed)]
+    dy = torch.randn(1, 10, 8, 2, device=installed).half().transpose(2, 3)
+    found = torch.autograd.grad(causal_attention(*leaves), leaves, dy)
+    expected = torch.autograd.grad(reference.attention(*leaves), leaves, dy)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-3)
+
+
+def test_compiles_whole_and_once(installed):
+    counters.clear()
+    leaves = [x.requires_grad_() for x in made(2, 12, 4, 2, 16, installed)]
+    compiled = torch.compile(causal_attention, fullgraph=True)
+    for _ in range(3):
+        y = compiled(*leaves)
+        torch.autograd.grad(y.sum(), leaves)
+    torch.testing.assert_close(y, causal_attention(*leaves), rtol=2e-3, atol=2e-3)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_registered_as_pytorch_wants_it(installed):
+    tensors = [x.requires_grad_() for x in made(2, 6, 4, 2, 8, installed)]
+    torch.library.opcheck(flash._attention, tensors)
+
+
+def test_no_second_derivative(installed):
+    leaves = [x.requires_grad_() for x in made(1, 6, 2, 2, 8, installed)]
+    (dq,) = torch.autograd.grad(causal_attention(*leaves).sum(), leaves[:1], create_graph=True)
+    with pytest.raises(ParbankError, match="causal_attention has no second derivative"):
+        torch.autograd.grad(dq.sum(), leaves[1:])
+
+
+def refused(device: torch.device) -> list[list[Tensor]]:
+    """What the library does not take: float32, a head of seven, no rows, a head wider than 256."""
+    return [
+        made(1, 5, 2, 1, 8, device, torch.float32),
+        made(1, 5, 2, 1, 7, device),
+        made(0, 5, 2, 1, 8, device),
+        made(1, 5, 2, 1, 264, device),
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_what_it_does_not_take_goes_to_pytorch(which, installed, monkeypatch):
+    tensors = refused(installed)[which]
+    monkeypatch.setattr(flash, "_attention", None)
+    torch.testing.assert_close(causal_attention(*tensors), reference.attention(*tensors))
+
+
+def test_the_plain_path_is_pytorchs(installed, monkeypatch):
+    monkeypatch.setattr(flash, "_attention", None)
+    tensors = made(1, 5, 2, 1, 8, installed)
+    with backend.use_backend("reference"):
+        torch.testing.assert_close(causal_attention(*tensors), reference.attention(*tensors))
+    monkeypatch.setattr(flash, "AVAILABLE", False)
+    torch.testing.assert_close(causal_attention(*tensors), reference.attention(*tensors))
+
+
+def test_a_library_of_another_form_is_not_used(library, caplog):
+    assert flash._knows("fwd", {"q", "k", "v"})
+    assert not flash._knows("fwd", {"q", "sink"})
+    assert "its fwd has no sink" in caplog.text
+
+
+def test_exact_definition(installed):
+    """PyTorch's own, which the rest is held against, against the sum written out."""
+    q, k, v = made(1, 9, 2, 1, 8, torch.device("cpu"), torch.float64)
+    s = scores(q, k, 8**-0.5).double()
+    expected = torch.einsum("bhij,bjhd->bihd", F.softmax(s, -1), v.repeat_interleave(2, 2))
+    torch.testing.assert_close(reference.attention(q, k, v), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4, 2048, 8, 4, 64), (2, 1023, 8, 1, 64), (1, 127, 6, 6, 128)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_as_exact_as_torch(shape, dtype, installed):
+    """PyTorch's own: cuDNN, on the same input."""
+    assert_as_exact_as_torch(causal_attention, reference.attention, made(*shape, installed, dtype))
+
+
+@pytest.mark.gpu
+def test_same_bits_when_asked_for(installed):
+    """As with PyTorch's own: the order of the sums of dq is free unless deterministic algorithms are asked for."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_same_bits(causal_attention, made(2, 1024, 8, 4, 64, installed, torch.bfloat16))
+    finally:
+        torch.use_deterministic_algorithms(False)
