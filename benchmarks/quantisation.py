@@ -1,12 +1,16 @@
 """What every way to spend bytes on weights costs: method x bytes x bits per byte x seconds, on one trained checkpoint.
 
     python benchmarks/quantisation.py CHECKPOINT --data SPEC [--calibrate text:val=PATH] [--caps 16000000,8000000]
-                                      [--qat CHECKPOINT] [--rows-only] [--name NAME] [--device cuda] [--out DIR]
+                                      [--qat CHECKPOINT]... [--only NAME,NAME] [--rows-only] [--name NAME] [--device cuda]
+                                      [--out DIR]
 
 Integers per row at 8 and 6 bits first, then each technique alone on the 6-bit rows, then the solver at several caps, one of
-them the size of the 6-bit file. Sizes are those of real files; weights are scored as a reader of the file gets them.
-Training that knew of the rounding needs a checkpoint of its own: `--qat` names one of the same run that went on with
-`parbank train --resume --set quant.qat_share=...`, so that its last steps are the only difference.
+them the size of the 6-bit file. Sizes are those of real files; weights are scored as a reader of the file gets them. What
+is a setting of quant.method=rows (clip, groups, scales) is quantised as that setting says, embeddings included; the others
+see the matrices alone.
+Training that knew of the rounding needs checkpoints of its own: `--qat` names one of the same run that went on from an
+earlier checkpoint with `parbank train --resume --set quant.qat_share=0.2 --set quant.qat_rounding=straight` (or soft), so
+that its last steps are the only difference.
 Writes quantisation_<hardware>_<date>.json, the table beside it, and a picture of bpb against bytes.
 """
 
@@ -15,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +30,20 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import harness  # noqa: E402
+import quantisation_techniques as alone  # noqa: E402
 
 from parbank.artifact import decode_artifact  # noqa: E402
 from parbank.data.dataset import open_dataset  # noqa: E402
 from parbank.data.validation import open_validation  # noqa: E402
-from parbank.errors import ArtifactError  # noqa: E402
+from parbank.errors import ArtifactError, ConfigError  # noqa: E402
 from parbank.eval.calibrate import calibrate  # noqa: E402
 from parbank.eval.load import TOKENIZER  # noqa: E402
 from parbank.eval.score import score_chunked  # noqa: E402
 from parbank.quant import QuantConfig, Solver, pack_contents, role, unpack_tensors  # noqa: E402
-from parbank.quant.bank import Bank, Contents  # noqa: E402
+from parbank.quant.bank import Contents  # noqa: E402
 from parbank.quant.codecs import Quantised, dequantise, quantise_rows, to_half  # noqa: E402
-from parbank.quant.gptq import round_bank  # noqa: E402
-from parbank.quant.low_rank import correct  # noqa: E402
-from parbank.quant.pruning import prune_ones  # noqa: E402
-from parbank.quant.rotation import block_size, rotate  # noqa: E402
+from parbank.quant.pack import plan  # noqa: E402
+from parbank.quant.solver import Solved  # noqa: E402
 from parbank.quant.streams import Coder  # noqa: E402
 from parbank.runtime import Runtime, pick_device  # noqa: E402
 from parbank.train.load import load_trained  # noqa: E402
@@ -47,7 +51,16 @@ from parbank.train.run import _meta  # noqa: E402
 
 CAPS = (16_000_000, 12_000_000, 8_000_000, 4_000_000)
 GOLF_WEIGHTS = 26_900_000  # of the golf model: a smaller model gets caps in proportion
-Q6 = 31
+ROWS = QuantConfig(method="rows")  # 6 bits a matrix, 8 an embedding, clip by search
+SETTINGS = {
+    "no clipping": replace(ROWS, clip_steps=1),
+    "clip at 4 standard deviations": replace(ROWS, clip_deviations=4.0),
+    "clip at 3 standard deviations": replace(ROWS, clip_deviations=3.0),
+    "groups of 64": replace(ROWS, group=64),
+    "power-of-two scales": replace(ROWS, scales="exponent"),
+    "groups of 64, power-of-two scales": replace(ROWS, group=64, scales="exponent"),
+}
+"""What quant.method=rows can do instead, each alone; shared exponents also for groups, which are what they are made for."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +120,7 @@ class Bench:
         bpb = self.score(weights)
         result = Result(method, size, bpb, bpb - self.base, seconds, note)
         self.results.append(result)
-        print(f"{method:34} {size:12,} bytes  {bpb:.5f} bpb  +{result.lost:.5f}  {seconds:6.1f} s  {note}", flush=True)
+        print(f"{method:45} {size:12,} bytes  {bpb:.5f} bpb  {result.lost:+.5f}  {seconds:6.1f} s  {note}", flush=True)
         self.save()
         return result
 
@@ -126,16 +139,51 @@ class Bench:
     def halves(self) -> Contents:
         return {name: to_half(array, name=name) for name, array in self.arrays.items()}
 
-    def rows(self, matrix_q: int, config: QuantConfig) -> Contents:
-        """Integers per row with the clip search, embeddings at 8 bits."""
-        found: Contents = {}
-        for name, array in self.arrays.items():
-            if self.roles[name] == "other":
-                found[name] = to_half(array, name=name)
-            else:
-                q = matrix_q if self.roles[name] == "matrix" else config.embedding_q
-                found[name] = quantise_rows(array, q, config.clip_fractions, name=name)
-        return found
+    @cached_property
+    def six(self) -> Contents:
+        """The 6-bit rows that techniques start from."""
+        return quantise(self.arrays, ROWS)
+
+    @cached_property
+    def solver(self) -> Solver:
+        began, config = time.perf_counter(), QuantConfig()
+        self.model.load_state_dict(self.tensors)
+        context, count = self.config.batch.sequence_length, config.calibration_tokens
+        calibration = calibrate(self.model, self.train, context=context, count=count, runtime=self.runtime)
+        solver = Solver(self.tensors, self.roles, calibration, config, device=self.runtime.device, say=print)
+        self.sync()
+        self.calibration_seconds = time.perf_counter() - began
+        print(f"calibrated and factorised in {self.calibration_seconds:.1f} s", flush=True)
+        return solver
+
+    @cached_property
+    def solved(self) -> tuple[Solved, float]:
+        """By the solver at the size of the 6-bit rows under lzma, with the seconds that took."""
+        return self.solve(len(self.build(self.six, "lzma")))
+
+    def solve(self, cap: int) -> tuple[Solved, float]:
+        solver, began = self.solver, time.perf_counter()
+        return solver.solve(self.build, cap), time.perf_counter() - began
+
+
+def quantise(arrays: dict[str, Any], config: QuantConfig) -> Contents:
+    """Integers per row or group as `config` says: what `parbank pack` makes of it without a cap."""
+    found: Contents = {}
+    for spec in plan({name: array.shape for name, array in arrays.items()}, config, config.matrix_q):
+        found[spec.name] = (
+            quantise_rows(
+                arrays[spec.name],
+                spec.q,
+                config.clip_fractions,
+                groups=spec.groups,
+                deviations=config.clip_deviations,
+                exponents=config.scales == "exponent",
+                name=spec.name,
+            )
+            if spec.q
+            else to_half(arrays[spec.name], name=spec.name)
+        )
+    return found
 
 
 def read(contents: Contents) -> dict[str, Tensor]:
@@ -146,153 +194,90 @@ def read(contents: Contents) -> dict[str, Tensor]:
     }
 
 
-def scales_of(bank: Bank, contents: Contents) -> Tensor:
-    found = [torch.from_numpy(c.scales) for name in bank.names if isinstance(c := contents[name], Quantised)]
-    return torch.stack(found).to(bank.weights.device)
+RowMaker = Callable[[str], object]
+"""Records one row under the name it is given."""
 
 
-def values_of(bank: Bank, contents: Contents) -> Tensor:
-    found = [torch.from_numpy(c.values) for name in bank.names if isinstance(c := contents[name], Quantised)]
-    return torch.stack(found).to(bank.weights.device)
+def stored_rows(bench: Bench) -> dict[str, RowMaker]:
+    """What needs the weights alone."""
 
+    def store(method: str, config: QuantConfig) -> None:
+        began = time.perf_counter()
+        bench.record(method, quantise(bench.arrays, config), began, coder=config.coder)
 
-def plain(weights: Tensor, scales: Tensor, q: int = Q6) -> Tensor:
-    """To nearest, on scales per row or per group."""
-    wide = scales.float().repeat_interleave(weights.shape[2] // scales.shape[2], 2)
-    return (weights / torch.where(wide > 0, wide, torch.inf)).round().clamp(-q, q).to(torch.int8)
+    def halve(method: str) -> None:
+        began = time.perf_counter()
+        bench.record(method, bench.halves(), began)
 
-
-def full_range(weights: Tensor, groups: int = 1) -> Tensor:
-    """Scales that reach the largest value of each row or group, rounded up to float16."""
-    largest = weights.unflatten(2, (groups, -1)).abs().amax(3) / Q6
-    return (largest * (1 + 2.0**-10)).clamp(max=65504).half()
-
-
-Technique = Callable[[Bank, Contents], tuple[Tensor, Tensor, dict[str, Any]]]
-"""Integers, scales, and what else a Quantised of these tensors holds (rotation, factors), for one bank."""
-
-
-def techniques(multiplier: float) -> dict[str, Technique]:
-    def gptq(bank: Bank, base: Contents) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        scales = scales_of(bank, base)
-        return round_bank(bank.weights, scales, Q6, bank.factors)[0], scales, {}
-
-    def rotation(bank: Bank, base: Contents) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        block = block_size(bank.weights.shape[2])
-        turned = rotate(bank.weights, block)
-        scales = full_range(turned)
-        return plain(turned, scales), scales, {"rotation": block}
-
-    def groups(bank: Bank, base: Contents) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        cols = bank.weights.shape[2]
-        scales = full_range(bank.weights, cols // 64 if cols % 64 == 0 else 1)
-        return plain(bank.weights, scales), scales, {}
-
-    def sigma(bank: Bank, base: Contents) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        scales = (4.0 * bank.weights.std(2, keepdim=True) / Q6).half()
-        return plain(bank.weights, scales), scales, {}
-
-    def pruning(bank: Bank, base: Contents) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        scales, values = scales_of(bank, base), values_of(bank, base)
-        return prune_ones(bank.weights, values, scales, bank.hessians, bank.sensitivity, multiplier), scales, {}
-
-    def low_rank(bank: Bank, base: Contents) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        scales, values = scales_of(bank, base), values_of(bank, base)
-        error = bank.weights - values.float() * scales.float()
-        tall, flat = correct(error, bank.hessians, bank.sensitivity, 8)
-        return values, scales, {"low_rank": (tall.cpu(), flat.cpu())}
-
-    return {
-        "GPTQ": gptq,
-        "rotation": rotation,
-        "groups of 64": groups,
-        "clip at 4 standard deviations": sigma,
-        "pruning of +-1": pruning,
-        "low rank 8 (LQER)": low_rank,
+    eight = replace(ROWS, matrix_bits=8, coder="lzma")
+    found: dict[str, RowMaker] = {
+        "float16": halve,
+        "int8 rows + lzma": partial(store, config=eight),
+        "int6 rows + lzma": partial(store, config=replace(ROWS, coder="lzma")),
+        "int6 rows + ANS": partial(store, config=ROWS),
     }
+    return found | {f"int6 rows, {name}": partial(store, config=config) for name, config in SETTINGS.items()}
 
 
-def apply(technique: Technique, banks: list[Bank], base: Contents, roles: dict[str, Any]) -> Contents:
-    """The 6-bit rows with one technique on every matrix; embeddings and floats stay as they are."""
-    found = dict(base)
-    for bank in banks:
-        chosen = bank.pick([roles[name] == "matrix" for name in bank.names])
-        if chosen is None:
-            continue
-        values, scales, more = technique(chosen, base)
-        values, scales = values.cpu(), scales.cpu()
-        for i, name in enumerate(chosen.names):
-            content = Quantised(values[i].numpy(), scales[i].numpy(), Q6, more.get("rotation", 0))
-            if "low_rank" in more:
-                content = replace(content, low_rank=tuple(factor[i].numpy() for factor in more["low_rank"]))
-            found[name] = content
-    return found
-
-
-def run(bench: Bench, caps: list[int], qat: Path | None, rows_only: bool) -> None:
-    config = QuantConfig()
-    began = time.perf_counter()
-    halves = bench.halves()
-    bench.record("float16", halves, began)
-    for q in (127, Q6):
-        began = time.perf_counter()
-        rows = bench.rows(q, config)
-        six = bench.record(f"int{q.bit_length() + 1} rows + lzma", rows, began, coder="lzma")
-    bench.record("int6 rows + ANS", rows, time.perf_counter(), note="coding alone")
-    if qat is not None:
-        record_qat(bench, qat, config)
-    if rows_only:
-        return
-    began = time.perf_counter()
-    bench.model.load_state_dict(bench.tensors)
-    calibration = calibrate(
-        bench.model,
-        bench.train,
-        context=bench.config.batch.sequence_length,
-        count=config.calibration_tokens,
-        runtime=bench.runtime,
-    )
-    solver = Solver(bench.tensors, bench.roles, calibration, config, device=bench.runtime.device, say=print)
-    bench.sync()
-    bench.calibration_seconds = time.perf_counter() - began
-    print(f"calibrated and factorised in {bench.calibration_seconds:.1f} s", flush=True)
-    multiplier = solve(bench, solver, six.bytes, "solver at the size of int6 + lzma")
-    for name, technique in techniques(multiplier).items():
-        began = time.perf_counter()
-        contents = apply(technique, solver.plain, rows, bench.roles)
-        bench.record(f"int6 rows, {name}", contents, began)
-    share = min(1.0, sum(array.size for array in bench.arrays.values()) / GOLF_WEIGHTS)
-    for cap in caps or [cap if share > 0.9 else round(share * cap) for cap in CAPS]:
-        try:
-            solve(bench, solver, cap, f"solver at {cap:,}")
-        except ArtifactError as error:  # a small model's tokenizer and floats may leave nothing of a small cap
-            print(f"solver at {cap:,}: {error}", flush=True)
-
-
-def record_qat(bench: Bench, checkpoint: Path, config: QuantConfig) -> None:
-    """The other checkpoint's weights as they are and as 6-bit rows, each against the first one's float32."""
+def qat_rows(bench: Bench, checkpoint: Path) -> dict[str, RowMaker]:
+    """Another checkpoint's weights as they are and as 6-bit rows, each against the first one's float32."""
     model, _, trained = load_trained(checkpoint, bench.runtime.device)
-    tensors = model.state_dict()
-    other = {name: tensor.float().cpu().contiguous().numpy() for name, tensor in tensors.items()}
-    share = f"the last {trained.quant.qat_share:.0%} of the budget, {trained.quant.qat_rounding} rounding"
-    bench.add("late QAT, float32", sum(4 * array.size for array in other.values()), tensors, 0.0, share)
-    began = time.perf_counter()
-    own, bench.arrays = bench.arrays, other
-    try:
-        bench.record("int6 rows, late QAT", bench.rows(Q6, config), began, note=share)
-    finally:
-        bench.arrays = own
+    quant, tensors = trained.quant, model.state_dict()
+    if not quant.qat_share:
+        raise ConfigError(
+            f"{checkpoint} was trained without QAT; --qat takes one that ended with quant.qat_share above 0"
+        )
+    arrays = {name: tensor.float().cpu().contiguous().numpy() for name, tensor in tensors.items()}
+    note = f"the last {quant.qat_share:.0%} of the budget at {quant.qat_bits} bits, {quant.qat_rounding} rounding"
+
+    def keep(method: str) -> None:
+        bench.add(method, sum(4 * array.size for array in arrays.values()), tensors, 0.0, note)
+
+    def store(method: str) -> None:
+        began = time.perf_counter()
+        bench.record(method, quantise(arrays, ROWS), began, note=note)
+
+    label = f"late QAT, {quant.qat_rounding}"
+    return {f"{label}, float32": keep, f"int6 rows, {label}": store}
 
 
-def solve(bench: Bench, solver: Solver, cap: int, name: str) -> float:
-    """The whole way: search, file, and back from the file."""
-    began = time.perf_counter()
-    solved = solver.solve(bench.build, cap)
-    seconds = time.perf_counter() - began
+def calibrated_rows(bench: Bench, caps: list[int]) -> dict[str, RowMaker]:
+    """What measures the loss on training text first."""
+
+    def apply_one(method: str, technique: alone.Technique) -> None:
+        banks, base = bench.solver.plain, bench.six  # made by the first row that asks, outside its seconds
+        began = time.perf_counter()
+        bench.record(method, alone.apply(technique, banks, base, bench.roles), began)
+
+    def solve(method: str, cap: int) -> None:
+        try:
+            add_solved(bench, method, *bench.solve(cap))
+        except ArtifactError as error:  # a small model's tokenizer and floats may leave nothing of a small cap
+            print(f"{method}: {error}", flush=True)
+
+    share = min(1.0, sum(array.size for array in bench.arrays.values()) / GOLF_WEIGHTS)
+    caps = caps or [cap if share > 0.9 else round(share * cap) for cap in CAPS]
+    found: dict[str, RowMaker] = {
+        "solver at the size of int6 + lzma": lambda method: add_solved(bench, method, *bench.solved)
+    }
+    found |= {f"int6 rows, {name}": partial(apply_one, technique=one) for name, one in alone.TECHNIQUES.items()}
+    found["int6 rows, pruning of +-1"] = lambda method: apply_one(method, alone.prune_at(bench.solved[0].multiplier))
+    return found | {f"solver at {cap:,}": partial(solve, cap=cap) for cap in caps}
+
+
+def add_solved(bench: Bench, method: str, solved: Solved, seconds: float) -> None:
+    """Back from the file."""
     weights = unpack_tensors(decode_artifact(solved.data))
     note = f"{len(solved.builds)} builds, expected +{solved.expected_loss:.5f} nats a token"
-    bench.add(name, len(solved.data), weights, seconds, note)
-    return solved.multiplier
+    bench.add(method, len(solved.data), weights, seconds, note)
+
+
+def choose(rows: dict[str, RowMaker], only: list[str]) -> dict[str, RowMaker]:
+    """The rows whose names hold one of these words; all of them where there are none."""
+    for word in only:
+        if not any(word in name for name in rows):
+            raise ConfigError(f"no row has {word!r} in its name; there are: {'; '.join(rows)}")
+    return {name: make for name, make in rows.items() if not only or any(word in name for word in only)}
 
 
 def draw(results: list[Result], base: float, path: Path) -> None:
@@ -314,6 +299,7 @@ def draw(results: list[Result], base: float, path: Path) -> None:
     axes.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
+    pyplot.close(figure)
 
 
 def rows_of(bench: Bench) -> list[harness.Row]:
@@ -342,17 +328,30 @@ def main() -> None:
         "--calibrate", default=None, help="training text in a file of its own: text:val=PATH takes all of it"
     )
     parser.add_argument("--caps", default="", help="bytes, separated by commas")
+    parser.add_argument("--only", default="", help="rows with one of these, separated by commas, in their names")
     parser.add_argument(
         "--rows-only", action="store_true", help="leave out what needs calibration: GPTQ, the solver, ..."
     )
     parser.add_argument("--name", default="quantisation", help="of the result files")
-    parser.add_argument("--qat", type=Path, default=None, help="a checkpoint of the same run that ended with QAT")
+    parser.add_argument(
+        "--qat",
+        type=Path,
+        action="append",
+        default=[],
+        help="a checkpoint of the same run that ended with QAT; repeatable",
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     arguments = parser.parse_args()
     device = pick_device(arguments.device)
     bench = Bench(arguments.checkpoint, arguments.data, arguments.calibrate, device, arguments.out, arguments.name)
-    run(bench, [int(cap) for cap in arguments.caps.split(",") if cap], arguments.qat, arguments.rows_only)
+    rows = stored_rows(bench)
+    for checkpoint in arguments.qat:
+        rows |= qat_rows(bench, checkpoint)
+    if not arguments.rows_only:
+        rows |= calibrated_rows(bench, [int(cap) for cap in arguments.caps.split(",") if cap])
+    for name, make in choose(rows, [word for word in arguments.only.split(",") if word]).items():
+        make(name)
     print(bench.save().with_suffix(".md").read_text())
 
 

@@ -7,7 +7,7 @@ With s a row's largest magnitude over q and w_hat = s round(w / s), the forward 
 where the switch is a tensor of 0 or 1. It is part of every compiled graph from the first step on, so turning it in the middle of
 a run compiles nothing, and a captured CUDA graph reads it like any other memory. At 0 the weights are as they were, to the bit.
 
-Backward either takes the rounding for the identity (straight through), or replaces it by the soft staircase
+Backward takes the rounding for the identity (straight through). Or else both directions replace it by the soft staircase
 
     soft(x) = floor(x) + 1/2 + tanh(a (x - floor(x) - 1/2)) / (2 tanh(a / 2)),
 
