@@ -1,13 +1,13 @@
 """The training step against its floor, and where its time goes.
 
-    python benchmarks/step.py [--variants plain kernels all fp8 ...] [--inductor a=v,...]... [--set a.b=v]... [--quick] [--out DIR]
+    python benchmarks/step.py [--variants plain cudnn all ...] [--inductor a=v,...]... [--set a.b=v]... [--quick] [--out DIR]
 
 The floor is measured in the same run: every product of the step, forward and both ways back, with cuBLAS, and attention with
 the fastest way this machine has (PyTorch's own, FlexAttention, FlashAttention 3 where installed), each alone, summed. Then, for
 the golf recipe and each variant (`plain`: every op in plain PyTorch under Inductor; `kernels`: ours; `all`: ours, with passes and
-optimizer replayed as CUDA graphs; `fp8` and `fp8+head`: as `all`, with the MLP, or MLP and head, in 8 bits): forward + backward of
-one micro-batch, the optimizer section, a whole step of one micro-batch and of the whole batch, its wait for data, peak memory,
-and a waterfall by kernel class with its picture.
+optimizer replayed as CUDA graphs; `cudnn`: as `all`, without FlashAttention 3 where it is installed; `fp8` and `fp8+head`: as
+`all`, with the MLP, or MLP and head, in 8 bits): forward + backward of one micro-batch, the optimizer section, a whole step of
+one micro-batch and of the whole batch, its wait for data, peak memory, and a waterfall by kernel class with its picture.
 
 A GPU that is kept busy lowers its clock when it reaches its power limit, which a few short calls never do. So the floor and
 each variant are also held for some seconds, all products and attention queued one after another as a graph, and what they
@@ -68,6 +68,8 @@ class Variant:
 
     settings: tuple[str, ...] = ("train.cuda_graph=true",)
     backend: str = "triton"
+    flash: bool = True
+    """FlashAttention 3, where there is one."""
     options: dict[str, Any] = field(default_factory=dict)
     """Inductor's settings, given to torch.compile: patched by hand they would not reach autograd's thread, which compiles
     the backward pass."""
@@ -76,6 +78,7 @@ class Variant:
 VARIANTS = {
     "plain": Variant(("train.cuda_graph=false",), "reference"),
     "kernels": Variant(("train.cuda_graph=false",)),
+    "cudnn": Variant(flash=False),
     "all": Variant(),
     "fp8": Variant(("train.cuda_graph=true", "train.fp8=mlp")),
     "fp8+head": Variant(("train.cuda_graph=true", "train.fp8=mlp+head")),
@@ -256,7 +259,7 @@ def measure_wait(step: Step, device: torch.device, repeats: int) -> float:
     """Milliseconds that a step of the whole batch waits for its data, made ahead by a thread as in training."""
     batch, passes = step.config.batch, pass_counts(step.config)[-1]
     stream = BatchStream(
-        random_data(step.config, 2 * batch.batch_tokens).train,
+        random_data(step.config, 16 * batch.batch_tokens).train,
         sequence_length=batch.sequence_length,
         batch_sequences=batch.sequences,
         micro_sequences=batch.micro_sequences(1),
@@ -321,7 +324,7 @@ def measure_variant(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="*", default=["plain", "all"], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="*", default=["plain", "cudnn", "all"], choices=list(VARIANTS))
     parser.add_argument(
         "--inductor", action="append", default=[], metavar="a=v,...", help="one more variant, with Inductor's settings"
     )
@@ -355,7 +358,9 @@ def main() -> None:
     for row in rows:
         print(f"{row.case:44} {row.provider:12} {row.value or math.nan:10.3f} {row.unit}", flush=True)
     falls: dict[str, dict[str, Waterfall]] = {}
+    has_flash = flash.AVAILABLE
     for name, variant in variants.items():
+        flash.AVAILABLE = has_flash and variant.flash
         try:
             with use_backend(variant.backend):
                 falls[name] = measure_variant(name, variant, config, floor, settings, rows)

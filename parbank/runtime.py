@@ -4,13 +4,14 @@ One rank is the same path as many with the communication skipped, so nothing abo
 exists.
 """
 
+import contextlib
 import os
 import platform
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TypeVar
 
 import numpy as np
@@ -108,7 +109,7 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
-@contextmanager
+@contextlib.contextmanager
 def start(device: str | None = None) -> Iterator[Runtime]:
     """Joins the process group that torchrun set up, or runs alone; leaves the group at the end, also on an error.
 
@@ -171,4 +172,6 @@ def versions() -> dict[str, str]:
         found["triton"] = triton.__version__
     except ImportError:
         pass
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["flash-attn-3"] = metadata.version("flash-attn-3")
     return found

@@ -20,7 +20,8 @@ def by_subject() -> dict[str, Finding]:
 def test_every_question_has_an_answer() -> None:
     found = by_subject()
     assert list(found) == [
-        "Python", "PyTorch", "GPU", "GPU processes", "Triton", "C compiler", "Memory", "Disk", "Cache", "Extras",
+        "Python", "PyTorch", "GPU", "GPU processes", "Triton", "Attention", "C compiler", "Memory", "Disk",
+        "Cache", "Extras",
     ]  # fmt: skip
     for finding in found.values():
         assert finding.found
@@ -86,7 +87,7 @@ def test_a_check_that_fails_is_reported_and_the_others_go_on(monkeypatch: pytest
     monkeypatch.setattr(shutil, "disk_usage", explode)
     found = examine()
     assert Finding("disk", "note", "could not be checked: no such device") in found
-    assert len(found) == 10
+    assert len(found) == 11
 
 
 def test_memory_is_within_the_machine() -> None:
