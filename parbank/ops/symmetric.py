@@ -329,10 +329,12 @@ def _xxt_backward(ctx: Any, grad: Tensor) -> Tensor:
 
 
 def _ba_plus_caa_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    """b G + c (G A^T + A^T G)."""
+    """b G + c (G A^T + A^T G), each product added up in its epilogue: two roundings, where autograd of b A + c A A has six."""
     (a,) = ctx.saved_tensors
     b, c = ctx.scalars
-    return b * grad + c * (grad @ a.mT + a.mT @ grad), None, None
+    g, turned = _flat(grad), _flat(a).mT
+    half = torch.baddbmm(g, g, turned, beta=b, alpha=c)
+    return torch.baddbmm(half, turned, g, alpha=c).view(a.shape), None, None
 
 
 def _symmetric_product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
