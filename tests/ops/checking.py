@@ -18,18 +18,33 @@ Function = Callable[..., Any]
 
 def evaluate(fn: Function, inputs: Sequence[Tensor | None], seed: int = 1) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs of fn and the gradients of every floating input, under fixed random output gradients."""
-    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) if x is not None else None for x in inputs]
-    found = fn(*leaves)
-    outputs = [found] if isinstance(found, Tensor) else list(found)
+    leaves = make_leaves(inputs)
+    outputs = as_list(fn(*leaves))
+    return outputs, differentiate(outputs, leaves, draw_heads(outputs, seed))
+
+
+def make_leaves(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [x.detach().requires_grad_(x.is_floating_point()) if x is not None else None for x in inputs]
+
+
+def as_list(found: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def draw_heads(outputs: Sequence[Tensor], seed: int = 1) -> list[Tensor]:
+    """A random gradient for each output, drawn in half precision, so that the float64 evaluation sees the same numbers.
+
+    A scalar gets the 1 that backward() gives it.
+    """
     random = torch.Generator().manual_seed(seed)
-    # Drawn in half precision, so that the float64 evaluation sees the same numbers.
-    # A scalar gets the 1 that backward() gives it.
-    heads = [
+    return [
         (torch.randn(y.shape, generator=random) if y.dim() else torch.ones(())).bfloat16().to(y.device, y.dtype)
         for y in outputs
     ]
-    wanted = [x for x in leaves if x is not None and x.requires_grad]
-    return outputs, list(torch.autograd.grad(outputs, wanted, heads))
+
+
+def differentiate(outputs: Sequence[Tensor], leaves: Sequence[Tensor | None], heads: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(outputs, [x for x in leaves if x is not None and x.requires_grad], heads))
 
 
 def widen(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -44,12 +59,15 @@ def assert_matches(fn: Function, reference: Function, inputs: Sequence[Tensor | 
     assert [y.dtype for y in outputs] == [y.dtype for y in narrow]
     leaves = [x for x in inputs if x is not None and x.is_floating_point()]
     assert [g.dtype for g in grads] == [x.dtype for x in leaves]
-    tolerance = max(TOLERANCE[x.dtype] for x in leaves)
-    for index, (found, exact) in enumerate(zip([*outputs, *grads], [*exact_outputs, *exact_grads], strict=True)):
-        assert found.shape == exact.shape, index
-        if exact.numel():
-            error = (found.double() - exact).abs().max().item()
-            assert error <= tolerance * max(exact.abs().max().item(), 0.1), f"tensor {index}: {error}"
+    assert_all_near([*outputs, *grads], [*exact_outputs, *exact_grads], max(TOLERANCE[x.dtype] for x in leaves))
+
+
+def assert_all_near(found: Sequence[Tensor], exact: Sequence[Tensor], tolerance: float) -> None:
+    for index, (a, b) in enumerate(zip(found, exact, strict=True)):
+        assert a.shape == b.shape, index
+        if b.numel():
+            error = (a.double() - b).abs().max().item()
+            assert error <= tolerance * max(b.abs().max().item(), 0.1), f"tensor {index}: {error}"
 
 
 def assert_as_exact_as_torch(fn: Function, reference: Function, inputs: Sequence[Tensor | None]) -> None:
@@ -68,8 +86,15 @@ def assert_as_exact_as_torch(fn: Function, reference: Function, inputs: Sequence
         assert error <= 1.001 * own + floor, f"tensor {index}: {error} against PyTorch's {own}"
 
 
-def assert_same_bits(fn: Function, inputs: Sequence[Tensor | None], runs: int = 100) -> None:
-    first = [tensor for part in evaluate(fn, inputs) for tensor in part]
-    for _ in range(runs - 1):
-        again = [tensor for part in evaluate(fn, inputs) for tensor in part]
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+def assert_same_bits(fn: Function, inputs: Sequence[Tensor | None], *, backward: bool = True, runs: int = 100) -> None:
+    """Every run gives the same bits, forward and, where there is a backward, in the gradients of every floating input."""
+    leaves = make_leaves(inputs) if backward else inputs
+    heads = draw_heads(as_list(fn(*leaves))) if backward else []
+
+    def run() -> list[Tensor]:
+        outputs = as_list(fn(*leaves))
+        return [*outputs, *(differentiate(outputs, leaves, heads) if backward else [])]
+
+    first = run()
+    for index in range(1, runs):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True)), f"run {index} differs from the first"

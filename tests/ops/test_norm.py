@@ -271,8 +271,10 @@ def test_as_exact_as_torch(shape, dtype, device):
 def test_same_bits_every_time(device):
     inputs = mix_inputs((8192, 512), torch.bfloat16, device)
     assert_same_bits(mix_rms_norm, inputs)
-    assert_same_bits(add_mix_rms_norm, add_mix_inputs((8192, 512), torch.bfloat16, device))
+    for skipped in (False, True):
+        assert_same_bits(add_mix_rms_norm, add_mix_inputs((8192, 512), torch.bfloat16, device, skipped))
     assert_same_bits(add_rms_norm, inputs[:2])
+    assert_same_bits(rms_norm, inputs[:1])
     assert_same_bits(rms_norm, [inputs[0], inputs[2]])
 
 

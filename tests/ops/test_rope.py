@@ -156,3 +156,4 @@ def test_same_bits_every_time(device):
     q, k = (torch.randn(4, 2048, heads, 64, device=device, dtype=torch.bfloat16) for heads in (8, 4))
     cos, sin = tables(2048, 8, device)
     assert_same_bits(pair(qk_norm_rope, cos, sin), [q, k, torch.randn(8, device=device)])
+    assert_same_bits(pair(qk_norm_rope, cos, sin), [q, k, None])
