@@ -70,6 +70,28 @@ def assert_all_near(found: Sequence[Tensor], exact: Sequence[Tensor], tolerance:
             assert error <= tolerance * max(b.abs().max().item(), 0.1), f"tensor {index}: {error}"
 
 
+def assert_end_matches(fn: Function, reference: Function, inputs: Sequence[Tensor | None], end: int) -> None:
+    """`assert_matches` for tensors past 2^31 elements, where 32 bits of offset wrap: of the last `end` of their first dimension.
+
+    Only that end has a gradient from above, so sums over all of it (a weight's gradient) are those of the end. Inputs as long
+    as the first are cut to their end for the reference; the others are whole.
+    """
+    first = inputs[0]
+    assert first is not None
+    torch.cuda.empty_cache()  # whatever earlier tests have left: these take tens of gigabytes
+
+    def cut(x: Tensor | None) -> Tensor | None:
+        return x[-end:] if x is not None and x.shape[:1] == first.shape[:1] else x
+
+    def end_of(*leaves: Tensor | None) -> list[Tensor]:
+        return [y[-end:] for y in as_list(fn(*leaves))]
+
+    outputs, grads = evaluate(end_of, inputs)
+    exact_outputs, exact_grads = evaluate(reference, widen([cut(x) for x in inputs]))
+    tails = [grad for grad in map(cut, grads) if grad is not None]
+    assert_all_near([*outputs, *tails], [*exact_outputs, *exact_grads], TOLERANCE[first.dtype])
+
+
 def assert_as_exact_as_torch(fn: Function, reference: Function, inputs: Sequence[Tensor | None]) -> None:
     """The error against float64, over each whole tensor, is no larger than PyTorch's own on the same input.
 
