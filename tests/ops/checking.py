@@ -92,7 +92,9 @@ def assert_end_matches(fn: Function, reference: Function, inputs: Sequence[Tenso
     assert_all_near([*outputs, *tails], [*exact_outputs, *exact_grads], TOLERANCE[first.dtype])
 
 
-def assert_as_exact_as_torch(fn: Function, reference: Function, inputs: Sequence[Tensor | None]) -> None:
+def assert_as_exact_as_torch(
+    fn: Function, reference: Function, inputs: Sequence[Tensor | None], luck: float = 0.001
+) -> None:
     """The error against float64, over each whole tensor, is no larger than PyTorch's own on the same input.
 
     A thousandth is for luck: the two round the same numbers at different places (1.0002 is the largest ratio seen on an
@@ -105,7 +107,7 @@ def assert_as_exact_as_torch(fn: Function, reference: Function, inputs: Sequence
     for index, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
         error, own = (a.double() - c).norm().item(), (b.double() - c).norm().item()
         floor = 2.0**-23 * c.norm().item() if a.dtype == torch.float32 else 0.0
-        assert error <= 1.001 * own + floor, f"tensor {index}: {error} against PyTorch's {own}"
+        assert error <= (1 + luck) * own + floor, f"tensor {index}: {error} against PyTorch's {own}"
 
 
 def assert_same_bits(fn: Function, inputs: Sequence[Tensor | None], *, backward: bool = True, runs: int = 100) -> None:

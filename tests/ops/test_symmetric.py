@@ -347,12 +347,12 @@ class TestOnGpu:
         assert torch.equal(b, b.mT)
 
     def test_gradients_no_less_exact_than_torch(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """xxt's gradient rounds G + G^T before the one product, PyTorch's rounds two products before their sum: as much, in
+        bfloat16 to a thousandth or so either way (simulated on a CPU, products rounded as a GPU does)."""
         batch, m, k = shape
-        batch = max(
-            batch, 12
-        )  # of xxt's errors the expected ratio is 0.998 in bfloat16: few elements would leave it to luck
+        batch = max(batch, 12)  # fewer elements would leave more to luck
         x = (torch.randn(batch, m, k, device="cuda") / k**0.5).to(dtype)
-        assert_as_exact_as_torch(ops.xxt, reference.xxt, [x])
+        assert_as_exact_as_torch(ops.xxt, reference.xxt, [x], luck=0.002)
         assert_as_exact_as_torch(
             lambda a: ops.ba_plus_caa(a, -4.775, 2.0315),
             lambda a: reference.ba_plus_caa(a, -4.775, 2.0315),
