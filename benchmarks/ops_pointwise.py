@@ -196,18 +196,22 @@ def tunables() -> list[Any]:
         x, x0, a, b = random(TOKENS, 512), random(TOKENS, 512), *random(2, 512, dtype=torch.float32)
         return lambda: _mix_rms_norm(x, None, None, x0, None, a, b, 1.0, 1e-6)
 
-    def add_mix() -> Callable[[], Any]:
-        x, y, x0, a, b, skip, gain = add_mix_inputs(True)
-        return lambda: _mix_rms_norm(x, y, skip, x0, gain, a, b, 1.0, 1e-6)
-
-    def mix_back(skipped: bool) -> Build:
+    def add_mix(skipped: bool) -> Build:
         def build() -> Callable[[], Any]:
-            total, x0, dm, dy, past = (random(TOKENS, 512) for _ in range(5))
+            x, y, x0, a, b, *rest = add_mix_inputs(skipped)
+            skip, gain = rest or (None, None)
+            return lambda: _mix_rms_norm(x, y, skip, x0, gain, a, b, 1.0, 1e-6)
+
+        return build
+
+    def mix_back(reached: bool, skipped: bool) -> Build:
+        def build() -> Callable[[], Any]:
+            total, x0, dm, dy, more = (random(TOKENS, 512) for _ in range(5))
             a, b, gain = random(3, 512, dtype=torch.float32)
             inverse = random(TOKENS, dtype=torch.float32)
-            # as in the model: the sums of the first half also feed a skip, those of the second are fed by one
-            more = (None, past, gain) if skipped else (past, None, None)
-            return lambda: _mix_rms_norm_backward(more[0], dm, dy, total, more[1], x0, more[2], a, b, inverse, 1.0)
+            dtotal, skip = more if reached else None, more if skipped else None
+            of_skip = gain if skipped else None
+            return lambda: _mix_rms_norm_backward(dtotal, dm, dy, total, skip, x0, of_skip, a, b, inverse, 1.0)
 
         return build
 
@@ -261,8 +265,12 @@ def tunables() -> list[Any]:
         found.append(tunable("rms_norm_backward", plain, f"{width} plain", norm_back(width, False), 3 * scale))
         found.append(tunable("rms_norm_backward", summed, f"{width} weighted", norm_back(width, True), 3 * scale))
     forward = launches(BLOCK_ROWS=(1, 2, 4, 8), BLOCK=(512,), warps=(1, 2, 4, 8))
+    held = [
+        x for x in forward if x.blocks["BLOCK_ROWS"] < 8 * x.num_warps
+    ]  # eight rows with a skip: more than a warp holds
     plain = launches(BLOCK_ROWS=(1, 2, 4, 8), BLOCK=(512,), PER_SM=(1,), STAGES=(1,), warps=(1, 2, 4, 8))
     summed = launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(512,), PER_SM=(2, 3, 4, 8), STAGES=(2, 3), warps=(4, 8))
+    at_once = launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(512,), PER_SM=(2, 3, 4, 8), STAGES=(1,), warps=(4, 8))
     blocks = launches(BLOCK=(1024, 2048, 4096, 8192), warps=(2, 4, 8))
     turned = launches(TILE=(512, 1024, 2048, 4096), warps=(1, 2, 4, 8))
     back = launches(TILE=(512, 1024, 2048, 4096), PER_SM=(4, 5, 8, 10, 16, 20), warps=(2, 4, 8))
@@ -272,11 +280,14 @@ def tunables() -> list[Any]:
         tunable("add_rms_norm", forward, "512", add, 4 * size),
         tunable("add_rms_norm_backward", plain, "512", add_back, 4 * size),
         tunable("mix_rms_norm", forward, "512", mix, 4 * size),
-        tunable("add_mix_rms_norm", forward, "512", add_mix, 7 * size),
-        tunable("mix_rms_norm_backward", summed, "512", mix_back(False), 7 * size),
-        tunable("skip_mix_rms_norm_backward", summed, "512", mix_back(True), 8 * size),
+        tunable("add_mix_rms_norm", held, "512", add_mix(False), 6 * size),
+        tunable("add_mix_rms_norm", held, "512 with skip", add_mix(True), 7 * size),
+        # as in the model: the sums of the first half also feed a skip, those of the second are fed by one
+        tunable("mix_rms_norm_backward", summed, "512", mix_back(False, False), 6 * size),
+        tunable("mix_rms_norm_backward", summed, "512, sum used", mix_back(True, False), 7 * size),
+        tunable("skip_mix_rms_norm_backward", summed, "512", mix_back(False, True), 8 * size),
         tunable("smear", forward, "512", smear(False), 2 * size),
-        tunable("smear_backward", summed, "512", smear(True), 3 * size),
+        tunable("smear_backward", at_once + summed, "512", smear(True), 3 * size),
         tunable("leaky_relu_squared", blocks, "1536", act, 6 * size),
         tunable("leaky_relu_squared_backward", blocks, "1536", act_back, 9 * size),
         tunable("qk_norm_rope", turned, "golf, values passed on", rope, 4 * size),

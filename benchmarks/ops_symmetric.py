@@ -30,12 +30,16 @@ def make_x(shape: tuple[int, ...], dtype: torch.dtype = DTYPE) -> Tensor:
     return (x / x.norm(dim=(-2, -1), keepdim=True)).to(dtype)
 
 
-def make_a(shape: tuple[int, int, int]) -> Tensor:
-    return reference.xxt(make_x((shape[0], shape[1], shape[1])).float()).to(DTYPE)
+def make_a(shape: tuple[int, int, int], dtype: torch.dtype = DTYPE) -> Tensor:
+    return reference.xxt(make_x((shape[0], shape[1], shape[1])).float()).to(dtype)
 
 
 def xxt_flops(batch: int, m: int, k: int) -> float:
     return batch * m * (m + 1) * k
+
+
+def dense_flops(batch: int, m: int, k: int) -> float:
+    return 2.0 * batch * m * m * k
 
 
 # --- Newton-Schulz, written as a user would --------------------------------------------------------------------------
@@ -191,11 +195,12 @@ def tunables() -> list[Any]:
 
     squares = [(4, 512, 512), (4, 1024, 1024), (4, 2048, 2048), (4, 4096, 4096)]
     shapes = BANKS + squares
+    odd = [(22, 511, 511), (3, 1023, 130)]  # whose rows do not start on 16 bytes
     _, b, c = QUINTIC
 
-    def xxt_call(shape: tuple[int, int, int]) -> Callable[[], Callable[[], Any]]:
+    def xxt_call(shape: tuple[int, int, int], dtype: torch.dtype = DTYPE) -> Callable[[], Callable[[], Any]]:
         def build() -> Callable[[], Any]:
-            x = make_x(shape)
+            x = make_x(shape, dtype)
             return lambda: ops.xxt(x)
 
         return build
@@ -207,9 +212,9 @@ def tunables() -> list[Any]:
 
         return build
 
-    def dense_call(shape: tuple[int, int, int]) -> Callable[[], Callable[[], Any]]:
+    def dense_call(shape: tuple[int, int, int], dtype: torch.dtype = DTYPE) -> Callable[[], Callable[[], Any]]:
         def build() -> Callable[[], Any]:
-            x, y = make_x(shape), make_a(shape)
+            x, y = make_x(shape, dtype), make_a(shape, dtype)
             return lambda: ops.ax_plus_bx(x, y, 3.4)
 
         return build
@@ -217,16 +222,27 @@ def tunables() -> list[Any]:
     sums = [(22, 512, 512), (22, 256, 256), *squares]
     symmetric_cases = {f"xxt {s}": (xxt_call(s), xxt_flops(*s)) for s in shapes}
     symmetric_cases |= {f"ba_plus_caa {s}": (sum_call(s), xxt_flops(*s)) for s in sums}
-    dense_cases = {f"ax_plus_bx {s}": (dense_call(s), 2.0 * s[0] * s[1] * s[1] * s[2]) for s in shapes}
+    dense_cases = {f"ax_plus_bx {s}": (dense_call(s), dense_flops(*s)) for s in shapes}
+    # What the `plain` tables serve: odd sizes, and float32, whose bound is still that of bfloat16's products.
+    wide = torch.float32
+    symmetric_plain = {f"xxt {s}": (xxt_call(s), xxt_flops(*s)) for s in odd}
+    symmetric_plain |= {f"xxt {s} float32": (xxt_call(s, wide), xxt_flops(*s)) for s in BANKS}
+    dense_plain = {f"ax_plus_bx {s}": (dense_call(s), dense_flops(*s)) for s in odd}
+    dense_plain |= {f"ax_plus_bx {s} float32": (dense_call(s, wide), dense_flops(*s)) for s in BANKS}
     return [
         Tunable(
             op,
-            candidates(),
+            tiles,
             {name: pair[0] for name, pair in found.items()},
             flops={name: pair[1] for name, pair in found.items()},
             calls=6,
         )
-        for op, found in (("symmetric", symmetric_cases), ("product", dense_cases))
+        for op, tiles, found in (
+            ("symmetric", candidates(), symmetric_cases),
+            ("product", candidates(), dense_cases),
+            ("symmetric_plain", plain_candidates(), symmetric_plain),
+            ("product_plain", plain_candidates(), dense_plain),
+        )
     ]
 
 
@@ -243,3 +259,16 @@ def candidates() -> list[configs.Launch]:
             _launch_config(m, n, 64, warps, 4, *options) for options in (("tma", "pdl", "early_c"), ("tma",), ("pdl",))
         ]
     return found
+
+
+def plain_candidates() -> list[configs.Launch]:
+    """Small tiles, which leave registers for masks, narrow loads and float32 operands: none of these spills on 9.0."""
+    tiles = [(32, 64, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8)]
+    depths = [(16, 2), (16, 3), (32, 2), (32, 3)]
+    spilling = [(32, 16, 3)]
+    return [
+        _launch_config(m, n, k, warps, stages)
+        for m, n, warps in tiles
+        for k, stages in depths
+        if (m, k, stages) not in spilling
+    ]

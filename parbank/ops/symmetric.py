@@ -166,12 +166,13 @@ def _launch_config(m: int, n: int, k: int, warps: int, stages: int, *options: st
     return Launch({**blocks, **flags}, warps, stages, {"launch_pdl": True} if flags["PDL"] else {})
 
 
-# Limits are numbers of 128 x 128 tiles in the whole batch. From reasoning about rounds of 132 SMs, to be confirmed by
-# benchmarks/tune.py.
+# Limits are numbers of 128 x 128 tiles in the whole batch. What sm90's rows give for each of the 20 cases in
+# benchmarks/results/tune_symmetric_h200_2026-11-15 is the fastest of its candidates or within 7% of it; those of sm80 and
+# sm100 have not been timed.
 configs.register(
     "symmetric",
     sm80=[(ANY, _launch_config(64, 64, 32, 4, 3))],
-    sm90=[  # benchmarks/results/tune_symmetric_h200_2026-11-15: the sizes where small and large tiles alternate fill whole rounds
+    sm90=[  # the sizes where small and large tiles alternate fill whole rounds
         (100, _launch_config(64, 128, 64, 4, 4, "tma", "pdl")),
         (180, _launch_config(64, 128, 64, 4, 3, "tma", "pdl")),
         (300, _launch_config(128, 256, 64, 8, 4, "tma", "pdl")),
@@ -328,10 +329,12 @@ def _xxt_backward(ctx: Any, grad: Tensor) -> Tensor:
 
 
 def _ba_plus_caa_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    """b G + c (G A^T + A^T G)."""
+    """b G + c (G A^T + A^T G), each product added up in its epilogue: two roundings, where autograd of b A + c A A has six."""
     (a,) = ctx.saved_tensors
     b, c = ctx.scalars
-    return b * grad + c * (grad @ a.mT + a.mT @ grad), None, None
+    g, turned = _flat(grad), _flat(a).mT
+    half = torch.baddbmm(g, g, turned, beta=b, alpha=c)
+    return torch.baddbmm(half, turned, g, alpha=c).view(a.shape), None, None
 
 
 def _symmetric_product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:

@@ -286,12 +286,14 @@ def test_linear_as_exact_as_torch(reduction, dtype, device):
 
 
 @pytest.mark.gpu
-def test_same_bits_every_time(device):
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_same_bits_every_time(reduction, device):
     logits = torch.randn(4096, 1024, device=device, dtype=torch.bfloat16)
     targets = targets_for((4096,), 1024, device)
-    assert_same_bits(lambda x: softcap_cross_entropy(x, targets, 30.0), [logits])
     x, w = (torch.randn(n, 256, device=device, dtype=torch.bfloat16) for n in (4096, 1024))
-    assert_same_bits(lambda x, w: linear_softcap_cross_entropy(x, w, targets, 30.0), [x, w])
+    assert_same_bits(lambda x: softcap_cross_entropy(x, targets, 30.0, reduction=reduction), [logits])
+    with configs.force("linear_softcap_cross_entropy", configs.Launch({"CHUNK": 1000 * 1024})):  # several, unevenly
+        assert_same_bits(lambda x, w: linear_softcap_cross_entropy(x, w, targets, 30.0, reduction=reduction), [x, w])
 
 
 @pytest.mark.gpu

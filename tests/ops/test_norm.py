@@ -3,7 +3,7 @@
 import pytest
 import torch
 from aot import Job, build
-from checking import assert_as_exact_as_torch, assert_matches, assert_same_bits
+from checking import assert_as_exact_as_torch, assert_end_matches, assert_matches, assert_same_bits
 
 from parbank.errors import ParbankError
 from parbank.ops import add_mix_rms_norm, add_rms_norm, configs, mix_rms_norm, reference, rms_norm
@@ -271,13 +271,39 @@ def test_as_exact_as_torch(shape, dtype, device):
 def test_same_bits_every_time(device):
     inputs = mix_inputs((8192, 512), torch.bfloat16, device)
     assert_same_bits(mix_rms_norm, inputs)
-    assert_same_bits(add_mix_rms_norm, add_mix_inputs((8192, 512), torch.bfloat16, device))
+    for skipped in (False, True):
+        assert_same_bits(add_mix_rms_norm, add_mix_inputs((8192, 512), torch.bfloat16, device, skipped))
     assert_same_bits(add_rms_norm, inputs[:2])
+    assert_same_bits(rms_norm, inputs[:1])
     assert_same_bits(rms_norm, [inputs[0], inputs[2]])
 
 
+FAR = (2**22 + 3, 512)
+"""Past 2^31 elements, 4 GiB a tensor in bfloat16."""
+
+
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements(device):
-    x = torch.randn(2**22 + 3, 512, device=device, dtype=torch.bfloat16)
-    y = rms_norm(x)
-    torch.testing.assert_close(y[-3:], reference.rms_norm(x[-3:]), rtol=2e-2, atol=2e-2)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_norm_of_more_than_two_to_the_31_elements(weighted, device):
+    x = torch.randn(FAR, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(FAR[1], device=device) if weighted else None
+    assert_end_matches(rms_norm, reference.rms_norm, [x, weight], 3)
+
+
+@pytest.mark.gpu
+def test_sum_and_mix_of_more_than_two_to_the_31_elements(device):
+    x, x0 = (torch.randn(FAR, device=device, dtype=torch.bfloat16) for _ in range(2))
+    a, b = torch.randn(2, FAR[1], device=device)
+    assert_end_matches(add_rms_norm, reference.add_rms_norm, [x, x0], 3)
+    assert_end_matches(mix_rms_norm, reference.mix_rms_norm, [x, x0, a, b], 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("skipped", [False, True])
+def test_mix_behind_the_sum_of_more_than_two_to_the_31_elements(skipped, device):
+    """One tensor is all of x, y, x0 and skip, because the results and gradients alone are 36 GiB: each is still read through
+    its own pointer, and where that wraps the row is another."""
+    x = torch.randn(FAR, device=device, dtype=torch.bfloat16)
+    a, b, gain = torch.randn(3, FAR[1], device=device)
+    more = [x, gain] if skipped else [None, None]
+    assert_end_matches(add_mix_rms_norm, reference.add_mix_rms_norm, [x, x, x, a, b, *more], 3)

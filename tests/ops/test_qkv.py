@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checking import assert_as_exact_as_torch, assert_matches, assert_same_bits
+from checking import assert_as_exact_as_torch, assert_end_matches, assert_matches, assert_same_bits
 from torch import Tensor
 
 from parbank.errors import ParbankError
@@ -125,3 +125,10 @@ def test_as_exact_as_torch(dtype, device):
 def test_same_bits_every_time(device):
     ours, _ = both(8, 1024, 8, device)
     assert_same_bits(ours, inputs(4, 1024, 512, 8, 4, 64, device, torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(device):
+    """In the queries too, which are half of the row."""
+    made = inputs(2**11 + 1, 2048, 16, 8, 4, 64, device, torch.bfloat16)
+    assert_end_matches(*both(8, 2048, 8, device), made, 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from aot import Job, build
-from checking import assert_as_exact_as_torch, assert_matches, assert_same_bits
+from checking import assert_as_exact_as_torch, assert_end_matches, assert_matches, assert_same_bits
 from torch import Tensor
 
 from parbank.errors import ParbankError
@@ -156,3 +156,12 @@ def test_same_bits_every_time(device):
     q, k = (torch.randn(4, 2048, heads, 64, device=device, dtype=torch.bfloat16) for heads in (8, 4))
     cos, sin = tables(2048, 8, device)
     assert_same_bits(pair(qk_norm_rope, cos, sin), [q, k, torch.randn(8, device=device)])
+    assert_same_bits(pair(qk_norm_rope, cos, sin), [q, k, None])
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(device):
+    q, k = (torch.randn(2**11 + 1, 2048, 8, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
+    cos, sin = tables(2048, 8, device)
+    ours, theirs = (pair(op, cos, sin) for op in (qk_norm_rope, reference.qk_norm_rope))
+    assert_end_matches(ours, theirs, [q, k, torch.randn(8, device=device)], 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from aot import Job, build
-from checking import assert_as_exact_as_torch, assert_matches, assert_same_bits
+from checking import assert_as_exact_as_torch, assert_end_matches, assert_matches, assert_same_bits
 
 from parbank.errors import ParbankError
 from parbank.ops import configs, reference, smear
@@ -111,3 +111,10 @@ def test_as_exact_as_torch(dtype, device):
 @pytest.mark.gpu
 def test_same_bits_every_time(device):
     assert_same_bits(smear, made((8, 1024, 512), torch.bfloat16, device))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(device):
+    x = torch.randn(2**11 + 1, 2048, 512, device=device, dtype=torch.bfloat16)
+    gate, starts = torch.rand(512, device=device), torch.rand(x.shape[:2], device=device) < 0.3
+    assert_end_matches(smear, reference.smear, [x, gate, starts], 1)

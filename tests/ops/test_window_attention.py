@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from aot import Job, build
-from checking import TOLERANCE
+from checking import TOLERANCE, assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -280,13 +280,16 @@ def golf(dtype: torch.dtype, time: int = 5000) -> list[Tensor]:
     return made(time, 2047, dtype, batch=1, heads=8, kv_heads=4, width=64)
 
 
-def error(found: Tensor, tensors: list[Tensor], low: Tensor) -> float:
-    """Over the last 500 queries, whose windows are whole; all the scores of a long text would not fit."""
-    q, past_k, past_v, k, v = tensors
-    earlier = [torch.cat([p, x[:, :-500]], 1)[:, -2047:] for p, x in ((past_k, k), (past_v, v))]
+def exact_end(tensors: list[Tensor], low: Tensor) -> Tensor:
+    """Of the last 500 queries of a text longer than a window; all the scores of a long one would not fit."""
+    q, _, _, k, v = tensors
+    earlier = [x[:, -2547:-500] for x in (k, v)]
     shifted = (low[-500:] - (q.shape[1] - 500)).clamp(min=0)
-    wanted = exact(q[:, -500:], *earlier, k[:, -500:], v[:, -500:], shifted, 2048)
-    return (found[:, -500:].double() - wanted).norm().item()
+    return exact(q[:, -500:], *earlier, k[:, -500:], v[:, -500:], shifted, 2048)
+
+
+def error(found: Tensor, tensors: list[Tensor], low: Tensor) -> float:
+    return (found[:, -500:].double() - exact_end(tensors, low)).norm().item()
 
 
 @pytest.mark.gpu
@@ -303,9 +306,21 @@ def test_as_exact_as_flash_attention(dtype):
 def test_same_bits_every_time(compiled):
     tensors, low = golf(torch.bfloat16, 20_000), documents(20_000, 2047, [333, 9000])
     call: Callable[..., Tensor] = torch.compile(window_attention, fullgraph=True) if compiled else window_attention
-    first = call(*tensors, low, 2048)
-    assert all(torch.equal(call(*tensors, low, 2048), first) for _ in range(20))
-    assert torch.equal(window_attention(*tensors, low, 2048), first)
+    assert_same_bits(lambda *x: call(*x, low, 2048), tensors, backward=False)
+    assert torch.equal(window_attention(*tensors, low, 2048), call(*tensors, low, 2048))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tma", [True, False])
+def test_more_than_two_to_the_31_elements(tma):
+    """In the keys and values too, of which there are half as many; through descriptors and through pointers."""
+    time = 2**22 + 77
+    shapes = [(time, 16), (2047, 8), (2047, 8), (time, 8), (time, 8)]
+    tensors = [torch.randn(1, length, n, 64, device=DEVICE, dtype=torch.bfloat16) for length, n in shapes]
+    low = documents(time, 2047, [333, time - 200])
+    with configs.force("window_attention", launch_config(128, 64, 8, 3, stack=True, tma=tma)):
+        found = window_attention(*tensors, low, 2048)
+    assert (found[:, -500:].double() - exact_end(tensors, low)).abs().max() <= 2 * TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.gpu
