@@ -14,7 +14,8 @@ from torch._dynamo.utils import counters
 from parbank.errors import ParbankError
 from parbank.ops import backend, causal_attention, flash, reference
 
-FORWARD = "fwd(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool is_causal=False, int num_splits=0)"
+FORWARD = """fwd(Tensor q, Tensor k, Tensor v, Tensor(a!)? out=None, float? softmax_scale=None, bool is_causal=False,
+    int num_splits=0)"""
 BACKWARD = """bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!)? dq=None,
     Tensor(b!)? dk=None, Tensor(c!)? dv=None, float? softmax_scale=None, bool is_causal=False, bool deterministic=False)"""
 
@@ -26,12 +27,13 @@ def scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return torch.einsum("bihd,bjhd->bhij", q.float(), k.float()).mul(scale).masked_fill(ahead, -math.inf)
 
 
-def forward(q, k, v, softmax_scale=None, is_causal=False, num_splits=0):
+def forward(q, k, v, out=None, softmax_scale=None, is_causal=False, num_splits=0):
     assert is_causal
     assert num_splits == 1
     s = scores(q, k, softmax_scale)
     y = torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v.float().repeat_interleave(q.shape[2] // v.shape[2], 2))
-    return y.to(q.dtype).contiguous(), s.logsumexp(-1), torch.empty(0), torch.empty(0)
+    out.copy_(y)
+    return out, s.logsumexp(-1), torch.empty(0), torch.empty(0)
 
 
 def backward(
