@@ -1,4 +1,7 @@
-"""Attention over a running window: cases for ops.py and candidates for tune.py.
+"""Causal attention, and attention over a running window: cases for ops.py and candidates for tune.py.
+
+Causal attention is one layer of golf at 48 texts of 2,048 tokens: cuDNN's, and FlashAttention 3's as `ours` where it is installed
+(elsewhere both are the same). The bound counts the pairs a causal mask leaves.
 
 A segment of 65,536 tokens of the golf model, every query over 2,048 keys, beside FlashAttention 2 in its varlen form with a
 left window, which reads its keys from one tensor: with and without the copy that joins them. cuDNN has no window; causal
@@ -10,11 +13,11 @@ from typing import Any
 
 import torch
 from harness import Case
-from ops_pointwise import random
+from ops_pointwise import both_ways, random
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from parbank.ops import configs
+from parbank.ops import causal_attention, configs, reference
 from parbank.ops.window_attention import _window_attention, launch_config
 
 TOKENS, WINDOW, HEADS, KV_HEADS, WIDTH = 65_536, 2048, 8, 4, 64
@@ -71,7 +74,20 @@ def cudnn() -> Callable[[], Any]:
     return call
 
 
+def texts() -> list[Tensor]:
+    return [random(48, 2048, n, WIDTH) for n in (HEADS, KV_HEADS, KV_HEADS)]
+
+
 def cases(quick: bool) -> Iterator[Case]:
+    causal = 2.0 * 48 * 2048**2 * HEADS * WIDTH  # two products, half of the pairs; backward five
+    yield from both_ways(
+        "causal_attention",
+        f"(48, 2048, {HEADS} / {KV_HEADS} heads of {WIDTH})",
+        (causal_attention, reference.attention),
+        texts,
+        (0.0, 0.0),
+        (causal, 3.5 * causal),
+    )
     label = f"window_attention ({TOKENS}, {HEADS} / {KV_HEADS} heads of {WIDTH}), window {WINDOW}"
     providers = {
         "flash 2": flash(joined=True),

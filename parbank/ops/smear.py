@@ -23,7 +23,7 @@ MAX_WIDTH = 4096  # the longest row the tables below keep in registers; wider on
 configs.register("smear", sm80=forward_rows({512: (4, 4), 1024: (2, 4), 2048: (1, 4), 4096: (1, 8)}))
 configs.register(
     "smear_backward",
-    sm80=backward_rows({512: (4, 4, 4), 1024: (2, 4, 4), 2048: (1, 4, 4), 4096: (1, 8, 2)}, stages=1),
+    sm80=backward_rows({512: (2, 4, 8), 1024: (2, 4, 4), 2048: (1, 4, 4), 4096: (1, 8, 2)}, stages=3),
 )
 
 

@@ -193,8 +193,8 @@ configs.register(
     sm100=[(ANY, _launch_config(128, 128, 64, 8, 4, "tma"))],
 )
 # float32, which has no tensor cores here, and odd sizes, whose masks and narrow loads take registers: small tiles.
-configs.register("symmetric_plain", sm80=[(ANY, _launch_config(64, 64, 16, 4, 2))])
-configs.register("product_plain", sm80=[(ANY, _launch_config(64, 64, 16, 4, 2))])
+configs.register("symmetric_plain", sm80=[(ANY, _launch_config(64, 128, 16, 4, 3))])
+configs.register("product_plain", sm80=[(ANY, _launch_config(64, 64, 32, 4, 2))])
 
 
 def count_tiles(m: int, n: int, block_m: int, block_n: int, symmetric: bool) -> int:

@@ -48,10 +48,11 @@ def launch_config(
 configs.register(
     "window_attention",
     sm80=[(64, launch_config(128, 64, 4, 3)), (ANY, launch_config(128, 32, 8, 2))],
-    # 128 registers a thread let two programs share a multiprocessor: one takes exponentials while the other multiplies
+    # 168 registers a thread let three programs of four warps share a multiprocessor: one takes exponentials while another
+    # multiplies
     sm90=[
-        (64, launch_config(128, 64, 8, 3, stack=True, tma=True)),
-        (ANY, launch_config(128, 128, 8, 2, stack=True, tma=True)),
+        (64, launch_config(64, 128, 4, 2, stack=True, tma=True, maxnreg=168)),
+        (ANY, launch_config(128, 128, 8, 3, stack=True, tma=True)),
     ],
 )
 configs.register("window_attention_float32", sm80=[(ANY, launch_config(16, 16, 4, 1))])
