@@ -192,9 +192,11 @@ def bound_ms(flops: float, bytes_: float) -> float:
 
 def environment() -> dict[str, Any]:
     """What a result was measured with."""
+    from parbank.ops import flash
     from parbank.runtime import versions
 
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), **versions()}
+    found["attention"] = "FlashAttention 3" if flash.AVAILABLE else "PyTorch's own"
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         found |= {

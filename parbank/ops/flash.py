@@ -1,7 +1,7 @@
 """Causal attention: FlashAttention 3 where it is installed, PyTorch's own everywhere else.
 
-The kernels are not ours. On Hopper those of FlashAttention 3 take 1.88 ms a layer of golf both ways where cuDNN's, the fastest
-PyTorch has, take 2.15 (docs/performance.md). PyTorch can put them behind scaled_dot_product_attention, but for the whole
+The kernels are not ours. On Hopper those of FlashAttention 3 take 1.82 ms a layer of golf both ways where cuDNN's, the fastest
+PyTorch has, take 2.21 (docs/ops.md). PyTorch can put them behind scaled_dot_product_attention, but for the whole
 process, and parbank must not choose that for a program which only imports it. So there are two ops of our own around the
 library's two functions, with what a compiler needs to know of them.
 
@@ -74,8 +74,8 @@ def _parts(q: Tensor, k: Tensor) -> int:
     """In how many calls: with two heads to a key each takes every second query head, and the library sees as many keys as queries.
 
     In one call it adds up the gradients of heads that share a key in float32 and in memory, which takes zeros to begin with
-    and a pass to round: 1.41 ms where two calls and a sum of their results take 1.30. That rounds before the sum, as cuDNN
-    does. More heads a key would round more often, and each call would have less to do.
+    and a pass to round. Two calls and the sum of their results take less, and round before the sum, as cuDNN does. More heads
+    a key would round more often, and each call would have less to do.
     """
     return 2 if q.shape[2] == 2 * k.shape[2] else 1
 
