@@ -117,7 +117,7 @@ def candidates(backward: bool = False) -> list[configs.Launch]:
         found += [make(64, 256, 64, 4, 2, tma=True, split=2, per_sm=per_sm)]
     found += [make(128, 128, 64, 8, stages, tma=True, split=split) for stages in (2, 4) for split in (1, 2)]
     found += [make(128, 128, 128, 8, 2, tma=True, split=2), make(64, 256, 64, 8, 3, tma=True, split=2)]
-    # Eight warps take 150 registers a thread unless told otherwise, which is one program a multiprocessor. With 128 it is two.
+    # Eight warps take some 150 registers a thread unless told otherwise, which is one program a multiprocessor. With 128 it is two.
     for early in (False, True) if backward else (False,):
         for k, stages, split in ((64, 3, 2), (64, 2, 1), (64, 2, 2), (32, 4, 1), (32, 5, 2)):
             found += [make(128, 128, k, 8, stages, tma=True, split=split, early=early, registers=128)]

@@ -59,7 +59,7 @@ def golf() -> RunConfig:
 
 
 def sprint() -> RunConfig:
-    """golf's model in 120 s on one GPU: a quarter of the batch, so that there are some 800 steps."""
+    """golf's model in 120 s on one GPU: a quarter of the batch, so that there are some 900 steps."""
     return replace(
         golf(),
         recipe="sprint",
