@@ -14,6 +14,7 @@ from aot import ROOT
 from checking import assert_as_exact_as_torch, assert_matches, assert_same_bits
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
 
 from parbank.errors import ParbankError
 from parbank.ops import backend, causal_attention, flash, reference
@@ -152,6 +153,33 @@ def test_compiles_whole_and_once(installed):
         torch.autograd.grad(y.sum(), leaves)
     torch.testing.assert_close(y, causal_attention(*leaves), rtol=2e-3, atol=2e-3)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_evaluation_is_one_graph(installed):
+    torch._dynamo.reset()
+    counters.clear()
+    tensors = made(2, 12, 4, 2, 16, installed)
+    with torch.no_grad():
+        found = torch.compile(causal_attention, fullgraph=True)(*tensors)
+        torch.testing.assert_close(found, causal_attention(*tensors), rtol=2e-3, atol=2e-3)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_function_transforms_take_the_reference(installed, monkeypatch):
+    q, k, v = made(1, 6, 4, 2, 8, installed)
+    monkeypatch.setattr(flash, "_attention", None)
+    found, expected = (
+        torch.func.grad(lambda q: f(q, k, v).float().square().sum())(q)  # noqa: B023
+        for f in (causal_attention, reference.attention)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_forward_mode_is_refused_and_not_dropped(installed):
+    """By PyTorch, whose fused attention has no such derivative: the library's op would return no tangent."""
+    q, k, v = made(1, 6, 4, 2, 8, installed)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward AD"):
+        causal_attention(forward_ad.make_dual(q, torch.randn_like(q)), k, v)
 
 
 def test_registered_as_pytorch_wants_it(installed):
