@@ -12,13 +12,14 @@ parbank's own import, and only where the kernels can run.
 import importlib
 import importlib.util
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from parbank.errors import ParbankError
 from parbank.ops import backend, reference
-from parbank.ops.checks import fake, refuse_double_backward, takes_kernel
+from parbank.ops.checks import check_floating, fake, same_device, takes_kernel
 
 MODULE = "flash_attn_interface"
 CAPABILITY = (9, 0)  # the kernels are made of Hopper's instructions
@@ -43,13 +44,15 @@ _BACKWARD = {
 _log = logging.getLogger("parbank")
 
 
+def _has_gpu() -> bool:
+    return not (backend.why_no_kernels() or backend.INTERPRETED) and torch.cuda.get_device_capability() == CAPABILITY
+
+
 def _load() -> bool:
-    """Whether the library is there, has the functions in the form used here, and this process has a GPU for them."""
-    if backend.why_no_kernels() or backend.INTERPRETED or torch.cuda.get_device_capability() != CAPABILITY:
-        return False
-    if importlib.util.find_spec(MODULE) is None:
-        return False
+    """Whether the library is there and has the functions in the form used here."""
     try:
+        if importlib.util.find_spec(MODULE) is None:
+            return False
         importlib.import_module(MODULE)
         return _knows("fwd", _FORWARD) and _knows("bwd", _BACKWARD)
     except Exception as error:  # another CUDA, another PyTorch, half an upgrade: training works without it
@@ -67,7 +70,7 @@ def _knows(function: str, names: set[str]) -> bool:
     return not missing
 
 
-AVAILABLE = _load()
+AVAILABLE = _has_gpu() and _load()
 
 
 def _parts(q: Tensor, k: Tensor) -> int:
@@ -86,6 +89,7 @@ def _parts(q: Tensor, k: Tensor) -> int:
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The output (B, T, heads, D), and the log-sum-exp of every query by call, (calls, B, heads / calls, T)."""
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q, k, v = map(_aligned, (q, k, v))
     calls, sums = _parts(q, k), []
     for i in range(calls):
         own = slice(i, None, calls)
@@ -104,7 +108,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 )
 def _backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq, and what each call has of dk and dv: (calls, B, T, kv_heads, D)."""
-    calls, dy = len(lse), _neighbours(dy)
+    calls = len(lse)
+    dy, q, k, v, y = map(_aligned, (dy, q, k, v, y))
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty((calls, *x.shape), dtype=x.dtype, device=x.device) for x in (k, v))
     for i in range(calls):
@@ -114,6 +119,17 @@ def _backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tenso
             softmax_scale=q.shape[-1] ** -0.5, is_causal=True, deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
     return dq, dk, dv
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x as the copy engine can address it: channels side by side, the start and every other step a multiple of 16 bytes.
+
+    The library asks for the first in words and takes the rest for granted. A clone and not contiguous(), which leaves alone
+    what a dimension of one has for its step.
+    """
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    fits = fits and all(step * x.element_size() % 16 == 0 for step in x.stride()[:-1])
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 @fake(_attention)
@@ -142,30 +158,47 @@ def _differentiate(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tenso
     return (dq, dk[0], dv[0]) if len(dk) == 1 else (dq, dk[0] + dk[1], dv[0] + dv[1])
 
 
+def _refuse(ctx: Any, *grads: Any) -> NoReturn:
+    raise ParbankError(
+        "causal_attention has no second derivative (a backward through its backward was asked for), and PyTorch's own fused "
+        "attention has none either; to differentiate twice, write it out as products and a softmax"
+    )
+
+
 _attention.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(refuse_double_backward("causal_attention"))
+_backward.register_autograd(_refuse)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax attention of q (B, T, heads, D) over k and v (B, T, kv_heads, D), each query over the keys up to its own."""
+    _check(q, k, v)
     if AVAILABLE and _fits(q, k, v):
-        return _attention(_neighbours(q), _neighbours(k), _neighbours(v))[0]
+        return _attention(q, k, v)[0]
     return reference.attention(q, k, v)
-
-
-def _neighbours(x: Tensor) -> Tensor:
-    """x with the channels of a head side by side: any other stride the kernels take."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     width = q.shape[-1]
     return (
         takes_kernel(q, k, v)
-        and q.dtype == k.dtype == v.dtype
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.numel() > 0
-        and k.shape == v.shape
         and width % 8 == 0
         and width <= WIDEST_HEAD
     )
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Keys of another length above all: the library would have the last query see the last key, PyTorch the first the first."""
+    fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
+    if not fits or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ParbankError(
+            f"causal_attention: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit; they must be "
+            "(B, T, heads, D) and twice (B, T, kv_heads, D) with heads a multiple of kv_heads"
+        )
+    check_floating("causal_attention", q=q, k=k, v=v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ParbankError(
+            f"causal_attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; cast them to one type first"
+        )
+    same_device("causal_attention", q, k, v)

@@ -181,7 +181,7 @@ def _mix_rms_norm_backward(
     flat, strides = zip(*map(_rows, (dtotal, dm, dy, total, skip, x0)), strict=True)
     rows = total.numel() // width
     op = "mix_rms_norm_backward" if skip is None else "skip_mix_rms_norm_backward"
-    launch, programs = choose_launch(op, width, rows, total.device, persistent=True)
+    launch, programs = choose_launch(op, width, rows, total.device, persistent=True, read=flat)
     partial = torch.empty((sums, programs, width), dtype=torch.float32, device=total.device)
     with on_device(total.device):
         _mix_norm_backward_kernel[(programs,)](

@@ -16,6 +16,7 @@ Float32 products run outside the tensor cores and hide every elementwise pass, s
 `auto` takes the reference for them.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -64,9 +65,12 @@ def launch_config(
 _PLAIN = [(ANY, launch_config(128, 128, 32, 8, 3))]
 configs.register("mlp_up", sm80=_PLAIN, sm90=[(ANY, launch_config(128, 256, 64, 8, 4, tma=True, split=2, per_sm=1))])
 # Its epilogue waits for what it reads, so it asks early, and two programs share a multiprocessor: four warps with all the
-# registers a thread can have fit twice.
+# registers a thread can have fit twice. Compiled for 10.0 that spills, and eight warps do not.
 configs.register(
-    "mlp_down_backward", sm80=_PLAIN, sm90=[(ANY, launch_config(128, 128, 64, 4, 3, tma=True, split=2, early=True))]
+    "mlp_down_backward",
+    sm80=_PLAIN,
+    sm90=[(ANY, launch_config(128, 128, 64, 4, 3, tma=True, split=2, early=True))],
+    sm100=[(ANY, launch_config(128, 128, 64, 8, 3, tma=True, split=2))],
 )
 for _op in ("mlp_up_float32", "mlp_down_backward_float32"):
     configs.register(_op, sm80=[(ANY, launch_config(32, 64, 32, 4, 2))])
@@ -204,6 +208,12 @@ def _takes_tma(*tensors: Tensor) -> bool:
     )
 
 
+def without_early(launch: Launch) -> Launch:
+    """For columns that are no multiple of 16: the activation comes early by plain loads, which the compiler then makes narrow,
+    and the addresses of narrow loads have no room in registers."""
+    return dataclasses.replace(launch, blocks={**launch.blocks, "EARLY": False}, num_warps=8)
+
+
 def _product(left: Tensor, right: Tensor, a: Tensor | None, out: Tensor, signs: Tensor, slope: float) -> None:
     """Launches the product of left (rows, depth) and right (cols, depth), stored either way round."""
     rows, depth = left.shape
@@ -213,6 +223,8 @@ def _product(left: Tensor, right: Tensor, a: Tensor | None, out: Tensor, signs: 
     op = ("mlp_up" if a is None else "mlp_down_backward") + ("_float32" if left.dtype == torch.float32 else "")
     launch = configs.choose(op, rows, left.device)
     tma = launch.blocks["TMA"] and _takes_tma(left, right, out)
+    if launch.blocks["EARLY"] and cols % 16:
+        launch = without_early(launch)
     if launch.blocks["TMA"] and not tma:
         launch = configs.tables()[op]["sm80"][-1][1]  # made for plain loads
     m, n, k = (launch.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))

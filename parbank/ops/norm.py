@@ -13,6 +13,8 @@ number of programs walk the rows, keep the sums of their own rows in registers, 
 buffer that one more pass adds up. Nothing is added atomically, so the result is the same bits every time.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from parbank.ops.configs import Launch
 from parbank.ops.reference import NORM_EPS
 
 MAX_WIDTH = 8192  # the longest row the tables below keep in registers; wider ones take the reference
+SCRATCH = 16 * 1024  # bytes of shared memory besides rows: sums over a row, and of rows at the end, took up to 8.3 KB
 
 
 def forward_rows(tiles: dict[int, tuple[int, int]]) -> configs.Rows:
@@ -140,9 +143,21 @@ def _norm_backward_kernel(
         tl.store(partial + program * WIDTH + col, tl.sum(total, 0), mask=known)
 
 
-def choose_launch(op: str, width: int, rows: int, device: torch.device, *, persistent: bool) -> tuple[Launch, int]:
-    """The config for a row length, and how many programs to start."""
+def fit_stages(launch: Launch, element_bytes: int, architecture: str) -> Launch:
+    """At most as many stages as have room: all but one wait in shared memory, `element_bytes` for a channel of all operands."""
+    tile = launch.blocks["BLOCK_ROWS"] * launch.blocks["BLOCK"] * element_bytes
+    most = 1 + (configs.SHARED_LIMIT[architecture] - SCRATCH) // tile
+    return dataclasses.replace(launch, blocks={**launch.blocks, "STAGES": min(launch.blocks["STAGES"], most)})
+
+
+def choose_launch(
+    op: str, width: int, rows: int, device: torch.device, *, persistent: bool, read: Sequence[Tensor | None] = ()
+) -> tuple[Launch, int]:
+    """The config for a row length, and how many programs to start. `read` are those whose rows a loop reads ahead."""
     launch = configs.choose(op, width, device)
+    if read:
+        element_bytes = sum(x.element_size() for x in read if x is not None)
+        launch = fit_stages(launch, element_bytes, configs.architecture(device))
     tiles = -(-rows // launch.blocks["BLOCK_ROWS"])
     return launch, persistent_programs(device, launch.blocks["PER_SM"], tiles) if persistent else tiles
 
@@ -182,7 +197,7 @@ def _rms_norm_backward(
         return dx, torch.zeros(x.shape[-1] if weighted else 0, dtype=torch.float32, device=x.device)
     flat, grad = as_rows(x), as_rows(dy)
     rows, width = flat.shape
-    launch, programs = choose_launch("rms_norm_backward", width, rows, x.device, persistent=weighted)
+    launch, programs = choose_launch("rms_norm_backward", width, rows, x.device, persistent=weighted, read=(grad, flat))
     partial = torch.empty((programs, width) if weighted else 0, dtype=torch.float32, device=x.device)
     with on_device(x.device):
         _norm_backward_kernel[(programs,)](

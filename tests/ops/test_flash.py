@@ -2,14 +2,19 @@
 that the ops around it hand over the right things and take back the right gradients."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from aot import ROOT
 from checking import assert_as_exact_as_torch, assert_matches, assert_same_bits
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
 
 from parbank.errors import ParbankError
 from parbank.ops import backend, causal_attention, flash, reference
@@ -18,6 +23,14 @@ FORWARD = """fwd(Tensor q, Tensor k, Tensor v, Tensor(a!)? out=None, float? soft
     int num_splits=0)"""
 BACKWARD = """bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!)? dq=None,
     Tensor(b!)? dk=None, Tensor(c!)? dv=None, float? softmax_scale=None, bool is_causal=False, bool deterministic=False)"""
+
+
+def assert_addressable(*tensors: Tensor) -> None:
+    """What the library takes for granted of all that it reads and writes through the copy engine."""
+    for x in tensors:
+        assert x.stride(-1) == 1
+        assert x.data_ptr() % 16 == 0
+        assert all(step * x.element_size() % 16 == 0 for step in x.stride()[:-1]), x.stride()
 
 
 def scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -30,6 +43,7 @@ def scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 def forward(q, k, v, out=None, softmax_scale=None, is_causal=False, num_splits=0):
     assert is_causal
     assert num_splits == 1
+    assert_addressable(q, k, v, out)
     s = scores(q, k, softmax_scale)
     y = torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v.float().repeat_interleave(q.shape[2] // v.shape[2], 2))
     out.copy_(y)
@@ -40,7 +54,7 @@ def backward(
     dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, deterministic=False
 ):
     assert is_causal
-    assert dout.stride(-1) == 1
+    assert_addressable(dout, q, k, v, out, dq, dk, dv)
     group = q.shape[2] // k.shape[2]
     p = (scores(q, k, softmax_scale) - softmax_lse[..., None]).exp()
     wide_k, wide_v = (x.float().repeat_interleave(group, 2) for x in (k, v))
@@ -103,6 +117,24 @@ def test_any_strides(installed):
     assert_matches(causal_attention, reference.attention, [q, k, v])
 
 
+def test_any_alignment(installed):
+    """Starts and steps that no copy engine addresses: odd offsets, odd rows, and odd steps of a single batch."""
+    wide = [torch.randn(3, 9, n, 21, device=installed).half() for n in (4, 2, 2)]
+    assert_matches(causal_attention, reference.attention, [x[..., 3:19] for x in wide])
+    long = torch.randn(3, 9 * 2 * 16 + 1, device=installed).half()
+    single = long[1:2, :-1].view(1, 9, 2, 16)
+    assert_matches(causal_attention, reference.attention, [single] * 3)
+
+
+def test_an_unaligned_gradient(installed):
+    leaves = [x.requires_grad_() for x in made(1, 10, 2, 2, 8, installed)]
+    dy = torch.randn(1, 10, 2, 11, device=installed).half()[..., 1:9]
+    found = torch.autograd.grad(causal_attention(*leaves), leaves, dy)
+    expected = torch.autograd.grad(reference.attention(*leaves), leaves, dy)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-3)
+
+
 def test_a_gradient_of_any_layout(installed):
     leaves = [x.requires_grad_() for x in made(1, 10, 2, 2, 8, installed)]
     dy = torch.randn(1, 10, 8, 2, device=installed).half().transpose(2, 3)
@@ -123,16 +155,69 @@ def test_compiles_whole_and_once(installed):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_evaluation_is_one_graph(installed):
+    torch._dynamo.reset()
+    counters.clear()
+    tensors = made(2, 12, 4, 2, 16, installed)
+    with torch.no_grad():
+        found = torch.compile(causal_attention, fullgraph=True)(*tensors)
+        torch.testing.assert_close(found, causal_attention(*tensors), rtol=2e-3, atol=2e-3)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_function_transforms_take_the_reference(installed, monkeypatch):
+    q, k, v = made(1, 6, 4, 2, 8, installed)
+    monkeypatch.setattr(flash, "_attention", None)
+    found, expected = (
+        torch.func.grad(lambda q: f(q, k, v).float().square().sum())(q)  # noqa: B023
+        for f in (causal_attention, reference.attention)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_forward_mode_is_refused_and_not_dropped(installed):
+    """By PyTorch, whose fused attention has no such derivative: the library's op would return no tangent."""
+    q, k, v = made(1, 6, 4, 2, 8, installed)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward AD"):
+        causal_attention(forward_ad.make_dual(q, torch.randn_like(q)), k, v)
+
+
 def test_registered_as_pytorch_wants_it(installed):
     tensors = [x.requires_grad_() for x in made(2, 6, 4, 2, 8, installed)]
     torch.library.opcheck(flash._attention, tensors)
+    q, k, v = (x.detach() for x in tensors)
+    y, lse = flash._attention(q, k, v)
+    torch.library.opcheck(flash._backward, (torch.randn_like(y), q, k, v, y, lse))
 
 
 def test_no_second_derivative(installed):
     leaves = [x.requires_grad_() for x in made(1, 6, 2, 2, 8, installed)]
     (dq,) = torch.autograd.grad(causal_attention(*leaves).sum(), leaves[:1], create_graph=True)
-    with pytest.raises(ParbankError, match="causal_attention has no second derivative"):
+    with pytest.raises(ParbankError, match=r"causal_attention has no second derivative.*PyTorch's own.*none either"):
         torch.autograd.grad(dq.sum(), leaves[1:])
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["PyTorch's", "the library's"])
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda q, k, v: causal_attention(q, k[:, :4], v[:, :4]), "do not fit"),
+        (lambda q, k, v: causal_attention(q, k, v[:, :4]), "do not fit"),
+        (lambda q, k, v: causal_attention(q, k[..., :4], v[..., :4]), "do not fit"),
+        (lambda q, k, v: causal_attention(q[:, :, :3], k, v), "heads a multiple of kv_heads"),
+        (lambda q, k, v: causal_attention(q, k[:, :, :0], v[:, :, :0]), "do not fit"),
+        (lambda q, k, v: causal_attention(q, *(x.expand(2, -1, -1, -1) for x in (k, v))), "do not fit"),
+        (lambda q, k, v: causal_attention(q[0], k[0], v[0]), "do not fit"),
+        (lambda q, k, v: causal_attention(q.int(), k.int(), v.int()), "q is torch.int32; it must be floating"),
+        (lambda q, k, v: causal_attention(q, k.float(), v), "cast them to one type"),
+        (lambda q, k, v: causal_attention(q, k.to("meta"), v.to("meta")), "move them to one device"),
+    ],
+)
+def test_wrong_arguments_are_named(call, said, inside, installed, monkeypatch):
+    """The same, and in the same words, whichever of the two would be taken."""
+    monkeypatch.setattr(flash, "AVAILABLE", inside)
+    with pytest.raises(ParbankError, match=said):
+        call(*made(1, 6, 4, 2, 8, installed))
 
 
 def refused(device: torch.device) -> list[list[Tensor]]:
@@ -165,6 +250,30 @@ def test_a_library_of_another_form_is_not_used(library, caplog):
     assert flash._knows("fwd", {"q", "k", "v"})
     assert not flash._knows("fwd", {"q", "sink"})
     assert "its fwd has no sink" in caplog.text
+
+
+BROKEN = {
+    "half_installed": "import a_library_that_is_not_here",
+    "of_another_build": "raise OSError('undefined symbol')",
+    "flash_attention_2": "def flash_attn_func(q, k, v): ...",
+    "stub": "__spec__ = None",
+}
+
+
+def test_a_library_that_does_not_load_is_left_alone(tmp_path):
+    """Files that are not what is needed: a warning each and no error, which the import of parbank would pass on. In a process
+    of its own, whose `torch.ops` have no functions of that name, nor a GPU for them."""
+    for name, text in BROKEN.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    script = "from parbank.ops import flash\n" + "".join(
+        f"flash.MODULE = {name!r}\nassert not flash._load()\n" for name in ("absent", *BROKEN, *BROKEN)
+    )
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    run = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("installed but cannot be used") == 2 * len(BROKEN)
+    for said in ("a_library_that_is_not_here", "undefined symbol", "_OpNamespace", "__spec__ is None"):
+        assert said in run.stderr
 
 
 def test_exact_definition(installed):

@@ -7,6 +7,7 @@ from checking import assert_as_exact_as_torch, assert_end_matches, assert_matche
 
 from parbank.errors import ParbankError
 from parbank.ops import configs, reference, smear
+from parbank.ops.norm import fit_stages
 from parbank.ops.smear import MAX_WIDTH
 
 
@@ -75,21 +76,13 @@ def test_reference_gradients():
 
 @pytest.mark.slow
 def test_every_config_compiles_without_spills():
-    signature = {
-        "x": "*bf16",
-        "y": "*bf16",
-        "dy": "*bf16",
-        "dx": "*bf16",
-        "gate": "*fp32",
-        "partial": "*fp32",
-        "starts": "*u8",
-    }
+    signature = {"gate": "*fp32", "partial": "*fp32", "starts": "*u8"}
     signature |= dict.fromkeys(("rows", "time", "stride_x", "stride_dy"), "i32")
     jobs = [
         Job(
             f"parbank.ops.smear:_smear_{way}_kernel",
-            signature,
-            {"WIDTH": width * 3 // 4, **launch.blocks},
+            signature | dict.fromkeys(("x", "y", "dy", "dx"), f"*{kind}"),
+            {"WIDTH": width * 3 // 4, **(fit_stages(launch, 4 * size, arch) if way == "backward" else launch).blocks},
             configs.ARCHITECTURES[arch],
             launch.num_warps,
             launch.num_stages,
@@ -97,6 +90,7 @@ def test_every_config_compiles_without_spills():
         for way, op in (("forward", "smear"), ("backward", "smear_backward"))
         for arch in configs.ARCHITECTURES
         for width, launch in configs.tables()[op][arch]
+        for kind, size in (("bf16", 2), ("fp32", 4))
     ]
     for job, built in zip(jobs, build(jobs), strict=True):
         assert built.shared <= configs.SHARED_LIMIT[f"sm{job.capability}"], job
