@@ -1,8 +1,11 @@
 """Read by pytest before it collects any room."""
 
+import importlib
 import os
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -58,3 +61,10 @@ def text_spec(tmp_path_factory: pytest.TempPathFactory) -> str:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Prepared data goes to a folder of the test session, never to the user's cache."""
     os.environ["PARBANK_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a script of benchmarks/ by its name, as the scripts import each other."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    return importlib.import_module

@@ -1,20 +1,16 @@
 """What benchmarks/tune.py can search: every launch table there is. Nothing is timed here."""
 
-import importlib
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
 from parbank.ops import configs
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-
 
 @pytest.fixture
-def tune(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("tune")
+def tune(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark("tune")
 
 
 def test_every_table_has_something_to_try(tune: ModuleType) -> None:

@@ -1,8 +1,7 @@
 """docs/optimizer.md: every example runs, on two ranks, and the figures it states are those of the code."""
 
-import importlib.util
 import re
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,15 +34,9 @@ def test_examples_run() -> None:
     assert run_distributed_test(_run_blocks, 2) == [len(_blocks())] * 2
 
 
-@pytest.fixture(scope="module")
-def communication() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_communication", ROOT / "benchmarks" / "communication.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def communication(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark("communication")
 
 
 def test_the_published_intensity(communication: ModuleType) -> None:
