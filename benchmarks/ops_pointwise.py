@@ -265,9 +265,8 @@ def tunables() -> list[Any]:
         found.append(tunable("rms_norm_backward", plain, f"{width} plain", norm_back(width, False), 3 * scale))
         found.append(tunable("rms_norm_backward", summed, f"{width} weighted", norm_back(width, True), 3 * scale))
     forward = launches(BLOCK_ROWS=(1, 2, 4, 8), BLOCK=(512,), warps=(1, 2, 4, 8))
-    held = [
-        x for x in forward if x.blocks["BLOCK_ROWS"] < 8 * x.num_warps
-    ]  # eight rows with a skip: more than a warp holds
+    # eight rows with a skip are more than a warp holds
+    held = [x for x in forward if x.blocks["BLOCK_ROWS"] < 8 * x.num_warps]
     plain = launches(BLOCK_ROWS=(1, 2, 4, 8), BLOCK=(512,), PER_SM=(1,), STAGES=(1,), warps=(1, 2, 4, 8))
     summed = launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(512,), PER_SM=(2, 3, 4, 8), STAGES=(2, 3), warps=(4, 8))
     at_once = launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(512,), PER_SM=(2, 3, 4, 8), STAGES=(1,), warps=(4, 8))
