@@ -276,7 +276,7 @@ def test_a_library_that_does_not_load_is_left_alone(tmp_path):
         assert said in run.stderr
 
 
-def test_exact_definition(installed):
+def test_exact_definition():
     """PyTorch's own, which the rest is held against, against the sum written out."""
     q, k, v = made(1, 9, 2, 1, 8, torch.device("cpu"), torch.float64)
     s = scores(q, k, 8**-0.5).double()
