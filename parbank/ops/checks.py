@@ -24,6 +24,11 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
 
 
+def unit_channels(x: Tensor) -> Tensor:
+    """x (..., channels) with channels that are neighbours in memory: x itself, or a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
 def as_vector(x: Tensor | None) -> Tensor | None:
     """A vector of channels with its values side by side: a column of a parameter comes with a stride."""
     return None if x is None else x.contiguous()

@@ -33,6 +33,7 @@ from parbank.ops.checks import (
     refuse_double_backward,
     same_device,
     takes_kernel,
+    unit_channels,
 )
 from parbank.ops.configs import Launch
 from parbank.ops.reference import NORM_EPS
@@ -179,10 +180,6 @@ def _tile(launch: Launch, x: Tensor, half: int) -> dict[str, Any]:
     }
 
 
-def _unit_channels(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
 def rotate_one(
     x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float, passed: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -191,7 +188,7 @@ def rotate_one(
     y, rest = (torch.empty((batch, time, n, width), dtype=x.dtype, device=x.device) for n in (heads - passed, passed))
     if not x.numel():
         return y, rest
-    x = _unit_channels(x)
+    x = unit_channels(x)
     launch = configs.choose("qk_norm_rope", next_power_of_2(heads) * next_power_of_2(width), x.device)
     tile = _tile(launch, x, cos.shape[-1])
     with on_device(x.device):
@@ -218,8 +215,8 @@ def rotate_one_back(
     heads = x.shape[2] if gain is not None else 0
     if not x.numel():
         return torch.zeros(heads, dtype=torch.float32, device=x.device)
-    x, dy = _unit_channels(x), _unit_channels(dy)
-    rest = dy if dpassed is None else _unit_channels(dpassed)
+    x, dy = unit_channels(x), unit_channels(dy)
+    rest = dy if dpassed is None else unit_channels(dpassed)
     batch, time = x.shape[:2]
     size = next_power_of_2(x.shape[2]) * next_power_of_2(x.shape[3])
     launch = configs.choose("qk_norm_rope_backward", size, x.device)

@@ -28,7 +28,7 @@ from torch import Tensor
 from parbank.errors import ParbankError
 from parbank.ops import backend, configs, reference
 from parbank.ops.backend import TensorDescriptor, tl, triton
-from parbank.ops.checks import check_floating, fake, near, on_device, same_device, takes_kernel
+from parbank.ops.checks import check_floating, fake, near, on_device, same_device, takes_kernel, unit_channels
 from parbank.ops.configs import ANY, Launch
 
 LOW_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -168,10 +168,6 @@ def without_tma(launch: Launch) -> Launch:
     return dataclasses.replace(launch, blocks={**launch.blocks, "TMA": False}, options=options)
 
 
-def _unit_channels(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 @torch.library.custom_op(
     "parbank::window_attention",
     mutates_args=(),
@@ -184,7 +180,7 @@ def _window_attention(
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not y.numel():
         return y
-    q, past_k, past_v, k, v = (_unit_channels(x) for x in (q, past_k, past_v, k, v))
+    q, past_k, past_v, k, v = (unit_channels(x) for x in (q, past_k, past_v, k, v))
     op = "window_attention" + ("_float32" if q.dtype == torch.float32 else "")
     launch = configs.choose(op, width, q.device)
     blocks = dict(launch.blocks)
