@@ -1,4 +1,4 @@
-"""The ops that memory bounds: norms, the activation, and the queries' and keys' norm with rotation.
+"""The ops that memory bounds: norms, the activation, the queries' and keys' norm with rotation, and the own value's removal.
 
 Everything is timed in a CUDA graph, forward and backward too, so that no provider pays for its host code. Bounds count each
 tensor that must be read or written once, at the rate of a copy.
@@ -14,6 +14,7 @@ from torch import Tensor
 from parbank import ops
 from parbank.ops import configs, reference
 from parbank.ops.activation import _leaky_relu_squared, _leaky_relu_squared_backward
+from parbank.ops.exclusive import _remove_own_value, _remove_own_value_backward
 from parbank.ops.mix import _mix_rms_norm, _mix_rms_norm_backward
 from parbank.ops.norm import _add_rms_norm, _add_rms_norm_backward, _rms_norm, _rms_norm_backward
 from parbank.ops.qkv import _split_qkv, _split_qkv_backward
@@ -145,6 +146,14 @@ def cases(quick: bool) -> Iterator[Case]:
         lambda: [random(48, 2048, 8, 64), random(48, 2048, 4, 64), random(8, dtype=torch.float32)],
         (3 * size, 7.5 * size),
     )
+    # Values and their gradient are half as large as the rest.
+    yield from both_ways(
+        "remove_own_value",
+        "(48, 2048, 8 / 4 heads of 64)",
+        (ops.remove_own_value, reference.remove_own_value),
+        lambda: [random(48, 2048, 8, 64), random(48, 2048, 4, 64)],
+        (2.5 * size, 6.5 * size),
+    )
     product = 2.0 * TOKENS * 512 * 1024
     yield from both_ways(
         "qkv_norm_rope",
@@ -251,6 +260,14 @@ def tunables() -> list[Any]:
         cos, sin = angles(2048, 8)
         return lambda: _split_qkv_backward(dq, dk, dv, row, 8, 4, gain, cos, sin, 1e-6)
 
+    def exclusive() -> Callable[[], Any]:
+        y, v = random(48, 2048, 8, 64), random(48, 2048, 4, 64)
+        return lambda: _remove_own_value(y, v)
+
+    def exclusive_back() -> Callable[[], Any]:
+        dz, y, v = random(48, 2048, 8, 64), random(48, 2048, 8, 64), random(48, 2048, 4, 64)
+        return lambda: _remove_own_value_backward(dz, y, v, True, True)
+
     def tunable(op: str, candidates: list[configs.Launch], case: str, build: Build, bytes_: float) -> Any:
         return Tunable(op, candidates, {case: build}, bytes={case: bytes_})
 
@@ -272,6 +289,8 @@ def tunables() -> list[Any]:
     at_once = launches(BLOCK_ROWS=(1, 2, 4), BLOCK=(512,), PER_SM=(2, 3, 4, 8), STAGES=(1,), warps=(4, 8))
     blocks = launches(BLOCK=(1024, 2048, 4096, 8192), warps=(2, 4, 8))
     turned = launches(TILE=(512, 1024, 2048, 4096), warps=(1, 2, 4, 8))
+    # 8 to 32 elements a thread
+    projected = [x for x in turned if 256 <= x.blocks["TILE"] // x.num_warps <= 1024]
     back = launches(TILE=(512, 1024, 2048, 4096), PER_SM=(4, 5, 8, 10, 16, 20), warps=(2, 4, 8))
     resident = [x for x in back if x.blocks["PER_SM"] * x.num_warps in (32, 40, 64)]
     return [
@@ -291,4 +310,6 @@ def tunables() -> list[Any]:
         tunable("leaky_relu_squared_backward", blocks, "1536", act_back, 9 * size),
         tunable("qk_norm_rope", turned, "golf, values passed on", rope, 4 * size),
         tunable("qk_norm_rope_backward", resident, "golf, values passed on", rope_back, 6 * size),
+        tunable("remove_own_value", projected, "golf", exclusive, 2.5 * size),
+        tunable("remove_own_value_backward", projected, "golf", exclusive_back, 4 * size),
     ]

@@ -1,6 +1,7 @@
 """The ops: one plain-PyTorch definition each, and kernels where they pay."""
 
 from parbank.ops.activation import leaky_relu_squared
+from parbank.ops.exclusive import remove_own_value
 from parbank.ops.flash import causal_attention
 from parbank.ops.linear_loss import linear_softcap_cross_entropy
 from parbank.ops.loss import softcap_cross_entropy
@@ -25,6 +26,7 @@ __all__ = [
     "mlp",
     "qk_norm_rope",
     "qkv_norm_rope",
+    "remove_own_value",
     "rms_norm",
     "smear",
     "softcap_cross_entropy",

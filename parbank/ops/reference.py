@@ -20,6 +20,9 @@ ATTENTION_BACKENDS = [
 ]
 # Far under the mean square of any live activation, far over what float32 loses; keeps a zero row at zero.
 NORM_EPS = 1e-6
+# Under a value's squared length, so that a zero value divides by something: the square of 1e-6, far under any live value's
+# length, far over the smallest float32.
+VALUE_FLOOR = 1e-12
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, scale: float = 1.0, eps: float = NORM_EPS) -> Tensor:
@@ -162,6 +165,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
             enable_gqa=q.shape[2] != k.shape[2],
         )
     return y.transpose(1, 2)
+
+
+def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
+    """y - (y.v / v.v) v per token and head: exclusive self-attention takes out what lies along a token's own value.
+
+    y (B, T, heads, D), v (B, T, kv_heads, D); heads are grouped as in attention, and v is never repeated. A zero value takes
+    nothing out.
+    """
+    grouped = _wide(y).unflatten(2, (v.shape[2], y.shape[2] // v.shape[2]))
+    own = _wide(v)[:, :, :, None]
+    along = (grouped * own).sum(-1, keepdim=True) / own.square().sum(-1, keepdim=True).clamp(min=VALUE_FLOOR)
+    return (grouped - along * own).flatten(2, 3).to(y.dtype)
 
 
 def window_attention(

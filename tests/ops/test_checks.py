@@ -48,6 +48,7 @@ def calls(device: torch.device) -> dict[str, Call]:
         "linear_softcap_cross_entropy": ({"x": made(4, 8), "weight": made(5, 8), "targets": targets}, {"cap": 30.0}),
         "qk_norm_rope": ({"q": made(1, 4, 2, 8), "k": made(1, 4, 1, 8), "gain": made(2), **tables}, {}),
         "qkv_norm_rope": ({"x": made(1, 4, 8), **weights, "gain": made(2), **tables}, {"heads": 2}),
+        "remove_own_value": ({"y": made(1, 4, 2, 8), "v": made(1, 4, 1, 8)}, {}),
         "causal_attention": ({"q": made(1, 4, 2, 16), "k": made(1, 4, 1, 16), "v": made(1, 4, 1, 16)}, {}),
         "window_attention": ({"q": made(1, 4, 2, 16), **keys, "low": torch.zeros_like(targets)}, {"window": 3}),
     }
@@ -135,6 +136,21 @@ def test_heads_far_apart_in_memory(device: torch.device) -> None:
     for q, k, v in ((far, other, other), (other, far, other), (other, other, far)):
         expected = reference.window_attention(q.contiguous(), past, past, k.contiguous(), v.contiguous(), low, 4)
         torch.testing.assert_close(ops.window_attention(q, past, past, k, v, low, 4), expected, rtol=3e-3, atol=3e-3)
+
+
+def test_own_values_far_apart_in_memory(device: torch.device) -> None:
+    far = far_apart((1, 4, 6, 16), (64, 16, 2**31 // 5 + 7, 1), device)
+    other = torch.randn(1, 4, 6, 16, device=device).half()
+    found = [ops.remove_own_value(far, other), ops.remove_own_value(other, far)]
+    found += torch.ops.parbank.remove_own_value_backward(far, other, other, True, True)
+    found += torch.ops.parbank.remove_own_value_backward(other, far, other, True, True)
+    found += torch.ops.parbank.remove_own_value_backward(other, other, far, True, True)
+    far = far.contiguous()
+    expected = [reference.remove_own_value(far, other), reference.remove_own_value(other, far)]
+    for dz, y, v in ((far, other, other), (other, far, other), (other, other, far)):
+        expected += torch.func.vjp(reference.remove_own_value, y, v)[1](dz)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-3, atol=3e-3)
 
 
 def test_what_is_near() -> None:

@@ -40,6 +40,7 @@ def cases(device: torch.device) -> dict[str, Case]:
         "softcap_cross_entropy": ([made(4, 5)], (targets, 30.0)),
         "linear_softcap_cross_entropy": ([made(4, 8), made(5, 8)], (targets, 30.0)),
         "qk_norm_rope": ([made(1, 4, 2, 8), made(1, 4, 1, 8), made(2)], (cos, sin)),
+        "remove_own_value": ([made(1, 4, 4, 8), made(1, 4, 2, 8)], ()),
         "qkv_norm_rope": ([made(1, 4, 8), made(16, 8), made(8, 8), made(8, 8)], (2, made(2).detach(), cos, sin)),
     }
 
@@ -151,6 +152,10 @@ def opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
         "linear_softcap_loss_sum": (x, w, targets, row[0].abs().clone(), 30.0, -100, True, True),
         "qk_norm_rope": (q, k, made(2), cos, sin, 1e-6),
         "qk_norm_rope_backward": (back_q, back_k, q.detach(), k.detach(), flat[0, :2], cos, sin, 1e-6),
+        "remove_own_value": (q, k),
+        "remove_own_value_backward": (back_q, q.detach(), k.detach(), True, True),
+        "remove_own_value_backward, y alone": (back_q, q.detach(), k.detach(), True, False),
+        "remove_own_value_backward, v alone": (back_q, q.detach(), k.detach(), False, True),
         "split_qkv_norm_rope": (made(1, 4, 32), 2, 1, made(2), cos, sin, 1e-6),
         "split_qkv_norm_rope_backward": (
             back_q,
