@@ -58,7 +58,7 @@ class Attention(nn.Module):
             v = mix[0] * v + mix[1] * first
         y = attend(q, k, v, context.mask) if context.attend is None else context.attend(q, k, v)
         if self.exclusive:
-            y = remove_own_value(y, v)
+            y = ops.remove_own_value(y, v)
         if self.gate is not None:
             y = y * (2 * torch.sigmoid(F.linear(x, self.gate.to(x.dtype))))[..., None]
         return F.linear(y.reshape(batch, length, c.width), weights["output"]), v
@@ -67,18 +67,3 @@ class Attention(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax attention over (B, T, heads, D) with grouped keys and values: causal, or as the mask says."""
     return ops.causal_attention(q, k, v) if mask is None else reference.attention(q, k, v, mask)
-
-
-def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
-    """Exclusive self-attention: y - (y.v / v.v) v, in the grouped layout, so that v is never repeated.
-
-    The floor under v.v keeps a zero value from dividing by zero: there the projection is zero anyway.
-    """
-    batch, length, heads, width = y.shape
-    kv_heads = v.shape[2]
-    grouped = y.view(batch, length, kv_heads, heads // kv_heads, width)
-    own = v[:, :, :, None, :]
-    along = (grouped.float() * own.float()).sum(-1, keepdim=True) / own.float().square().sum(-1, keepdim=True).clamp(
-        min=1e-12
-    )
-    return (grouped - along.to(y.dtype) * own).view(batch, length, heads, width)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from parbank.model import GPT, ModelConfig
-from parbank.model.attention import attend, remove_own_value
+from parbank.model.attention import attend
+from parbank.ops import remove_own_value
 from parbank.ops.backend import INTERPRETED, use_backend
 from parbank.recipes import GOLF_MODEL
 
