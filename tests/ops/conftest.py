@@ -3,12 +3,16 @@
 Triton reads TRITON_INTERPRET when a kernel is decorated, so tests/conftest.py sets it before any room is imported.
 """
 
+import ctypes
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from parbank.ops import backend
+from parbank.ops import backend, cublaslt, product
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter's bfloat16 product is silently wrong, so bfloat16 is for the GPU only.
@@ -44,3 +48,22 @@ def poison() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """cuBLASLt on the CPU, as far as parbank calls it."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    built = tmp_path_factory.mktemp("cublaslt") / "stand_in.so"
+    source = Path(__file__).with_name("cublaslt_stand_in.c")
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", built, source], check=True)
+    return cublaslt.declare(ctypes.CDLL(str(built)))
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No product has been met yet, and nothing said."""
+    monkeypatch.setattr(product, "_plans", {})
+    product._say_once.cache_clear()
