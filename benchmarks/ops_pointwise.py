@@ -203,13 +203,13 @@ def tunables() -> list[Any]:
 
     def mix() -> Callable[[], Any]:
         x, x0, a, b = random(TOKENS, 512), random(TOKENS, 512), *random(2, 512, dtype=torch.float32)
-        return lambda: _mix_rms_norm(x, None, None, x0, None, a, b, 1.0, 1e-6)
+        return lambda: _mix_rms_norm(x, None, None, x0, None, a, b, 1.0, 1e-6, False)
 
     def add_mix(skipped: bool) -> Build:
         def build() -> Callable[[], Any]:
             x, y, x0, a, b, *rest = add_mix_inputs(skipped)
             skip, gain = rest or (None, None)
-            return lambda: _mix_rms_norm(x, y, skip, x0, gain, a, b, 1.0, 1e-6)
+            return lambda: _mix_rms_norm(x, y, skip, x0, gain, a, b, 1.0, 1e-6, False)
 
         return build
 
@@ -220,7 +220,7 @@ def tunables() -> list[Any]:
             inverse = random(TOKENS, dtype=torch.float32)
             dtotal, skip = more if reached else None, more if skipped else None
             of_skip = gain if skipped else None
-            return lambda: _mix_rms_norm_backward(dtotal, dm, dy, total, skip, x0, of_skip, a, b, inverse, 1.0)
+            return lambda: _mix_rms_norm_backward(dtotal, dm, dy, total, skip, x0, of_skip, a, b, inverse, 1.0, False)
 
         return build
 
@@ -250,15 +250,23 @@ def tunables() -> list[Any]:
         return lambda: _add_rms_norm_backward(dtotal, dnormed, total, inverse, 1.0)
 
     def rope() -> Callable[[], Any]:
-        row, gain = random(48, 2048, 1024), random(8, dtype=torch.float32)
+        row, gain, inverse = (
+            random(48, 2048, 1024),
+            random(8, dtype=torch.float32),
+            random(48, 2048, dtype=torch.float32),
+        )
         cos, sin = angles(2048, 8)
-        return lambda: _split_qkv(row, 8, 4, gain, cos, sin, 1e-6)
+        return lambda: _split_qkv(row, 8, 4, gain, cos, sin, inverse, None, 1.0, 1e-6)
 
     def rope_back() -> Callable[[], Any]:
-        dq, dk, dv = (random(48, 2048, heads, 64) for heads in (8, 4, 4))
-        row, gain = random(48, 2048, 1024), random(8, dtype=torch.float32)
-        cos, sin = angles(2048, 8)
-        return lambda: _split_qkv_backward(dq, dk, dv, row, 8, 4, gain, cos, sin, 1e-6)
+        dq, dk, dv = random(48, 2048, 8, 64), random(2, 48, 2048, 4, 64), random(2, 48, 2048, 4, 64)
+        row, gain, inverse = (
+            random(48, 2048, 1024),
+            random(8, dtype=torch.float32),
+            random(48, 2048, dtype=torch.float32),
+        )
+        rest = (row, 8, 4, gain, *angles(2048, 8), inverse, None, 1.0, 1e-6)
+        return lambda: _split_qkv_backward(dq, dk, dv, None, *rest)
 
     def exclusive() -> Callable[[], Any]:
         y, v = random(48, 2048, 8, 64), random(48, 2048, 4, 64)
@@ -309,7 +317,7 @@ def tunables() -> list[Any]:
         tunable("leaky_relu_squared", blocks, "1536", act, 6 * size),
         tunable("leaky_relu_squared_backward", blocks, "1536", act_back, 9 * size),
         tunable("qk_norm_rope", turned, "golf, values passed on", rope, 4 * size),
-        tunable("qk_norm_rope_backward", resident, "golf, values passed on", rope_back, 6 * size),
+        tunable("qk_norm_rope_backward", resident, "golf, values passed on, in two parts", rope_back, 6.5 * size),
         tunable("remove_own_value", projected, "golf", exclusive, 2.5 * size),
         tunable("remove_own_value_backward", projected, "golf", exclusive_back, 4 * size),
     ]

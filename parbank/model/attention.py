@@ -43,25 +43,38 @@ class Attention(nn.Module):
         self.value_mix = nn.Parameter(torch.tensor([1.0, 0.0])) if mixes else None
 
     def forward(
-        self, x: Tensor, weights: dict[str, Tensor], context: Context, extra: Tensor | None, first: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """x (B, T, width); `extra` is added to the values; `first` is the first layer's values. Returns (out, values)."""
+        self,
+        x: Tensor,
+        weights: dict[str, Tensor],
+        context: Context,
+        first: Tensor | None,
+        entry: ops.Entry,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """x (B, T, width) is what the block was given; `entry` says how its stream follows from that; `first` is the first layer's
+        values.
+
+        Returns x for whoever reads it further on, the stream, what attention puts out, (B, T, width), and the values where some
+        later layer needs them.
+        """
         c = self.config
         batch, length, _ = x.shape
-        q, k, v = ops.qkv_norm_rope(
-            x, weights["query"], weights["key"], weights["value"], c.heads, self.gain, context.cos, context.sin
-        )
-        if extra is not None:
-            v = v + extra.view(v.shape)
-        if self.value_mix is not None and first is not None:
-            mix = self.value_mix.to(v.dtype)
-            v = mix[0] * v + mix[1] * first
-        y = attend(q, k, v, context.mask) if context.attend is None else context.attend(q, k, v)
+        own = (weights["query"], weights["key"], weights["value"], c.heads, self.gain, context.cos, context.sin)
+        if context.mask is None and context.attend is None and self.value_mix is None:
+            wanted = self.exclusive or c.value_residual
+            total, stream, y, v = ops.stream_attention(x, *own, entry, with_values=wanted)
+        else:
+            total, stream, q, k, v = ops.stream_qkv(x, *own, entry)
+            if self.value_mix is not None and first is not None:
+                mix = self.value_mix.to(v.dtype)
+                v = mix[0] * v + mix[1] * first
+            y = attend(q, k, v, context.mask) if context.attend is None else context.attend(q, k, v)
         if self.exclusive:
+            assert v is not None  # asked for above
             y = ops.remove_own_value(y, v)
         if self.gate is not None:
-            y = y * (2 * torch.sigmoid(F.linear(x, self.gate.to(x.dtype))))[..., None]
-        return F.linear(y.reshape(batch, length, c.width), weights["output"]), v
+            normed = ops.rms_norm(stream, scale=entry.scale)
+            y = y * (2 * torch.sigmoid(F.linear(normed, self.gate.to(x.dtype))))[..., None]
+        return total, stream, y.reshape(batch, length, c.width), v
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

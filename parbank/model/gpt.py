@@ -26,12 +26,7 @@ CHUNKED_HEAD_VOCAB = 4096
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP, each on a norm of the residual stream. The matrices come from the banks.
-
-    What the MLP puts out is not added to the stream here: the next block's mix reads both, or the last norm, and one pass
-    over memory makes the sum and what follows it. So a block takes the stream x and what is still to be added to it, and
-    hands on the same.
-    """
+    """One layer: attention, then MLP, each on a norm of the residual stream. The matrices come from the banks."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -48,41 +43,29 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        addend: Tensor | None,
         skip: tuple[Tensor, Tensor] | None,
         x0: Tensor,
         weights: dict[str, Tensor],
         context: Context,
         extra: Tensor | None,
         first: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`addend` (None ahead of the first block) and gain * `skip` = (tensor, gain per channel) are added to x first.
+        handed_on: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """gain * `skip` = (tensor, gain per channel) is added to x first.
 
-        Returns the stream, what is to be added to it, the sum the block began with, and the values of its attention.
+        Returns the next x, this one for whoever reads it further on (if `handed_on`), and the values of the attention where a
+        later layer needs them.
         """
         weights, gains = self._fold_gains(weights)
-        total, x, normed = self._enter(x, addend, skip, x0)
-        attended, values = self.attention(normed, weights, context, extra, first)
-        x, normed = ops.add_rms_norm(x, _gained(attended, gains[0]), self.scale)
-        return x, _gained(self._mlp(normed, weights), gains[1]), total, values
-
-    def _enter(
-        self, x: Tensor, addend: Tensor | None, skip: tuple[Tensor, Tensor] | None, x0: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The residual sum, the stream that follows from it, and that stream's norm."""
-        mix = self.residual_mix
-        if skip is not None and (addend is None or mix is None):
-            x = x if addend is None else x + addend
-            addend, skip = _gained(*skip), None
-        if addend is None:
-            if mix is None:
-                return x, x, ops.rms_norm(x, scale=self.scale)
-            return x, *ops.mix_rms_norm(x, x0, mix[0], mix[1], self.scale)
-        if mix is None:
-            total, normed = ops.add_rms_norm(x, addend, self.scale)
-            return total, total, normed
-        old, gain = skip or (None, None)
-        return ops.add_mix_rms_norm(x, addend, x0, mix[0], mix[1], old, gain, self.scale)
+        mix = None if self.residual_mix is None else (x0, self.residual_mix[0], self.residual_mix[1])
+        extra = None if extra is None else extra.unflatten(-1, (self.config.kv_heads, -1))
+        entry = ops.Entry(mix, skip, extra, self.scale, handed_on=handed_on)
+        x, stream, attended, values = self.attention(x, weights, context, first, entry)
+        if gains[0] is None:
+            y = ops.add_linear(stream, attended, weights["output"])
+        else:
+            y = stream + _gained(F.linear(attended, weights["output"]), gains[0])
+        return self._add_mlp(y, weights, gains[1]), x, values
 
     def _fold_gains(self, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor | None, Tensor | None]]:
         """The weights, and the gains still to be applied to what attention and MLP put out.
@@ -96,14 +79,18 @@ class Block(nn.Module):
         folded = {name: _gained(weights[name].mT, gain).mT for name, gain in zip(("output", "down"), gains)}
         return weights | folded, (None, None)
 
-    def _mlp(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-        if self.config.activation == "gelu":
-            linear = fp8.linear if fp8.takes_fp8("mlp") else F.linear
-            return linear(F.gelu(linear(x, weights["up"])), weights["down"])
+    def _add_mlp(self, x: Tensor, weights: dict[str, Tensor], gain: Tensor | None) -> Tensor:
         slope = self.config.activation_slope if self.config.activation == "leaky_relu_squared" else 0.0
-        if fp8.takes_fp8("mlp"):
-            return fp8.mlp(x, weights["up"], weights["down"], slope)
-        return ops.mlp(x, weights["up"], weights["down"], slope)
+        gelu, eight = self.config.activation == "gelu", fp8.takes_fp8("mlp")
+        if not gelu and not eight and gain is None:
+            return ops.residual_mlp(x, weights["up"], weights["down"], slope, self.scale)
+        normed = ops.rms_norm(x, scale=self.scale)
+        if gelu:
+            linear = fp8.linear if eight else F.linear
+            y = linear(F.gelu(linear(normed, weights["up"])), weights["down"])
+        else:
+            y = (fp8.mlp if eight else ops.mlp)(normed, weights["up"], weights["down"], slope)
+        return x + _gained(y, gain)
 
 
 class Skips:
@@ -114,23 +101,21 @@ class Skips:
         self.count = 0 if gains is None else len(gains)
         self._held: list[Tensor] = []
 
-    def take(
-        self, layer: int, x: Tensor, addend: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
-        """What a block starts from: the stream, what is to be added to it, and the skip with its gain."""
+    def take(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The skip that reaches a block whose input is x, with its gain."""
         if self.gains is None or layer < self.layers - self.count:
-            return x, addend, None
-        if layer == self.count:
-            # Of an even number of layers the first half ends here: its last output is this block's input and its skip.
-            assert addend is not None  # this is not the first block
-            x, addend = x + addend, None
+            return None
+        if layer == self.count:  # of an even number of layers the first half ends here: this input is its own skip
             self._held.append(x)
-        return x, addend, (self._held.pop(), self.gains[self.layers - 1 - layer])
+        return self._held.pop(), self.gains[self.layers - 1 - layer]
 
-    def keep(self, layer: int, total: Tensor) -> None:
-        """`total` is the sum a block began with, so the output of the one before."""
-        if 0 < layer <= self.count and layer < self.layers - self.count:
-            self._held.append(total)
+    def keeps(self, layer: int) -> bool:
+        """Whether a block's input is wanted again further on."""
+        return 0 < layer <= self.count and layer < self.layers - self.count
+
+    def keep(self, layer: int, x: Tensor) -> None:
+        if self.keeps(layer):
+            self._held.append(x)
 
 
 class GPT(nn.Module):
@@ -234,16 +219,14 @@ class GPT(nn.Module):
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         context = Context(cos, sin, _document_mask(starts) if c.isolate_documents else None)
         matrices = self.banks.matrices(dtype)
-        x0, addend, first = x, None, None
+        x0, first = x, None
         skips = Skips(self.skip_gains, c.layers)
         for layer, block in enumerate(self.blocks):
-            x, addend, skip = skips.take(layer, x, addend)
-            weights = _of_layer(matrices, layer)
-            x, addend, total, values = block(x, addend, skip, x0, weights, context, extras.get(layer), first)
-            skips.keep(layer, total)
+            skip, keeps, weights = skips.take(layer, x), skips.keeps(layer), _of_layer(matrices, layer)
+            x, before, values = block(x, skip, x0, weights, context, extras.get(layer), first, keeps)
+            skips.keep(layer, before)
             first = values if first is None and c.value_residual else first
-        assert addend is not None  # a model has a layer
-        return ops.add_rms_norm(x, addend)[1]
+        return ops.rms_norm(x)
 
     def _compute_dtype(self, device: torch.device) -> torch.dtype:
         if torch.is_autocast_enabled(device.type):

@@ -165,26 +165,21 @@ class Stream:
         cos, sin = _rotations(start, length, c.rope_dims, c.rope_base)
         reach = Reach.spread(queries, keys, length)
         matrices = model.banks.matrices(dtype)
-        x0, addend, first = x, None, None
+        x0, first = x, None
         skips = Skips(model.skip_gains, c.layers)
         for layer in range(c.layers):
-            x, addend, skip = skips.take(layer, x, addend)
+            skip = skips.take(layer, x)
             past = self.carry.take(layer)
             if past is None:
                 past = self._nothing(dtype, device)
             weights = _of_layer(matrices, layer)
             shared = (cos, sin, reach, self.window)
-            before = (x, addend, skip, x0)
-            x, addend, total, values, past = self._layer(
-                model, layer, before, weights, extras.get(layer), first, past, shared
-            )
+            skips.keep(layer, x)
+            x, values, past = self._layer(model, layer, (x, skip, x0), weights, extras.get(layer), first, past, shared)
             self.carry.give(layer, past)
-            skips.keep(layer, total)
             first = values if first is None and c.value_residual else first
-        assert addend is not None  # a model has a layer
-        if last:
-            x, addend = x[:, -1:], addend[:, -1:]
-        return self._read_out(model, x, addend, None if targets is None else targets[None])[0]
+        x = x[:, -1:] if last else x
+        return self._read_out(model, x, None if targets is None else targets[None])[0]
 
     def _nothing(self, dtype: torch.dtype, device: torch.device) -> Past:
         """What stands ahead of the text: as many keys as ever, so that shapes stay; `Reach.low` hides them."""
@@ -214,14 +209,14 @@ def _embed(model: GPT, ids: Tensor, first: Tensor, dtype: torch.dtype) -> tuple[
 def _layer(
     model: GPT,
     layer: int,
-    before: tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None, Tensor],
+    before: tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor],
     weights: dict[str, Tensor],
     extra: Tensor | None,
     first: Tensor | None,
     past: Past,
     shared: tuple[Tensor, Tensor, Reach, int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Past]:
-    """One block, on the keys and values carried and its own; returns what the block does, and the next carry."""
+) -> tuple[Tensor, Tensor | None, Past]:
+    """One block, on the keys and values carried and its own; returns the next x, the values, and the next carry."""
     cos, sin, reach, window = shared
     left: list[Past] = []
 
@@ -230,7 +225,8 @@ def _layer(
         return attend_window(q, past, (k, v), window, reach)
 
     context = Context(cos, sin, None, attend_here)
-    return *model.blocks[layer](*before, weights, context, extra, first), left[0]
+    x, _, values = model.blocks[layer](*before, weights, context, extra, first, False)
+    return x, values, left[0]
 
 
 def _keep(past: Tensor, own: Tensor) -> Tensor:
@@ -242,8 +238,8 @@ def _keep(past: Tensor, own: Tensor) -> Tensor:
     return own[:, length - carried :].clone(memory_format=torch.contiguous_format)
 
 
-def _read_out(model: GPT, x: Tensor, addend: Tensor, targets: Tensor | None) -> Tensor:
-    return model.read_out(ops.add_rms_norm(x, addend)[1], targets, "none")
+def _read_out(model: GPT, x: Tensor, targets: Tensor | None) -> Tensor:
+    return model.read_out(ops.rms_norm(x), targets, "none")
 
 
 def _rotations(start: Tensor, length: int, dims: int, base: float) -> tuple[Tensor, Tensor]:

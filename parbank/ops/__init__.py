@@ -9,12 +9,15 @@ from parbank.ops.mix import add_mix_rms_norm, mix_rms_norm
 from parbank.ops.mlp import mlp
 from parbank.ops.norm import add_rms_norm, rms_norm
 from parbank.ops.qkv import qkv_norm_rope
+from parbank.ops.reference import Entry as Entry
+from parbank.ops.residual import add_linear, residual_mlp, stream_attention, stream_qkv
 from parbank.ops.rope import qk_norm_rope
 from parbank.ops.smear import smear
 from parbank.ops.symmetric import ax_plus_bx, ba_plus_caa, symmetric_product, xxt
 from parbank.ops.window_attention import window_attention
 
 __all__ = [
+    "add_linear",
     "add_mix_rms_norm",
     "add_rms_norm",
     "ax_plus_bx",
@@ -27,9 +30,12 @@ __all__ = [
     "qk_norm_rope",
     "qkv_norm_rope",
     "remove_own_value",
+    "residual_mlp",
     "rms_norm",
     "smear",
     "softcap_cross_entropy",
+    "stream_attention",
+    "stream_qkv",
     "symmetric_product",
     "window_attention",
     "xxt",

@@ -74,7 +74,7 @@ AVAILABLE = _has_gpu() and _load()
 
 
 def _parts(q: Tensor, k: Tensor) -> int:
-    """In how many calls: with two heads to a key each takes every second query head, and the library sees as many keys as queries.
+    """In how many calls backward: with two heads to a key each takes every second one, and the library sees as many keys as heads.
 
     In one call it adds up the gradients of heads that share a key in float32 and in memory, which takes zeros to begin with
     and a pass to round. Two calls and the sum of their results take less, and round before the sum, as cuDNN does. More heads
@@ -87,18 +87,14 @@ def _parts(q: Tensor, k: Tensor) -> int:
     "parbank::flash_attention", mutates_args=(), schema="(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)"
 )
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The output (B, T, heads, D), and the log-sum-exp of every query by call, (calls, B, heads / calls, T)."""
+    """The output (B, T, heads, D), and the log-sum-exp of every query by call of the backward, (calls, B, heads / calls, T)."""
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     q, k, v = map(_aligned, (q, k, v))
-    calls, sums = _parts(q, k), []
-    for i in range(calls):
-        own = slice(i, None, calls)
-        # Splitting keys among programs pays for a few queries on many keys, and makes sums depend on how many programs fit.
-        _, lse, *_ = torch.ops.flash_attn_3.fwd(
-            q[:, :, own], k, v, out=y[:, :, own], softmax_scale=q.shape[-1] ** -0.5, is_causal=True, num_splits=1
-        )
-        sums.append(lse)
-    return y, torch.stack(sums)
+    # Splitting keys among programs pays for a few queries on many keys, and makes sums depend on how many programs fit.
+    _, lse, *_ = torch.ops.flash_attn_3.fwd(
+        q, k, v, out=y, softmax_scale=q.shape[-1] ** -0.5, is_causal=True, num_splits=1
+    )
+    return y, lse.unflatten(1, (-1, _parts(q, k))).movedim(2, 0).contiguous()
 
 
 @torch.library.custom_op(
@@ -178,14 +174,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    width = q.shape[-1]
-    return (
-        takes_kernel(q, k, v)
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.numel() > 0
-        and width % 8 == 0
-        and width <= WIDEST_HEAD
-    )
+    return takes_kernel(q, k, v) and fits(q.dtype, q.shape[-1], q.numel())
+
+
+def fits(dtype: torch.dtype, width: int, elements: int) -> bool:
+    """Whether the library has kernels for heads of this width."""
+    return dtype in (torch.float16, torch.bfloat16) and elements > 0 and width % 8 == 0 and width <= WIDEST_HEAD
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -48,7 +48,8 @@ configs.register(
 @triton.jit
 def _mix_norm_forward_kernel(
     x, addend, skip, x0, gain, a, b, total, m, y, inverse, rows, stride_x, stride_addend, stride_skip, stride_x0, scale, eps,
-    WIDTH: tl.constexpr, ADDED: tl.constexpr, SKIPPED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, ADDED: tl.constexpr, SKIPPED: tl.constexpr, LATE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     col = tl.arange(0, BLOCK)
@@ -60,9 +61,10 @@ def _mix_norm_forward_kernel(
     other = tl.load(x0 + row[:, None] * stride_x0 + col[None, :], mask=inside, other=0.0).to(tl.float32)
     if ADDED:
         first += tl.load(addend + row[:, None] * stride_addend + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        if SKIPPED:
-            old = tl.load(skip + row[:, None] * stride_skip + col[None, :], mask=inside, other=0.0).to(tl.float32)
-            first += tl.load(gain + col, mask=known, other=0.0).to(tl.float32)[None, :] * old
+    if SKIPPED:
+        old = tl.load(skip + row[:, None] * stride_skip + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        first += tl.load(gain + col, mask=known, other=0.0).to(tl.float32)[None, :] * old
+    if ADDED:
         rounded = first.to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask=inside)
         first = rounded.to(tl.float32)
@@ -72,7 +74,8 @@ def _mix_norm_forward_kernel(
     value = mixed.to(tl.float32)
     r = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)
     tl.store(m + at, mixed, mask=inside)
-    tl.store(y + at, (value * (r * scale)[:, None]).to(y.dtype.element_ty), mask=inside)
+    if not LATE:
+        tl.store(y + at, (value * (r * scale)[:, None]).to(y.dtype.element_ty), mask=inside)
     tl.store(inverse + row, r, mask=live)
 
 
@@ -80,8 +83,8 @@ def _mix_norm_forward_kernel(
 def _mix_norm_backward_kernel(
     dtotal, dm, dy, total, skip, x0, gain, a, b, inverse, dx, dskip, dx0, partial, rows,
     stride_dtotal, stride_dm, stride_dy, stride_total, stride_skip, stride_x0, scale,
-    WIDTH: tl.constexpr, REACHED: tl.constexpr, SKIPPED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PER_SM: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, REACHED: tl.constexpr, SKIPPED: tl.constexpr, LATE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, PER_SM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -108,21 +111,31 @@ def _mix_norm_backward_kernel(
         if SKIPPED:
             old = tl.load(skip + row[:, None] * stride_skip + col[None, :], mask=inside, other=0.0)
         r = tl.load(inverse + row, mask=live, other=0.0)
+        first, other = first.to(tl.float32), other.to(tl.float32)
+        if SKIPPED and LATE:  # that sum was not written
+            first += of_skip * old.to(tl.float32)
         # The mix is computed again, rounded as it was forward: cheaper than reading it, and it need not be kept.
-        mixed = (of_x * first.to(tl.float32) + of_x0 * other.to(tl.float32)).to(total.dtype.element_ty).to(tl.float32)
+        mixed = (of_x * first + of_x0 * other).to(total.dtype.element_ty).to(tl.float32)
         unit = mixed * r[:, None]
-        g = g.to(tl.float32) * scale
-        back = straight.to(tl.float32) + r[:, None] * (g - unit * (tl.sum(g * unit, 1) / WIDTH)[:, None])
-        total_a += back * first.to(tl.float32)
-        total_b += back * other.to(tl.float32)
+        g = g.to(tl.float32)
+        if not LATE:
+            g *= scale
+        back = g - unit * (tl.sum(g * unit, 1) / WIDTH)[:, None]
+        if not LATE:
+            back *= r[:, None]
+        back += straight.to(tl.float32)
+        total_a += back * first
+        total_b += back * other
         tl.store(dx0 + at, (of_x0 * back).to(dx0.dtype.element_ty), mask=inside)
         back *= of_x
-        if REACHED:
+        if REACHED and not LATE:
             back += past.to(tl.float32)
-        tl.store(dx + at, back.to(dx.dtype.element_ty), mask=inside)
         if SKIPPED:
             total_gain += back * old.to(tl.float32)
             tl.store(dskip + at, (of_skip * back).to(dskip.dtype.element_ty), mask=inside)
+        if REACHED and LATE:  # it reached x, and not its sum with the skip
+            back += past.to(tl.float32)
+        tl.store(dx + at, back.to(dx.dtype.element_ty), mask=inside)
     tl.store(partial + program * WIDTH + col, tl.sum(total_a, 0), mask=known)
     tl.store(partial + (programs + program) * WIDTH + col, tl.sum(total_b, 0), mask=known)
     if SKIPPED:
@@ -138,26 +151,26 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
 @torch.library.custom_op(
     "parbank::mix_rms_norm",
     mutates_args=(),
-    schema="(Tensor x, Tensor? addend, Tensor? skip, Tensor x0, Tensor? gain, Tensor a, Tensor b, float scale, float eps) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor? addend, Tensor? skip, Tensor x0, Tensor? gain, Tensor a, Tensor b, float scale, float eps, "
+    "bool late) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _mix_rms_norm(
     x: Tensor, addend: Tensor | None, skip: Tensor | None, x0: Tensor, gain: Tensor | None, a: Tensor, b: Tensor,
-    scale: float, eps: float,
+    scale: float, eps: float, late: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The sum (empty where there is nothing to add), the mix, its norm, and the reciprocal norms."""
+    """The sum (empty where there is no addend), the mix, its norm (empty if that is for later), and the reciprocal norms."""
     total = torch.empty(0 if addend is None else x.shape, dtype=x.dtype, device=x.device)
-    m, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    m, y = (torch.empty(shape, dtype=x.dtype, device=x.device) for shape in (x.shape, (0,) if late else x.shape))
     inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if x.numel():
         (flat, *others), strides = zip(*map(_rows, (x, addend, skip, x0)), strict=True)
         rows, width = flat.shape
-        op = "mix_rms_norm" if addend is None else "add_mix_rms_norm"
+        op = "mix_rms_norm" if addend is None and skip is None else "add_mix_rms_norm"
         launch, programs = choose_launch(op, width, rows, x.device, persistent=False)
         with on_device(x.device):
             _mix_norm_forward_kernel[(programs,)](
                 flat, *others, *map(as_vector, (gain, a, b)), total, m, y, inverse, rows, *strides, scale, eps,
-                WIDTH=width, ADDED=addend is not None, SKIPPED=skip is not None, **launch.kwargs(),
+                WIDTH=width, ADDED=addend is not None, SKIPPED=skip is not None, LATE=late, **launch.kwargs(),
             )  # fmt: skip
     return total, m, y, inverse
 
@@ -166,13 +179,16 @@ def _mix_rms_norm(
     "parbank::mix_rms_norm_backward",
     mutates_args=(),
     schema="(Tensor? dtotal, Tensor dm, Tensor dy, Tensor total, Tensor? skip, Tensor x0, Tensor? gain, Tensor a, Tensor b, "
-    "Tensor inverse, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor inverse, float scale, bool late) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _mix_rms_norm_backward(
     dtotal: Tensor | None, dm: Tensor, dy: Tensor, total: Tensor, skip: Tensor | None, x0: Tensor, gain: Tensor | None,
-    a: Tensor, b: Tensor, inverse: Tensor, scale: float,
+    a: Tensor, b: Tensor, inverse: Tensor, scale: float, late: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of the sum, of the skip (empty without one) and of x0, and in float32 those of a, b and the gain."""
+    """The gradients of the sum, of the skip (empty without one) and of x0, and in float32 those of a, b and the gain.
+
+    `late`: dy came back through a product whose rows the norm's factor multiplied (norm.py), and `total` has no skip in it.
+    """
     dx, dx0 = (torch.empty(total.shape, dtype=total.dtype, device=total.device) for _ in range(2))
     dskip = torch.empty(0 if skip is None else total.shape, dtype=total.dtype, device=total.device)
     width, sums = total.shape[-1], 2 if skip is None else 3
@@ -186,15 +202,15 @@ def _mix_rms_norm_backward(
     with on_device(total.device):
         _mix_norm_backward_kernel[(programs,)](
             *flat, *map(as_vector, (gain, a, b)), inverse, dx, dskip, dx0, partial, rows, *strides, scale,
-            WIDTH=width, REACHED=dtotal is not None, SKIPPED=skip is not None, **launch.kwargs(),
+            WIDTH=width, REACHED=dtotal is not None, SKIPPED=skip is not None, LATE=late, **launch.kwargs(),
         )  # fmt: skip
     return dx, dskip, dx0, partial.sum(1)
 
 
 @fake(_mix_rms_norm)
 def _(x: Tensor, addend: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total = x.new_empty(0 if addend is None else x.shape)
-    return total, x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    total, y = x.new_empty(0 if addend is None else x.shape), x.new_empty(0 if rest[-1] else x.shape)
+    return total, x.new_empty(x.shape), y, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @fake(_mix_rms_norm_backward)
@@ -207,7 +223,7 @@ def _(
 
 
 def _save_mix(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, addend, skip, x0, gain, a, b, ctx.scale, _ = inputs
+    x, addend, skip, x0, gain, a, b, ctx.scale, _, ctx.late = inputs
     ctx.added = addend is not None
     ctx.save_for_backward(output[0] if ctx.added else x, skip, x0, gain, a, b, output[3])
     ctx.set_materialize_grads(False)  # most sums are used by nobody else: no zeros to write, and to read again
@@ -216,14 +232,17 @@ def _save_mix(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 def _differentiate_mix(
     ctx: Any, dtotal: Tensor | None, dm: Tensor | None, dy: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
+    assert not ctx.late  # residual.py has the derivative of that, and of the product in between
     total, skip, x0, gain, a, b, inverse = ctx.saved_tensors
     dm, dy = (torch.zeros_like(total) if d is None else d for d in (dm, dy))
     dtotal = dtotal if ctx.added else None
-    dx, dskip, dx0, sums = _mix_rms_norm_backward(dtotal, dm, dy, total, skip, x0, gain, a, b, inverse, ctx.scale)
+    dx, dskip, dx0, sums = _mix_rms_norm_backward(
+        dtotal, dm, dy, total, skip, x0, gain, a, b, inverse, ctx.scale, False
+    )
     dgain = None if gain is None else sums[2].to(gain.dtype)
     return (
         dx, dx if ctx.added else None, None if skip is None else dskip, dx0,
-        dgain, sums[0].to(a.dtype), sums[1].to(b.dtype), None, None,
+        dgain, sums[0].to(a.dtype), sums[1].to(b.dtype), None, None, None,
     )  # fmt: skip
 
 
@@ -239,7 +258,7 @@ def mix_rms_norm(
     check_like("mix_rms_norm", x, x0=x0)
     if not takes_kernel(x, x0, a, b) or x.shape[-1] > MAX_WIDTH:
         return reference.mix_rms_norm(x, x0, a, b, scale, eps)
-    _, m, y, _ = _mix_rms_norm(x, None, None, x0, None, a, b, scale, eps)
+    _, m, y, _ = _mix_rms_norm(x, None, None, x0, None, a, b, scale, eps, False)
     return m, y
 
 
@@ -263,5 +282,5 @@ def add_mix_rms_norm(
         raise ParbankError(f"add_mix_rms_norm: {given} was given without {missing}; give both, or neither")
     if not takes_kernel(x, y, x0, a, b, skip, gain) or x.shape[-1] > MAX_WIDTH:
         return reference.add_mix_rms_norm(x, y, x0, a, b, skip, gain, scale, eps)
-    total, m, normed, _ = _mix_rms_norm(x, y, skip, x0, gain, a, b, scale, eps)
+    total, m, normed, _ = _mix_rms_norm(x, y, skip, x0, gain, a, b, scale, eps, False)
     return total, m, normed

@@ -63,7 +63,13 @@ def launch_config(
 
 
 _PLAIN = [(ANY, launch_config(128, 128, 32, 8, 3))]
-configs.register("mlp_up", sm80=_PLAIN, sm90=[(ANY, launch_config(128, 256, 64, 8, 4, tma=True, split=2, per_sm=1))])
+configs.register(
+    "mlp_up",
+    sm80=_PLAIN,
+    sm90=[(ANY, launch_config(128, 256, 64, 8, 4, tma=True, split=2, per_sm=1))],
+    # persistent, and with a factor for each row, that spills there
+    sm100=[(ANY, launch_config(128, 128, 64, 8, 3, tma=True, split=2))],
+)
 # Its epilogue waits for what it reads, so it asks early, and two programs share a multiprocessor: four warps with all the
 # registers a thread can have fit twice. Compiled for 10.0 that spills, and eight warps do not.
 configs.register(
@@ -148,20 +154,28 @@ def _kept(
 
 
 @triton.jit
+def _factor(inverse, scale, row, rows, ROWS: tl.constexpr):
+    own = row + tl.arange(0, ROWS)
+    return tl.load(inverse + own, mask=own < rows, other=0.0) * scale
+
+
+@triton.jit
 def _derive(
-    da, value, packed, out, row, col, rows, cols, slope,
-    ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    da, value, packed, out, inverse, row, col, rows, cols, slope, scale,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
     packed = packed.to(tl.int32).reshape(ROWS, COLS // 64, 1, 8)
     negative = ((packed >> tl.arange(0, 8)[None, None, :, None]) & 1).reshape(ROWS, COLS)
     back = da * tl.sqrt(value.to(tl.float32)) * tl.where(negative == 1, -2.0 * tl.abs(slope), 2.0)
+    if FACTORED:
+        back *= _factor(inverse, scale, row, rows, ROWS)[:, None]
     _write(out, back, row, col, rows, cols, ROWS, COLS, TMA, EVEN)
 
 
 @triton.jit
 def _mlp_product_kernel(
-    left, right, a, out, signs, rows, cols, depth, stride_l, stride_n, stride_k, slope,
-    K_MAJOR: tl.constexpr, BACKWARD: tl.constexpr, EVEN: tl.constexpr,
+    left, right, a, out, signs, inverse, rows, cols, depth, stride_l, stride_n, stride_k, slope, scale,
+    K_MAJOR: tl.constexpr, BACKWARD: tl.constexpr, EVEN: tl.constexpr, FACTORED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr, SPLIT: tl.constexpr, PER_SM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -175,6 +189,8 @@ def _mlp_product_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * across, tl.num_programs(0), flatten=PER_SM > 0):
         row, col = (tile // across) * BLOCK_M, (tile % across) * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if FACTORED and not BACKWARD:  # asked for ahead of the product; backward there is no register left for it
+            factor = _factor(inverse, scale, row, rows, BLOCK_M)
         if BACKWARD and EARLY:
             a_low, signs_low = _kept(a, signs, row, col, rows, cols, BLOCK_M, PART, False, EVEN)
             if SPLIT == 2:
@@ -183,6 +199,8 @@ def _mlp_product_kernel(
             first = _read(left, row, k, rows, depth, stride_l, 1, BLOCK_M, BLOCK_K, True, TMA, EVEN)
             second = _read(right, col, k, cols, depth, stride_n, stride_k, BLOCK_N, BLOCK_K, K_MAJOR, TMA, EVEN)
             acc = tl.dot(first, second.T, acc, input_precision="ieee")
+        if FACTORED and not BACKWARD:
+            acc *= factor[:, None]
         if SPLIT == 1:
             low = acc
         else:  # halves: the way through shared memory to whole lines takes half as much of it
@@ -190,11 +208,31 @@ def _mlp_product_kernel(
         if BACKWARD:
             if not EARLY:
                 a_low, signs_low = _kept(a, signs, row, col, rows, cols, BLOCK_M, PART, TMA, EVEN)
-            _derive(low, a_low, signs_low, out, row, col, rows, cols, slope, BLOCK_M, PART, TMA, EVEN)
+            _derive(
+                low,
+                a_low,
+                signs_low,
+                out,
+                inverse,
+                row,
+                col,
+                rows,
+                cols,
+                slope,
+                scale,
+                BLOCK_M,
+                PART,
+                TMA,
+                EVEN,
+                FACTORED,
+            )
             if SPLIT == 2:
                 if not EARLY:
                     a_high, signs_high = _kept(a, signs, row, col + PART, rows, cols, BLOCK_M, PART, TMA, EVEN)
-                _derive(high, a_high, signs_high, out, row, col + PART, rows, cols, slope, BLOCK_M, PART, TMA, EVEN)
+                _derive(
+                    high, a_high, signs_high, out, inverse, row, col + PART, rows, cols, slope, scale,
+                    BLOCK_M, PART, TMA, EVEN, FACTORED,
+                )  # fmt: skip
         else:
             _activate(low, out, signs, row, col, rows, cols, slope, BLOCK_M, PART, TMA, EVEN)
             if SPLIT == 2:
@@ -214,8 +252,18 @@ def without_early(launch: Launch) -> Launch:
     return dataclasses.replace(launch, blocks={**launch.blocks, "EARLY": False}, num_warps=8)
 
 
-def _product(left: Tensor, right: Tensor, a: Tensor | None, out: Tensor, signs: Tensor, slope: float) -> None:
-    """Launches the product of left (rows, depth) and right (cols, depth), stored either way round."""
+def _product(
+    left: Tensor,
+    right: Tensor,
+    a: Tensor | None,
+    out: Tensor,
+    signs: Tensor,
+    slope: float,
+    inverse: Tensor | None = None,
+    scale: float = 1.0,
+) -> None:
+    """Launches the product of left (rows, depth) and right (cols, depth), stored either way round; scale * `inverse` multiplies
+    its rows."""
     rows, depth = left.shape
     cols = right.shape[0]
     right = right if 1 in right.stride() else right.contiguous()
@@ -243,8 +291,8 @@ def _product(left: Tensor, right: Tensor, a: Tensor | None, out: Tensor, signs: 
         ]
     with on_device(left.device):
         _mlp_product_kernel[(persistent_programs(left.device, per_sm, tiles) if per_sm else tiles,)](
-            *operands, signs, rows, cols, depth, left.stride(0), right.stride(0), right.stride(1), slope,
-            K_MAJOR=k_major, BACKWARD=a is not None, EVEN=even,
+            *operands, signs, inverse, rows, cols, depth, left.stride(0), right.stride(0), right.stride(1), slope, scale,
+            K_MAJOR=k_major, BACKWARD=a is not None, EVEN=even, FACTORED=inverse is not None,
             **launch.kwargs(),
         )  # fmt: skip
 
@@ -258,12 +306,15 @@ def _sign_shape(rows: Any, hidden: Any) -> tuple[Any, Any]:
 
 
 @torch.library.custom_op(
-    "parbank::mlp",
+    "parbank::mlp_up",
     mutates_args=(),
-    schema="(Tensor x, Tensor w_up, Tensor w_down, float slope) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor w_up, Tensor? inverse, float scale, float slope) -> (Tensor, Tensor)",
 )
-def _mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> tuple[Tensor, Tensor, Tensor]:
-    """y, and what backward needs: the activation and the packed signs of what it was made from."""
+def _mlp_up(x: Tensor, w_up: Tensor, inverse: Tensor | None, scale: float, slope: float) -> tuple[Tensor, Tensor]:
+    """The activation (rows, hidden), and the packed signs of what it was made from: all that backward needs.
+
+    scale * `inverse`, where given, is what the rows of x are still to be multiplied by (norm.py).
+    """
     flat = as_rows(x)
     rows, hidden = flat.shape[0], w_up.shape[0]
     a = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
@@ -271,23 +322,42 @@ def _mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> tuple[Tensor,
     if not flat.numel():
         a.zero_(), signs.zero_()
     elif a.numel():
-        _product(flat, w_up, None, a, signs, slope)
+        _product(flat, w_up, None, a, signs, slope, inverse, scale)
+    return a, signs
+
+
+@torch.library.custom_op(
+    "parbank::mlp",
+    mutates_args=(),
+    schema="(Tensor x, Tensor w_up, Tensor w_down, float slope) -> (Tensor, Tensor, Tensor)",
+)
+def _mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and what backward needs."""
+    a, signs = _mlp_up(x, w_up, None, 1.0, slope)
     return torch.mm(a, w_down.t()).view(*x.shape[:-1], w_down.shape[0]), a, signs
 
 
 @torch.library.custom_op(
     "parbank::mlp_down_backward",
     mutates_args=(),
-    schema="(Tensor dy, Tensor w_down, Tensor a, Tensor signs, float slope) -> Tensor",
+    schema="(Tensor dy, Tensor w_down, Tensor a, Tensor signs, Tensor? inverse, float scale, float slope) -> Tensor",
 )
-def _mlp_down_backward(dy: Tensor, w_down: Tensor, a: Tensor, signs: Tensor, slope: float) -> Tensor:
-    """dU (rows, hidden) from dy (rows, width)."""
+def _mlp_down_backward(
+    dy: Tensor, w_down: Tensor, a: Tensor, signs: Tensor, inverse: Tensor | None, scale: float, slope: float
+) -> Tensor:
+    """dU (rows, hidden) from dy (rows, width), its rows multiplied by scale * `inverse` where that is given."""
     du = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     if not dy.numel():
         du.zero_()
     elif du.numel():
-        _product(as_rows(dy), w_down.t(), a, du, signs, slope)
+        _product(as_rows(dy), w_down.t(), a, du, signs, slope, inverse, scale)
     return du
+
+
+@fake(_mlp_up)
+def _(x: Tensor, w_up: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    rows, hidden = x.shape[:-1].numel(), w_up.shape[0]
+    return x.new_empty((rows, hidden)), x.new_empty(_sign_shape(rows, hidden), dtype=torch.uint8)
 
 
 @fake(_mlp)
@@ -298,7 +368,7 @@ def _(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> tuple[Tensor, Te
 
 
 @fake(_mlp_down_backward)
-def _(dy: Tensor, w_down: Tensor, a: Tensor, signs: Tensor, slope: float) -> Tensor:
+def _(dy: Tensor, w_down: Tensor, a: Tensor, *rest: Any) -> Tensor:
     return a.new_empty(a.shape)
 
 
@@ -316,15 +386,15 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tens
     grad, flat = dy.reshape(a.shape[0], dy.shape[-1]), x.reshape(a.shape[0], x.shape[-1])
     dx = dw_up = dw_down = None
     if of_down:
-        dw_down = _outer(grad, a, w_down)
+        dw_down = outer(grad, a, w_down)
     if of_x or of_up:
-        du = _mlp_down_backward(grad, w_down, a, signs, ctx.slope)
+        du = _mlp_down_backward(grad, w_down, a, signs, None, 1.0, ctx.slope)
         dx = torch.mm(du, w_up).view(x.shape) if of_x else None
-        dw_up = _outer(du, flat, w_up) if of_up else None
+        dw_up = outer(du, flat, w_up) if of_up else None
     return dx, dw_up, dw_down, None
 
 
-def _outer(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def outer(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """grad^T x, laid out as the weight is: a bank may store its matrices transposed."""
     if weight.stride(0) == 1 and weight.stride(1) != 1:
         return torch.mm(x.t(), grad).t()
@@ -340,21 +410,27 @@ def mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> Tensor:
 
     Either weight may be a transposed view: nothing is copied. See the top of this file for what is kept for backward.
     """
-    _check(x, w_up, w_down)
-    takes = takes_kernel(x, w_up, w_down) and is_near(*w_up.shape, *w_down.shape)
-    if not takes or (x.dtype == torch.float32 and not backend._state.strict):
+    check_mlp("mlp", x, w_up, w_down)
+    if not takes_mlp(x, w_up, w_down):
         return reference.mlp(x, w_up, w_down, slope)
     return _mlp(x, w_up, w_down, slope)[0]
 
 
-def _check(x: Tensor, w_up: Tensor, w_down: Tensor) -> None:
+def takes_mlp(x: Tensor, w_up: Tensor, w_down: Tensor) -> bool:
+    """Whether the fused products take a call, and pay."""
+    if not takes_kernel(x, w_up, w_down) or not is_near(*w_up.shape, *w_down.shape):
+        return False
+    return x.dtype != torch.float32 or backend._state.strict
+
+
+def check_mlp(op: str, x: Tensor, w_up: Tensor, w_down: Tensor) -> None:
     shapes = f"x {tuple(x.shape)}, w_up {tuple(w_up.shape)}, w_down {tuple(w_down.shape)}"
     if x.dim() == 0 or w_up.dim() != 2 or w_down.dim() != 2:
-        raise ParbankError(f"mlp: {shapes}; they must be (..., width), (hidden, width) and (width, hidden)")
+        raise ParbankError(f"{op}: {shapes}; they must be (..., width), (hidden, width) and (width, hidden)")
     if w_up.shape[1] != x.shape[-1] or w_down.shape[1] != w_up.shape[0]:
-        raise ParbankError(f"mlp: {shapes} do not fit; they must be (..., width), (hidden, width) and (width, hidden)")
+        raise ParbankError(f"{op}: {shapes} do not fit; they must be (..., width), (hidden, width) and (width, hidden)")
     if not x.dtype == w_up.dtype == w_down.dtype or not x.dtype.is_floating_point:
         raise ParbankError(
-            f"mlp: x is {x.dtype}, w_up {w_up.dtype} and w_down {w_down.dtype}; cast them to one floating type first"
+            f"{op}: x is {x.dtype}, w_up {w_up.dtype} and w_down {w_down.dtype}; cast them to one floating type first"
         )
-    same_device("mlp", x, w_up, w_down)
+    same_device(op, x, w_up, w_down)

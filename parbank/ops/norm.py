@@ -8,6 +8,10 @@ With r = 1/sqrt(mean(x^2) + eps) and g = scale * weight * dy the gradients are
 
 Behind the sum s = x + y, both x and y get the norm's dx at s plus the gradient that reached s itself.
 
+A product does not need its input normed: (scale r x) W = scale r (x W), a factor for each row of what comes out. `row_norms` has
+only that factor to write. What then comes back from the product is e = scale r dy W^T, and behind it dx = e - x * r^2 *
+mean(e * x): LATE, in the kernels.
+
 A program holds whole rows in registers, so the row is read once. Sums over rows are what compilers do badly: here a fixed
 number of programs walk the rows, keep the sums of their own rows in registers, and write one line each of a small float32
 buffer that one more pass adds up. Nothing is added atomically, so the result is the same bits every time.
@@ -89,7 +93,7 @@ configs.register(
 @triton.jit
 def _norm_forward_kernel(
     x, addend, weight, total, y, inverse, rows, stride_x, stride_addend, scale, eps,
-    WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr,
+    WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr, LATE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -103,17 +107,18 @@ def _norm_forward_kernel(
         tl.store(total + row[:, None] * WIDTH + col[None, :], rounded, mask=inside)
         value = rounded.to(tl.float32)
     r = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)
-    out = value * (r * scale)[:, None]
-    if WEIGHTED:
-        out *= tl.load(weight + col, mask=col < WIDTH, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + row[:, None] * WIDTH + col[None, :], out.to(y.dtype.element_ty), mask=inside)
+    if not LATE:
+        out = value * (r * scale)[:, None]
+        if WEIGHTED:
+            out *= tl.load(weight + col, mask=col < WIDTH, other=0.0).to(tl.float32)[None, :]
+        tl.store(y + row[:, None] * WIDTH + col[None, :], out.to(y.dtype.element_ty), mask=inside)
     tl.store(inverse + row, r, mask=live)
 
 
 @triton.jit
 def _norm_backward_kernel(
     dy, straight, x, weight, inverse, dx, partial, rows, stride_dy, stride_straight, stride_x, scale,
-    WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr,
+    WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr, LATE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PER_SM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +139,9 @@ def _norm_backward_kernel(
         if WEIGHTED:
             total += g * unit
             g *= gain
-        back = r[:, None] * (g - unit * (tl.sum(g * unit, 1) / WIDTH)[:, None])
+        back = g - unit * (tl.sum(g * unit, 1) / WIDTH)[:, None]
+        if not LATE:
+            back *= r[:, None]
         if ADDED:
             past = tl.load(straight + row[:, None] * stride_straight + col[None, :], mask=inside, other=0.0)
             back += past.to(tl.float32)
@@ -177,7 +184,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, scale: float, eps: float) -> tup
         with on_device(x.device):
             _norm_forward_kernel[(programs,)](
                 flat, None, as_vector(weight), None, y, inverse, rows, flat.stride(0), 0, scale, eps,
-                WIDTH=width, WEIGHTED=weight is not None, ADDED=False, **launch.kwargs(),
+                WIDTH=width, WEIGHTED=weight is not None, ADDED=False, LATE=False, **launch.kwargs(),
             )  # fmt: skip
     return y, inverse
 
@@ -202,7 +209,7 @@ def _rms_norm_backward(
     with on_device(x.device):
         _norm_backward_kernel[(programs,)](
             grad, None, flat, as_vector(weight), inverse, dx, partial, rows, grad.stride(0), 0, flat.stride(0), scale,
-            WIDTH=width, WEIGHTED=weighted, ADDED=False, **launch.kwargs(),
+            WIDTH=width, WEIGHTED=weighted, ADDED=False, LATE=False, **launch.kwargs(),
         )  # fmt: skip
     return dx, partial.sum(0) if weighted else partial
 
@@ -223,7 +230,7 @@ def _add_rms_norm(x: Tensor, y: Tensor, scale: float, eps: float) -> tuple[Tenso
         with on_device(x.device):
             _norm_forward_kernel[(programs,)](
                 flat, addend, None, total, normed, inverse, rows, flat.stride(0), addend.stride(0), scale, eps,
-                WIDTH=width, WEIGHTED=False, ADDED=True, **launch.kwargs(),
+                WIDTH=width, WEIGHTED=False, ADDED=True, LATE=False, **launch.kwargs(),
             )  # fmt: skip
     return total, normed, inverse
 
@@ -246,9 +253,56 @@ def _add_rms_norm_backward(
         with on_device(total.device):
             _norm_backward_kernel[(programs,)](
                 grad, straight, flat, None, inverse, dx, None, rows, grad.stride(0), straight.stride(0), flat.stride(0),
-                scale, WIDTH=width, WEIGHTED=False, ADDED=dtotal is not None, **launch.kwargs(),
+                scale, WIDTH=width, WEIGHTED=False, ADDED=dtotal is not None, LATE=False, **launch.kwargs(),
             )  # fmt: skip
     return dx
+
+
+@torch.library.custom_op("parbank::row_norms", mutates_args=(), schema="(Tensor x, float eps) -> Tensor")
+def _row_norms(x: Tensor, eps: float) -> Tensor:
+    """1/sqrt(mean(x^2) + eps) of every row, in float32."""
+    inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if x.numel():
+        flat = as_rows(x)
+        rows, width = flat.shape
+        launch, programs = choose_launch("rms_norm", width, rows, x.device, persistent=False)
+        with on_device(x.device):
+            _norm_forward_kernel[(programs,)](
+                flat, None, None, None, None, inverse, rows, flat.stride(0), 0, 1.0, eps,
+                WIDTH=width, WEIGHTED=False, ADDED=False, LATE=True, **launch.kwargs(),
+            )  # fmt: skip
+    return inverse
+
+
+@torch.library.custom_op(
+    "parbank::row_norms_backward",
+    mutates_args=(),
+    schema="(Tensor straight, Tensor g, Tensor x, Tensor inverse) -> Tensor",
+)
+def _row_norms_backward(straight: Tensor, g: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
+    """The gradient of x: `straight`, what reached it elsewhere, and what `g` becomes, which came back through a product that had
+    its rows multiplied by the factor, and does itself."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        flat, grad, past = as_rows(x), as_rows(g), as_rows(straight)
+        rows, width = flat.shape
+        launch, programs = choose_launch("add_rms_norm_backward", width, rows, x.device, persistent=False)
+        with on_device(x.device):
+            _norm_backward_kernel[(programs,)](
+                grad, past, flat, None, inverse, dx, None, rows, grad.stride(0), past.stride(0), flat.stride(0), 1.0,
+                WIDTH=width, WEIGHTED=False, ADDED=True, LATE=True, **launch.kwargs(),
+            )  # fmt: skip
+    return dx
+
+
+@fake(_row_norms)
+def _(x: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@fake(_row_norms_backward)
+def _(straight: Tensor, g: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 @fake(_rms_norm)
@@ -299,6 +353,7 @@ _rms_norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
 _add_rms_norm.register_autograd(_differentiate_sum, setup_context=_save_sum)
 _add_rms_norm_backward.register_autograd(refuse_double_backward("add_rms_norm"))
 _rms_norm_backward.register_autograd(refuse_double_backward("rms_norm"))
+_row_norms_backward.register_autograd(refuse_double_backward("a block's half (residual.py)"))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, scale: float = 1.0, eps: float = NORM_EPS) -> Tensor:

@@ -5,6 +5,7 @@ whatever the input, float64 stays float64, and results come back in the input's 
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -151,6 +152,80 @@ def qkv_norm_rope(
     width = w_query.shape[0] // heads
     q, k, v = (F.linear(x, w).unflatten(-1, (-1, width)) for w in (w_query, w_key, w_value))
     return *qk_norm_rope(q, k, gain, cos, sin, eps), v
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a block's stream follows from what the block is given, and what else of it is wanted."""
+
+    mix: tuple[Tensor, Tensor, Tensor] | None = None
+    """x0 and, per channel, a and b: the stream is a*x + b*x0. Without it, it is x."""
+    skip: tuple[Tensor, Tensor] | None = None
+    """A tensor and its gain per channel, added to x first."""
+    extra: Tensor | None = None
+    """Added to the values, (B, T, KV, D)."""
+    scale: float = 1.0
+    """What the norm is multiplied by."""
+    eps: float = NORM_EPS
+    handed_on: bool = True
+    """x is given back, for whoever else reads it (the other end of a skip): then one pass adds up its gradients. Where nobody
+    does, there is a gradient of zeros less to write and to read."""
+
+
+PLAIN = Entry()
+
+
+def stream_qkv(
+    x: Tensor,
+    w_query: Tensor,
+    w_key: Tensor,
+    w_value: Tensor,
+    heads: int,
+    gain: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    entry: Entry = PLAIN,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x, the stream m = a*(x + gain*skip) + b*x0, and the queries, keys and values of m's norm."""
+    wide = _wide(x)
+    if entry.skip is not None:
+        wide = wide + entry.skip[1] * _wide(entry.skip[0])
+    if entry.mix is not None:
+        x0, a, b = entry.mix
+        wide = a * wide + b * _wide(x0)
+    m = wide.to(x.dtype)
+    normed = rms_norm(m, scale=entry.scale, eps=entry.eps)
+    q, k, v = qkv_norm_rope(normed, w_query, w_key, w_value, heads, gain, cos, sin, entry.eps)
+    return x, m, q, k, v if entry.extra is None else v + entry.extra
+
+
+def stream_attention(
+    x: Tensor,
+    w_query: Tensor,
+    w_key: Tensor,
+    w_value: Tensor,
+    heads: int,
+    gain: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    entry: Entry = PLAIN,
+    with_values: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """x, m, the attention of `stream_qkv`'s queries, and its values."""
+    _, m, q, k, v = stream_qkv(x, w_query, w_key, w_value, heads, gain, cos, sin, entry)
+    return x, m, attention(q, k, v), v if with_values else None
+
+
+def add_linear(c: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    """c + x W^T."""
+    return c + F.linear(x, w)
+
+
+def residual_mlp(
+    x: Tensor, w_up: Tensor, w_down: Tensor, slope: float, scale: float = 1.0, eps: float = NORM_EPS
+) -> Tensor:
+    """x + mlp(scale * rms_norm(x))."""
+    return x + mlp(rms_norm(x, scale=scale, eps=eps), w_up, w_down, slope)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

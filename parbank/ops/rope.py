@@ -12,9 +12,15 @@ product, gradients may come transposed from attention); only the channels of a h
 A tile is BLOCK_T tokens by all heads (padded to a power of two), so that a row of the tile is the same head in every
 iteration and the gain's gradient stays in registers; one float32 line per program is added up in a second, fixed pass.
 
-The last PASSED heads of a tile are passed on as they are, to a tensor of their own: values that lie beside their keys.
+The last PASSED heads of a tile are passed on as they are, to a tensor of their own: values that lie beside their keys. What is
+added to values goes in there too.
+
+What a row was made from may still wait for its norm (residual.py): then every head of a token is multiplied by the token's
+factor on the way in, and its gradient on the way out. Gradients may come in parts, as attention makes them; they are added up
+where they are read.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,8 +92,9 @@ def _partner(col, HALF: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def _rope_forward_kernel(
-    x, gain, cos, sin, y, passed, tokens, time, stride_b, stride_t, stride_h, eps,
+    x, gain, cos, sin, inverse, extra, y, passed, tokens, time, stride_b, stride_t, stride_h, scale, eps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_GAIN: tl.constexpr, PASSED: tl.constexpr,
+    FACTORED: tl.constexpr, HAS_EXTRA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_T * BLOCK_H)
@@ -98,12 +105,17 @@ def _rope_forward_kernel(
     inside = live[:, None] & (col < WIDTH)[None, :]
     start = x + _offset(token, time, head, stride_b, stride_t, stride_h)
     value = tl.load(start[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    if FACTORED:
+        factor = tl.load(inverse + token, mask=live, other=0.0) * scale
+        value *= factor[:, None]
     r = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)
     out = value
     if HALF > 0:
         other = tl.load(
             start[:, None] + _partner(col, HALF, VECTOR)[None, :], mask=inside & (col < 2 * HALF)[None, :], other=0.0
         ).to(tl.float32)
+        if FACTORED:
+            other *= factor[:, None]
         own, across = _rotation(cos, sin, token % time, col, live, HALF)
         out = value * own + other * across
     if HAS_GAIN:
@@ -113,22 +125,34 @@ def _rope_forward_kernel(
     tl.store(y + at, (out * r[:, None]).to(y.dtype.element_ty), mask=inside & kept[:, None])
     if PASSED > 0:
         at = (token.to(tl.int64) * PASSED + (head - (HEADS - PASSED)))[:, None] * WIDTH + col[None, :]
+        if HAS_EXTRA:
+            value += tl.load(extra + at, mask=inside & ~kept[:, None], other=0.0).to(tl.float32)
         tl.store(passed + at, value.to(passed.dtype.element_ty), mask=inside & ~kept[:, None])
 
 
 @triton.jit
+def _add_up(start, at, mask, step, PARTS: tl.constexpr):
+    """The sum of PARTS tensors, `step` apart."""
+    total = tl.load(start + at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(start + part * tl.cast(step, tl.int64) + at, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
 def _rope_backward_kernel(
-    dy, dpassed, x, gain, cos, sin, dx, partial, tokens, time,
-    dy_b, dy_t, dy_h, dp_b, dp_t, dp_h, x_b, x_t, x_h, dx_b, dx_t, dx_h, eps,
+    dy, dpassed, more, x, gain, cos, sin, inverse, dx, dextra, partial, tokens, time,
+    dy_p, dy_b, dy_t, dy_h, dp_p, dp_b, dp_t, dp_h, more_b, more_t, more_h, x_b, x_t, x_h, dx_b, dx_t, dx_h, scale, eps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_GAIN: tl.constexpr, PASSED: tl.constexpr,
+    FACTORED: tl.constexpr, PARTS: tl.constexpr, HAS_MORE: tl.constexpr, HAS_EXTRA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_T * BLOCK_H)
     head = row % BLOCK_H
     col = tl.arange(0, BLOCK_D)
-    factor = tl.full((BLOCK_T * BLOCK_H,), 1.0, tl.float32)
+    of_gain = tl.full((BLOCK_T * BLOCK_H,), 1.0, tl.float32)
     if HAS_GAIN:
-        factor = tl.load(gain + head, mask=head < HEADS, other=0.0).to(tl.float32)
+        of_gain = tl.load(gain + head, mask=head < HEADS, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK_T * BLOCK_H,), tl.float32)
     kept = head < HEADS - PASSED
     for tile in range(tl.program_id(0), tl.cdiv(tokens, BLOCK_T), tl.num_programs(0)):
@@ -137,28 +161,36 @@ def _rope_backward_kernel(
         known = live[:, None] & (col < WIDTH)[None, :]
         inside = known & kept[:, None]
         from_x = x + _offset(token, time, head, x_b, x_t, x_h)
-        from_dy = dy + _offset(token, time, head, dy_b, dy_t, dy_h)
+        from_dy = (dy + _offset(token, time, head, dy_b, dy_t, dy_h))[:, None]
         value = tl.load(from_x[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        back = tl.load(from_dy[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        if FACTORED:
+            factor = tl.load(inverse + token, mask=live, other=0.0) * scale
+            value *= factor[:, None]
+        back = _add_up(from_dy, col[None, :], inside, dy_p, PARTS)
         if HALF > 0:
-            other = tl.load(
-                from_dy[:, None] + _partner(col, HALF, VECTOR)[None, :],
-                mask=inside & (col < 2 * HALF)[None, :],
-                other=0.0,
-            ).to(tl.float32)
+            turned = inside & (col < 2 * HALF)[None, :]
+            other = _add_up(from_dy, _partner(col, HALF, VECTOR)[None, :], turned, dy_p, PARTS)
             own, across = _rotation(cos, sin, token % time, col, live, HALF)
             back = back * own - other * across  # R^T: the other way round
         r = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)
         unit = value * r[:, None]
         along = tl.sum(back * unit, 1)
         total += along
-        out = (r * factor)[:, None] * (back - unit * (along / WIDTH)[:, None])
+        out = (r * of_gain)[:, None] * (back - unit * (along / WIDTH)[:, None])
         if PASSED > 0:
-            from_passed = dpassed + _offset(token, time, head - (HEADS - PASSED), dp_b, dp_t, dp_h)
-            straight = tl.load(from_passed[:, None] + col[None, :], mask=known & ~kept[:, None], other=0.0).to(
-                tl.float32
-            )
+            own_head = head - (HEADS - PASSED)
+            beside = known & ~kept[:, None]
+            from_passed = (dpassed + _offset(token, time, own_head, dp_b, dp_t, dp_h))[:, None]
+            straight = _add_up(from_passed, col[None, :], beside, dp_p, PARTS)
+            if HAS_MORE:
+                from_more = more + _offset(token, time, own_head, more_b, more_t, more_h)
+                straight += tl.load(from_more[:, None] + col[None, :], mask=beside, other=0.0).to(tl.float32)
+            if HAS_EXTRA:
+                at = (token.to(tl.int64) * PASSED + own_head)[:, None] * WIDTH + col[None, :]
+                tl.store(dextra + at, straight.to(dextra.dtype.element_ty), mask=beside)
             out = tl.where(kept[:, None], out, straight)
+        if FACTORED:
+            out *= factor[:, None]
         to_dx = dx + _offset(token, time, head, dx_b, dx_t, dx_h)
         tl.store(to_dx[:, None] + col[None, :], out.to(dx.dtype.element_ty), mask=known)
     if HAS_GAIN:
@@ -180,21 +212,38 @@ def _tile(launch: Launch, x: Tensor, half: int) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Factors:
+    """What the heads of a token are still to be multiplied by: scale * inverse, inverse (tokens,) in float32."""
+
+    inverse: Tensor
+    scale: float
+
+
 def rotate_one(
-    x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float, passed: int = 0
+    x: Tensor,
+    gain: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    passed: int = 0,
+    factors: Factors | None = None,
+    extra: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The normed and rotated heads of x (B, T, H, D), and its last `passed` heads as they are."""
+    """The normed and rotated heads of x (B, T, H, D), and its last `passed` heads as they are, with `extra` added."""
     batch, time, heads, width = x.shape
     y, rest = (torch.empty((batch, time, n, width), dtype=x.dtype, device=x.device) for n in (heads - passed, passed))
     if not x.numel():
         return y, rest
     x = unit_channels(x)
+    inverse, scale = (None, 1.0) if factors is None else (factors.inverse, factors.scale)
     launch = configs.choose("qk_norm_rope", next_power_of_2(heads) * next_power_of_2(width), x.device)
     tile = _tile(launch, x, cos.shape[-1])
     with on_device(x.device):
         _rope_forward_kernel[(triton.cdiv(batch * time, tile["BLOCK_T"]),)](
-            x, as_vector(gain), cos, sin, y, rest, batch * time, time, *x.stride()[:3], eps,
-            HAS_GAIN=gain is not None, PASSED=passed, **tile, num_warps=launch.num_warps, num_stages=launch.num_stages,
+            x, as_vector(gain), cos, sin, inverse, as_vector(extra), y, rest, batch * time, time, *x.stride()[:3], scale, eps,
+            HAS_GAIN=gain is not None, PASSED=passed, FACTORED=factors is not None, HAS_EXTRA=extra is not None,
+            **tile, num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
     return y, rest
 
@@ -208,15 +257,21 @@ def rotate_one_back(
     sin: Tensor,
     eps: float,
     dpassed: Tensor | None = None,
+    more: Tensor | None = None,
+    factors: Factors | None = None,
+    dextra: Tensor | None = None,
 ) -> Tensor:
     """Writes dx, which may be a view whose channels are neighbours; returns the gain's gradient (empty without one).
 
-    `dpassed` is the gradient of the last heads of x, where some were passed on."""
+    dy (parts, B, T, H, D) is to be added up over its parts. `dpassed` is likewise the gradient of the last heads of x, where
+    some were passed on, and `more` (B, T, H, D) one more part of it; their sum is written to `dextra` where one is given.
+    """
     heads = x.shape[2] if gain is not None else 0
     if not x.numel():
         return torch.zeros(heads, dtype=torch.float32, device=x.device)
     x, dy = unit_channels(x), unit_channels(dy)
     rest = dy if dpassed is None else unit_channels(dpassed)
+    last = x if more is None else unit_channels(more)
     batch, time = x.shape[:2]
     size = next_power_of_2(x.shape[2]) * next_power_of_2(x.shape[3])
     launch = configs.choose("qk_norm_rope_backward", size, x.device)
@@ -225,11 +280,15 @@ def rotate_one_back(
     programs = persistent_programs(x.device, launch.blocks["PER_SM"], tiles)
     lines = tile["BLOCK_T"] * tile["BLOCK_H"]
     partial = torch.empty((programs, lines) if heads else 0, dtype=torch.float32, device=x.device)
+    inverse, scale = (None, 1.0) if factors is None else (factors.inverse, factors.scale)
     with on_device(x.device):
         _rope_backward_kernel[(programs,)](
-            dy, rest, x, as_vector(gain), cos, sin, dx, partial, batch * time, time,
-            *dy.stride()[:3], *rest.stride()[:3], *x.stride()[:3], *dx.stride()[:3], eps,
-            HAS_GAIN=gain is not None, PASSED=0 if dpassed is None else dpassed.shape[2], **tile,
+            dy, rest, last, x, as_vector(gain), cos, sin, inverse, dx, dextra, partial,
+            batch * time, time,
+            *dy.stride()[:4], *rest.stride()[:4], *last.stride()[:3], *x.stride()[:3], *dx.stride()[:3],
+            scale, eps,
+            HAS_GAIN=gain is not None, PASSED=0 if dpassed is None else dpassed.shape[3], FACTORED=factors is not None,
+            PARTS=len(dy), HAS_MORE=more is not None, HAS_EXTRA=dextra is not None, **tile,
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
     return partial.view(-1, tile["BLOCK_H"]).sum(0)[:heads].clone() if heads else partial
@@ -257,8 +316,8 @@ def _qk_norm_rope_backward(
     """The gradients of q and k, and of the gain in float32 (empty without one)."""
     cos, sin = cos.contiguous(), sin.contiguous()
     back_q, back_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    dgain = rotate_one_back(dq, q, back_q, gain, cos, sin, eps)
-    rotate_one_back(dk, k, back_k, None, cos, sin, eps)
+    dgain = rotate_one_back(dq[None], q, back_q, gain, cos, sin, eps)
+    rotate_one_back(dk[None], k, back_k, None, cos, sin, eps)
     return back_q, back_k, dgain
 
 

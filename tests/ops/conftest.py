@@ -9,10 +9,11 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import flash_stand_in
 import pytest
 import torch
 
-from parbank.ops import backend, cublaslt, product
+from parbank.ops import backend, cublaslt, flash, product
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter's bfloat16 product is silently wrong, so bfloat16 is for the GPU only.
@@ -67,3 +68,26 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No product has been met yet, and nothing said."""
     monkeypatch.setattr(product, "_plans", {})
     product._say_once.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def library() -> Iterator[None]:
+    """`torch.ops.flash_attn_3`: the real one where it is installed, else its definition for the CPU."""
+    if flash.AVAILABLE:
+        yield
+        return
+    defined = torch.library.Library("flash_attn_3", "DEF")
+    defined.define(flash_stand_in.FORWARD + " -> (Tensor, Tensor, Tensor, Tensor)")
+    defined.define(flash_stand_in.BACKWARD + " -> (Tensor, Tensor, Tensor)")
+    defined.impl("fwd", flash_stand_in.forward, "CPU")
+    defined.impl("bwd", flash_stand_in.backward, "CPU")
+    yield
+    defined._destroy()
+
+
+@pytest.fixture
+def installed(library, device, monkeypatch) -> torch.device:
+    if device.type == "cuda" and not flash.AVAILABLE:
+        pytest.skip("needs FlashAttention 3 and a Hopper GPU, or no GPU at all")
+    monkeypatch.setattr(flash, "AVAILABLE", True)
+    return device

@@ -49,6 +49,10 @@ def calls(device: torch.device) -> dict[str, Call]:
         "qk_norm_rope": ({"q": made(1, 4, 2, 8), "k": made(1, 4, 1, 8), "gain": made(2), **tables}, {}),
         "qkv_norm_rope": ({"x": made(1, 4, 8), **weights, "gain": made(2), **tables}, {"heads": 2}),
         "remove_own_value": ({"y": made(1, 4, 2, 8), "v": made(1, 4, 1, 8)}, {}),
+        "stream_qkv": ({"x": made(1, 4, 8), **weights, "gain": made(2), **tables}, {"heads": 2}),
+        "stream_attention": ({"x": made(1, 4, 8), **weights, "gain": made(2), **tables}, {"heads": 2}),
+        "add_linear": ({"c": made(4, 8), "x": made(4, 5), "w": made(8, 5)}, {}),
+        "residual_mlp": ({"x": made(4, 8), "w_up": made(16, 8), "w_down": made(8, 16)}, {"slope": 0.5}),
         "causal_attention": ({"q": made(1, 4, 2, 16), "k": made(1, 4, 1, 16), "v": made(1, 4, 1, 16)}, {}),
         "window_attention": ({"q": made(1, 4, 2, 16), **keys, "low": torch.zeros_like(targets)}, {"window": 3}),
     }
@@ -93,8 +97,8 @@ def test_numbers_that_are_not_floating_are_refused(name: str, device: torch.devi
                 getattr(ops, name)(**tensors | change, **rest)
 
 
-# causal_attention chooses among fused ones, which have none and say so: test_flash.py
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "causal_attention"])
+# Attention is chosen among fused ones, which have none and say so: test_flash.py
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("causal_attention", "stream_attention")])
 def test_forward_mode_takes_the_reference(name: str, device: torch.device) -> None:
     tensors, rest = calls(device)[name]
     changed = next(key for key, tensor in tensors.items() if tensor.is_floating_point())

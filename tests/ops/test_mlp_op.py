@@ -145,16 +145,23 @@ def test_reference_gradients():
 
 
 def job(
-    arch: str, table: str, launch: configs.Launch, *, k_major: bool, even: bool = False, odd: tuple[str, ...] = ()
+    arch: str,
+    table: str,
+    launch: configs.Launch,
+    *,
+    k_major: bool,
+    even: bool = False,
+    odd: tuple[str, ...] = (),
+    factored: bool = False,
 ) -> Job:
-    """`odd`: sizes that are no multiples of 16."""
+    """`odd`: sizes that are no multiples of 16; `factored`: rows are multiplied by what a norm left to do."""
     kind = "fp32" if table.endswith("float32") else "bf16"
     backward = "down" in table
     tma = launch.blocks["TMA"]
     m, n, k = (launch.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     part = [m, n // launch.blocks["SPLIT"]]
     shapes = {"left": [m, k], "right": [n, k] if k_major else [k, n], "out": part, "a": part}
-    constexprs = {"K_MAJOR": k_major, "BACKWARD": backward, "EVEN": even, **launch.blocks}
+    constexprs = {"K_MAJOR": k_major, "BACKWARD": backward, "EVEN": even, "FACTORED": factored, **launch.blocks}
     constexprs["stride_k" if k_major else "stride_n"] = 1
     if not backward:
         constexprs["a"] = None
@@ -163,7 +170,7 @@ def job(
     if backward and launch.blocks["EARLY"]:
         signature["a"] = f"*{kind}"
     signature |= dict.fromkeys(("rows", "cols", "depth", "stride_l", "stride_n" if k_major else "stride_k"), "i32")
-    signature |= {"signs": "*u8", "slope": "fp32"}
+    signature |= {"signs": "*u8", "slope": "fp32", "inverse": "*fp32", "scale": "fp32"}
     return Job(
         "parbank.ops.mlp:_mlp_product_kernel",
         signature,
@@ -185,6 +192,7 @@ def test_every_config_compiles_without_spills():
             for k_major in (True, False) if table == "mlp_down_backward" else (True,):
                 for _, launch in configs.tables()[table][arch]:
                     jobs.append(job(arch, table, launch, k_major=k_major, even=True))
+                    jobs.append(job(arch, table, launch, k_major=k_major, even=True, factored=True))
                     if launch.blocks["EARLY"]:  # columns are multiples of 16, or it is not early
                         jobs.append(job(arch, table, launch, k_major=k_major, odd=("rows", "depth")))
                     late = module.without_early(launch) if launch.blocks["EARLY"] else launch

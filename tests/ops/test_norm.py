@@ -201,25 +201,39 @@ def test_reference_gradients():
 
 
 VARIANTS = {
-    "rms_norm": ("norm:_norm_forward_kernel", [{"WEIGHTED": True, "ADDED": False}]),
-    "rms_norm_backward": ("norm:_norm_backward_kernel", [{"WEIGHTED": True, "ADDED": False}]),
-    "add_rms_norm": ("norm:_norm_forward_kernel", [{"WEIGHTED": False, "ADDED": True}]),
+    "rms_norm": (
+        "norm:_norm_forward_kernel",
+        [{"WEIGHTED": True, "ADDED": False, "LATE": False}, {"WEIGHTED": False, "ADDED": False, "LATE": True}],
+    ),
+    "rms_norm_backward": ("norm:_norm_backward_kernel", [{"WEIGHTED": True, "ADDED": False, "LATE": False}]),
+    "add_rms_norm": ("norm:_norm_forward_kernel", [{"WEIGHTED": False, "ADDED": True, "LATE": False}]),
     "add_rms_norm_backward": (
         "norm:_norm_backward_kernel",
-        [{"WEIGHTED": False, "ADDED": True}, {"WEIGHTED": False, "ADDED": False}],
+        [
+            {"WEIGHTED": False, "ADDED": True, "LATE": False},
+            {"WEIGHTED": False, "ADDED": False, "LATE": False},
+            {"WEIGHTED": False, "ADDED": True, "LATE": True},
+        ],
     ),
-    "mix_rms_norm": ("mix:_mix_norm_forward_kernel", [{"ADDED": False, "SKIPPED": False}]),
+    "mix_rms_norm": (
+        "mix:_mix_norm_forward_kernel",
+        [{"ADDED": False, "SKIPPED": False, "LATE": late} for late in (False, True)],
+    ),
     "add_mix_rms_norm": (
         "mix:_mix_norm_forward_kernel",
-        [{"ADDED": True, "SKIPPED": False}, {"ADDED": True, "SKIPPED": True}],
+        [
+            {"ADDED": True, "SKIPPED": False, "LATE": False},
+            {"ADDED": True, "SKIPPED": True, "LATE": False},
+            {"ADDED": False, "SKIPPED": True, "LATE": True},
+        ],
     ),
     "mix_rms_norm_backward": (
         "mix:_mix_norm_backward_kernel",
-        [{"REACHED": False, "SKIPPED": False}, {"REACHED": True, "SKIPPED": False}],
+        [{"REACHED": reached, "SKIPPED": False, "LATE": late} for reached in (False, True) for late in (False, True)],
     ),
     "skip_mix_rms_norm_backward": (
         "mix:_mix_norm_backward_kernel",
-        [{"REACHED": False, "SKIPPED": True}, {"REACHED": True, "SKIPPED": True}],
+        [{"REACHED": reached, "SKIPPED": True, "LATE": late} for reached in (False, True) for late in (False, True)],
     ),
 }
 """Table -> its kernel, and the constants in which the launchers set it off."""

@@ -118,10 +118,15 @@ def test_reference_gradients():
 
 @pytest.mark.slow
 def test_every_config_compiles_without_spills():
-    signature = dict.fromkeys(("x", "y", "dy", "dx", "passed", "dpassed"), "*bf16")
-    signature |= dict.fromkeys(("gain", "cos", "sin", "partial"), "*fp32") | {"eps": "fp32"}
-    strides = [f"{name}_{axis}" for name in ("stride", "x", "dy", "dx", "dp") for axis in "bth"]
-    signature |= dict.fromkeys(("tokens", "time", *strides), "i32")
+    wide = ("x", "y", "dy", "dx", "passed", "dpassed", "more", "extra", "dextra")
+    signature = dict.fromkeys(wide, "*bf16") | {"eps": "fp32", "scale": "fp32"}
+    signature |= dict.fromkeys(("gain", "cos", "sin", "inverse", "partial"), "*fp32")
+    strides = [f"{name}_{axis}" for name in ("stride", "x", "dy", "dx", "dp", "more") for axis in "bth"]
+    signature |= dict.fromkeys(("tokens", "time", "dy_p", "dp_p", *strides), "i32")
+    plain = {"FACTORED": False, "PARTS": 1, "HAS_MORE": False, "HAS_EXTRA": False}
+    # as residual.py has them: attention's gradients in parts, those of values with one more from elsewhere
+    late = {"FACTORED": True, "PARTS": 2, "HAS_MORE": False, "HAS_EXTRA": False}
+    most = {"FACTORED": True, "PARTS": 2, "HAS_MORE": True, "HAS_EXTRA": True}
     jobs = []
     for arch, capability in configs.ARCHITECTURES.items():
         for op, kernel in (
@@ -132,13 +137,16 @@ def test_every_config_compiles_without_spills():
                 for heads, width, half, passed in ((8, 64, 8, 0), (8, 64, 8, 4), (16, 64, 32, 0), (32, 128, 64, 0)):
                     if heads * width > limit:
                         continue  # another row's
-                    constexprs = {"HEADS": heads, "WIDTH": width, "HALF": half, "VECTOR": 8}
-                    constexprs |= {"HAS_GAIN": not passed, "PASSED": passed}
-                    tokens = max(1, launch.blocks["TILE"] // (heads * width))
-                    constexprs |= {"BLOCK_T": tokens, "BLOCK_H": heads, "BLOCK_D": width}
-                    jobs.append(
-                        Job(f"parbank.ops.rope:{kernel}", signature, constexprs, capability, launch.num_warps, 1)
-                    )
+                    for variant in (plain, late, most) if passed else (plain, late | {"PARTS": 1}):
+                        constexprs = {"HEADS": heads, "WIDTH": width, "HALF": half, "VECTOR": 8}
+                        constexprs |= {"HAS_GAIN": not passed, "PASSED": passed, **variant}
+                        if "forward" in kernel:
+                            constexprs = {k: v for k, v in constexprs.items() if k not in ("PARTS", "HAS_MORE")}
+                        tokens = max(1, launch.blocks["TILE"] // (heads * width))
+                        constexprs |= {"BLOCK_T": tokens, "BLOCK_H": heads, "BLOCK_D": width}
+                        jobs.append(
+                            Job(f"parbank.ops.rope:{kernel}", signature, constexprs, capability, launch.num_warps, 1)
+                        )
     for job, built in zip(jobs, build(jobs), strict=True):
         assert job.capability != 90 or built.stack == 0, job
 
