@@ -17,7 +17,8 @@ from parbank.ops.activation import _leaky_relu_squared, _leaky_relu_squared_back
 from parbank.ops.exclusive import _remove_own_value, _remove_own_value_backward
 from parbank.ops.mix import _mix_rms_norm, _mix_rms_norm_backward
 from parbank.ops.norm import _add_rms_norm, _add_rms_norm_backward, _rms_norm, _rms_norm_backward
-from parbank.ops.qkv import _split_qkv, _split_qkv_backward
+from parbank.ops.qkv import _split_qkv
+from parbank.ops.rope import Factors, rotate_one_back
 from parbank.ops.smear import _smear, _smear_backward
 
 DTYPE = torch.bfloat16
@@ -258,15 +259,23 @@ def tunables() -> list[Any]:
         cos, sin = angles(2048, 8)
         return lambda: _split_qkv(row, 8, 4, gain, cos, sin, inverse, None, 1.0, 1e-6)
 
-    def rope_back() -> Callable[[], Any]:
-        dq, dk, dv = random(48, 2048, 8, 64), random(2, 48, 2048, 4, 64), random(2, 48, 2048, 4, 64)
-        row, gain, inverse = (
-            random(48, 2048, 1024),
-            random(8, dtype=torch.float32),
-            random(48, 2048, dtype=torch.float32),
-        )
-        rest = (row, 8, 4, gain, *angles(2048, 8), inverse, None, 1.0, 1e-6)
-        return lambda: _split_qkv_backward(dq, dk, dv, None, *rest)
+    def rope_back(parts: int) -> Build:
+        """Of the queries; or, where attention has left them in parts, of keys and values."""
+
+        def build() -> Callable[[], Any]:
+            row, gain, inverse = (
+                random(48, 2048, 16, 64),
+                random(8, dtype=torch.float32),
+                random(48, 2048, dtype=torch.float32),
+            )
+            (cos, sin), back, factors = angles(2048, 8), random(48, 2048, 16, 64), Factors(inverse, 1.0)
+            if parts == 1:
+                dq, x, dx = random(1, 48, 2048, 8, 64), row[:, :, :8], back[:, :, :8]
+                return lambda: (rotate_one_back(dq, x, dx, gain, cos, sin, 1e-6, factors=factors), dx)
+            (dk, dv), x, dx = (random(parts, 48, 2048, 4, 64) for _ in range(2)), row[:, :, 8:], back[:, :, 8:]
+            return lambda: (rotate_one_back(dk, x, dx, None, cos, sin, 1e-6, dv, None, factors), dx)
+
+        return build
 
     def exclusive() -> Callable[[], Any]:
         y, v = random(48, 2048, 8, 64), random(48, 2048, 4, 64)
@@ -299,8 +308,8 @@ def tunables() -> list[Any]:
     turned = launches(TILE=(512, 1024, 2048, 4096), warps=(1, 2, 4, 8))
     # 8 to 32 elements a thread
     projected = [x for x in turned if 256 <= x.blocks["TILE"] // x.num_warps <= 1024]
-    back = launches(TILE=(512, 1024, 2048, 4096), PER_SM=(4, 5, 8, 10, 16, 20), warps=(2, 4, 8))
-    resident = [x for x in back if x.blocks["PER_SM"] * x.num_warps in (32, 40, 64)]
+    back = launches(TILE=(512, 1024, 2048, 4096), PER_SM=(4, 5, 8, 9, 10, 12, 16, 18, 20, 24), warps=(2, 4, 8))
+    resident = [x for x in back if x.blocks["PER_SM"] * x.num_warps in (32, 36, 40, 48, 64)]
     return [
         *found,
         tunable("add_rms_norm", forward, "512", add, 4 * size),
@@ -317,7 +326,10 @@ def tunables() -> list[Any]:
         tunable("leaky_relu_squared", blocks, "1536", act, 6 * size),
         tunable("leaky_relu_squared_backward", blocks, "1536", act_back, 9 * size),
         tunable("qk_norm_rope", turned, "golf, values passed on", rope, 4 * size),
-        tunable("qk_norm_rope_backward", resident, "golf, values passed on, in two parts", rope_back, 6.5 * size),
+        tunable("qk_norm_rope_backward", resident, "golf, queries", rope_back(1), 3 * size),
+        tunable(
+            "qk_norm_rope_parts_backward", resident, "golf, keys and values in two parts", rope_back(2), 3.5 * size
+        ),
         tunable("remove_own_value", projected, "golf", exclusive, 2.5 * size),
         tunable("remove_own_value_backward", projected, "golf", exclusive_back, 4 * size),
     ]

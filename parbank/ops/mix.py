@@ -23,6 +23,7 @@ from parbank.ops.backend import tl, triton
 from parbank.ops.checks import as_rows, as_vector, fake, on_device, refuse_double_backward, takes_kernel
 from parbank.ops.norm import backward_rows, check_channels, check_like, choose_launch, forward_rows
 from parbank.ops.reference import NORM_EPS
+from parbank.ops.sums import sum_lines
 
 MAX_WIDTH = 4096  # the longest row the tables below keep in registers; wider ones take the reference
 
@@ -204,7 +205,7 @@ def _mix_rms_norm_backward(
             *flat, *map(as_vector, (gain, a, b)), inverse, dx, dskip, dx0, partial, rows, *strides, scale,
             WIDTH=width, REACHED=dtotal is not None, SKIPPED=skip is not None, LATE=late, **launch.kwargs(),
         )  # fmt: skip
-    return dx, dskip, dx0, partial.sum(1)
+    return dx, dskip, dx0, sum_lines(partial)
 
 
 @fake(_mix_rms_norm)

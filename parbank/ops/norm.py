@@ -40,6 +40,7 @@ from parbank.ops.checks import (
 )
 from parbank.ops.configs import Launch
 from parbank.ops.reference import NORM_EPS
+from parbank.ops.sums import sum_lines
 
 MAX_WIDTH = 8192  # the longest row the tables below keep in registers; wider ones take the reference
 SCRATCH = 16 * 1024  # bytes of shared memory besides rows: sums over a row, and of rows at the end, took up to 8.3 KB
@@ -211,7 +212,7 @@ def _rms_norm_backward(
             grad, None, flat, as_vector(weight), inverse, dx, partial, rows, grad.stride(0), 0, flat.stride(0), scale,
             WIDTH=width, WEIGHTED=weighted, ADDED=False, LATE=False, **launch.kwargs(),
         )  # fmt: skip
-    return dx, partial.sum(0) if weighted else partial
+    return dx, sum_lines(partial[None])[0] if weighted else partial
 
 
 @torch.library.custom_op(

@@ -43,6 +43,7 @@ from parbank.ops.checks import (
 )
 from parbank.ops.configs import Launch
 from parbank.ops.reference import NORM_EPS
+from parbank.ops.sums import sum_lines
 
 MAX_TILE = 4096  # heads times channels (both rounded up) that one tile holds, at least one token of them
 
@@ -62,6 +63,14 @@ configs.register(
     sm80=[
         (512, Launch({"TILE": 512, "PER_SM": 20}, num_warps=2, num_stages=1)),
         (MAX_TILE, Launch({"TILE": 2048, "PER_SM": 5}, num_warps=8, num_stages=1)),
+    ],
+)
+# Keys whose gradients come in parts beside values whose do: more registers, fewer programs that fit.
+configs.register(
+    "qk_norm_rope_parts_backward",
+    sm80=[
+        (512, Launch({"TILE": 512, "PER_SM": 12}, num_warps=4, num_stages=1)),
+        (MAX_TILE, Launch({"TILE": 2048, "PER_SM": 4}, num_warps=8, num_stages=1)),
     ],
 )
 
@@ -274,7 +283,8 @@ def rotate_one_back(
     last = x if more is None else unit_channels(more)
     batch, time = x.shape[:2]
     size = next_power_of_2(x.shape[2]) * next_power_of_2(x.shape[3])
-    launch = configs.choose("qk_norm_rope_backward", size, x.device)
+    op = "qk_norm_rope_backward" if len(dy) == 1 else "qk_norm_rope_parts_backward"
+    launch = configs.choose(op, size, x.device)
     tile = _tile(launch, x, cos.shape[-1])
     tiles = -(-batch * time // tile["BLOCK_T"])
     programs = persistent_programs(x.device, launch.blocks["PER_SM"], tiles)
@@ -291,7 +301,7 @@ def rotate_one_back(
             PARTS=len(dy), HAS_MORE=more is not None, HAS_EXTRA=dextra is not None, **tile,
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
-    return partial.view(-1, tile["BLOCK_H"]).sum(0)[:heads].clone() if heads else partial
+    return sum_lines(partial.view(1, -1, tile["BLOCK_H"]))[0, :heads].clone() if heads else partial
 
 
 _SCHEMA = "Tensor q, Tensor k, Tensor? gain, Tensor cos, Tensor sin, float eps"

@@ -17,6 +17,7 @@ from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
 from parbank.ops.checks import as_rows, as_vector, fake, on_device, refuse_double_backward, takes_kernel
 from parbank.ops.norm import backward_rows, check_channels, choose_launch, forward_rows
+from parbank.ops.sums import sum_lines
 
 MAX_WIDTH = 4096  # the longest row the tables below keep in registers; wider ones take the reference
 
@@ -115,7 +116,7 @@ def _smear_backward(dy: Tensor, x: Tensor, gate: Tensor, starts: Tensor) -> tupl
             grad, flat, as_vector(gate), _bytes(starts), dx, partial, rows, x.shape[1], grad.stride(0), flat.stride(0),
             WIDTH=width, **launch.kwargs(),
         )  # fmt: skip
-    return dx, partial.sum(0)
+    return dx, sum_lines(partial[None])[0]
 
 
 @fake(_smear)

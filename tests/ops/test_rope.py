@@ -132,6 +132,7 @@ def test_every_config_compiles_without_spills():
         for op, kernel in (
             ("qk_norm_rope", "_rope_forward_kernel"),
             ("qk_norm_rope_backward", "_rope_backward_kernel"),
+            ("qk_norm_rope_parts_backward", "_rope_backward_kernel"),
         ):
             for limit, launch in configs.tables()[op][arch]:
                 for heads, width, half, passed in ((8, 64, 8, 0), (8, 64, 8, 4), (16, 64, 32, 0), (32, 128, 64, 0)):
