@@ -57,8 +57,24 @@ def _load_triton() -> tuple[Any, ...]:
     return triton, triton.language, TensorDescriptor, gdc_wait, gdc_launch_dependents, interpreted
 
 
+def _load_gluon() -> tuple[Any, ...]:
+    """Triton's lower-level language, with which a kernel says which warps do what. Called experimental: it may move."""
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return gluon, language, hopper, TensorDescriptor
+
+
 triton: Any
 tl: Any
+gl: Any
+gluon: Any
+hopper: Any
+gluon = gl = hopper = gluon_descriptor = _Absent()
+HAS_GLUON = False
+"""Whether kernels written in Gluon can be defined: those have a Triton kernel beside them for where they cannot."""
 triton = tl = TensorDescriptor = gdc_wait = gdc_launch_dependents = _Absent()
 INTERPRETED = False
 """Triton decides at decoration whether a kernel is interpreted, so this holds for the whole process."""
@@ -75,6 +91,12 @@ else:
             "(pip install --upgrade 'parbank[triton]')"
         )
 HAS_TRITON = not _missing
+if HAS_TRITON:
+    try:
+        gluon, gl, hopper, gluon_descriptor = _load_gluon()
+        HAS_GLUON = True
+    except Exception as error:
+        _log.info("kernels in Gluon are left out: %s: %s", type(error).__name__, error)
 
 
 @dataclass

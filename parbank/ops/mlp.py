@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ParbankError
-from parbank.ops import backend, configs, reference
+from parbank.ops import backend, configs, mlp_hopper, reference
 from parbank.ops.backend import TensorDescriptor, tl, triton
 from parbank.ops.checks import (
     TILE_SIDE,
@@ -62,11 +62,17 @@ def launch_config(
     return Launch(blocks, num_warps=warps, num_stages=stages, options={"maxnreg": registers} if registers else {})
 
 
+# mlp_hopper.py's kernel has rows in Hopper's tables too. The first row is taken; one of that kernel's, which wants whole tiles,
+# leaves what it cannot take to the other.
+_FIRST = ANY - 1  # limits rise
 _PLAIN = [(ANY, launch_config(128, 128, 32, 8, 3))]
 configs.register(
     "mlp_up",
     sm80=_PLAIN,
-    sm90=[(ANY, launch_config(128, 256, 64, 8, 4, tma=True, split=2, per_sm=1))],
+    sm90=[
+        (_FIRST, launch_config(128, 256, 64, 8, 4, tma=True, split=2, per_sm=1)),
+        (ANY, mlp_hopper.launch_config(64, 12, 1, turn=8, lag=2)),
+    ],
     # persistent, and with a factor for each row, that spills there
     sm100=[(ANY, launch_config(128, 128, 64, 8, 3, tma=True, split=2))],
 )
@@ -75,7 +81,10 @@ configs.register(
 configs.register(
     "mlp_down_backward",
     sm80=_PLAIN,
-    sm90=[(ANY, launch_config(128, 128, 64, 4, 3, tma=True, split=2, early=True))],
+    sm90=[
+        (_FIRST, mlp_hopper.launch_config(64, 10, 2, turn=8, lag=2)),
+        (ANY, launch_config(128, 128, 64, 4, 3, tma=True, split=2, early=True)),
+    ],
     sm100=[(ANY, launch_config(128, 128, 64, 8, 3, tma=True, split=2))],
 )
 for _op in ("mlp_up_float32", "mlp_down_backward_float32"):
@@ -270,6 +279,11 @@ def _product(
     left, right = (near(x, {0: TILE_SIDE, 1: TILE_SIDE}) for x in (left, right))
     op = ("mlp_up" if a is None else "mlp_down_backward") + ("_float32" if left.dtype == torch.float32 else "")
     launch = configs.choose(op, rows, left.device)
+    if "PINGPONG" in launch.blocks:
+        if mlp_hopper.takes(left, right) and _takes_tma(left, right, out, *([] if a is None else [a])):
+            return mlp_hopper.multiply(launch, left, right, a, out, signs, slope, inverse, scale)
+        table = configs.tables()[op][configs.architecture(left.device)]
+        launch = next(other for _, other in table if "PINGPONG" not in other.blocks)
     tma = launch.blocks["TMA"] and _takes_tma(left, right, out)
     if launch.blocks["EARLY"] and cols % 16:
         launch = without_early(launch)

@@ -75,6 +75,7 @@ def _compile(job: Job) -> Built:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, name = job.kernel.split(":")
     kernel = getattr(importlib.import_module(module), name)
@@ -83,7 +84,8 @@ def _compile(job: Job) -> Built:
     if aligned is None:
         aligned = [n for n, kind in signature.items() if kind.startswith("*") or kind in ("i32", "i64")]
     attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
-    source = ASTSource(kernel, signature, constexprs=dict(job.constexprs), attrs=attributes)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, signature, constexprs=dict(job.constexprs), attrs=attributes)
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages, **job.options}
     built = triton.compile(source, target=GPUTarget("cuda", job.capability, 32), options=options)
     return Built(*_resources(built.asm["cubin"]), shared=built.metadata.shared)
