@@ -14,7 +14,7 @@ from ops_pointwise import SLOPE, TOKENS, both_ways, random
 from torch import Tensor
 
 from parbank import ops
-from parbank.ops import configs, reference
+from parbank.ops import configs, mlp_hopper, reference
 
 fused = importlib.import_module("parbank.ops.mlp")  # the package's attribute of that name is the function
 WIDTH, HIDDEN = 512, 1536
@@ -133,6 +133,23 @@ def candidates(backward: bool = False) -> list[configs.Launch]:
         found += [make(128, 128, 64, warps, 3, tma=True, split=2, early=True) for warps in (4, 8)]
         found += [make(128, 128, 32, 4, stages, tma=True, split=2, early=True) for stages in (4, 5, 6)]
         found += [make(128, 128, 64, 4, stages, tma=True, split=2, early=True, per_sm=2) for stages in (2, 3)]
+    return found + hopper_candidates(backward)
+
+
+def hopper_candidates(backward: bool) -> list[configs.Launch]:
+    """All the shared memory there is, as ring or as buffers; on other GPUs these are the table's own Triton launch."""
+    make = mlp_hopper.launch_config
+    found = []
+    for bufs in (1, 2) if backward else (1,):
+        for step in (64, 128):
+            places = WIDTH // step
+            stages = (14 - 2 * bufs) * 64 // step
+            for turn in (0, places // 2 + 1, places):
+                for ask in {places // 2, places} if backward and bufs > 1 else {places}:
+                    found += [
+                        make(step, stages, bufs, turn=turn, lag=lag, ask=ask)
+                        for lag in ((1, 2) if step == 64 else (1,))
+                    ]
     return found
 
 
