@@ -27,6 +27,7 @@ from torch import Tensor
 from parbank.errors import ConfigError, DeviceError, ParbankError
 
 BACKENDS = ("auto", "triton", "reference")
+GLUON_VERSIONS = ("3.6", "3.7")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The kernels are built and tested for 8.0, 9.0 and 10.0; before 8.0 there is no bfloat16 product.
 MIN_CAPABILITY = (8, 0)
@@ -58,7 +59,10 @@ def _load_triton() -> tuple[Any, ...]:
 
 
 def _load_gluon() -> tuple[Any, ...]:
-    """Triton's lower-level language, with which a kernel says which warps do what. Called experimental: it may move."""
+    """Triton's lower-level language, with which a kernel says which warps do what. Called experimental: the next version may
+    compile the same lines to something else, so it is used with those that the kernels were tried with."""
+    if not triton.__version__.startswith(GLUON_VERSIONS):
+        raise ImportError(f"Triton {triton.__version__}, and they were tried with {', '.join(GLUON_VERSIONS)}")
     from triton.experimental import gluon
     from triton.experimental.gluon import language
     from triton.experimental.gluon.language.nvidia import hopper

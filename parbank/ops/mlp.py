@@ -70,8 +70,8 @@ configs.register(
     "mlp_up",
     sm80=_PLAIN,
     sm90=[
-        (_FIRST, launch_config(128, 256, 64, 8, 4, tma=True, split=2, per_sm=1)),
-        (ANY, mlp_hopper.launch_config(64, 12, 1, turn=8, lag=2)),
+        (_FIRST, mlp_hopper.launch_config(64, 12, 1, turn=8, lag=2)),
+        (ANY, launch_config(128, 256, 64, 8, 4, tma=True, split=2, per_sm=1)),
     ],
     # persistent, and with a factor for each row, that spills there
     sm100=[(ANY, launch_config(128, 128, 64, 8, 3, tma=True, split=2))],

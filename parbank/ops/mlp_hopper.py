@@ -35,8 +35,8 @@ Why nothing waits for ever, for any number of tiles. All three groups walk the s
 every wait has its counterpart, with one tile as with many; with none (lo = hi) at most a block's rows are sent, and both
 consumers take them. Let the producer's loads be numbered in its order, and assume that it waits for ever.
   - For a place, with load g. All before g arrive. Some consumer never releases load g - STAGES. On its way there it waits for
-      * arrivals up to LAG places further, within the tile (a place is released when LAG more are issued): before g, as LAG <
-        DEPTH / STEP <= STAGES;
+      * arrivals up to LAG places further, within the tile (a place is released when LAG more are issued), or of all of a
+        block's rows, whose places are released together: before g, as LAG < DEPTH / STEP <= STAGES;
       * activations of tiles that end before load g - STAGES: asked for before g;
       * its turn, of a tile that begins at or before load g - STAGES: the other one gives it when it has issued at most that
         tile (consumer 0) or the one before (consumer 1). That tile ends before g, as DEPTH / STEP <= STAGES, so all of it
@@ -217,9 +217,13 @@ def _consume(
         for _ in gl.static_range(CHUNKS):
             hopper.mbarrier.wait(full.index(slot), phase)
             operands += (_as_rows(ring, slot, STEP).slice(C * 64, 64).load(OPERAND),)  # type: ignore[assignment]
-            _barrier()  # all four warps have read it: one thread arrives for all
-            hopper.mbarrier.arrive(empty.index(slot), count=1)
             slot, phase = _advance(slot, phase, STAGES)
+        # The copy engine is not held up by loads that wait in a queue, as other threads' stores would be: without the fence it
+        # overwrote rows that had been asked for and not yet read.
+        hopper.fence_async_shared()
+        _barrier()  # all four warps have read them: one thread arrives for all
+        for k in gl.static_range(CHUNKS):
+            hopper.mbarrier.arrive(empty.index(_back(slot, CHUNKS - k, STAGES)), count=1)
         of_row = signs + row.to(gl.int64) * (across * 8)
         for tile in range(gl.maximum(lo, block * across), gl.minimum(hi, block * across + across)):
             n = tile - lo
