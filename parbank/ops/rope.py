@@ -49,7 +49,7 @@ MAX_TILE = 4096  # heads times channels (both rounded up) that one tile holds, a
 
 
 # The size of these tables is the padded row of one token, heads times channels; a tile is TILE elements or one token.
-# Backward 8 to 16 elements a thread keep the registers low enough that 40 warps of a multiprocessor wait on memory at once;
+# Backward 8 to 16 elements a thread keep the registers low enough that 36 to 48 warps of a multiprocessor wait on memory at once;
 # forward one warp with 32 of them, which needs no other to make a head's sum, does better.
 configs.register(
     "qk_norm_rope",
@@ -61,7 +61,7 @@ configs.register(
 configs.register(
     "qk_norm_rope_backward",
     sm80=[
-        (512, Launch({"TILE": 512, "PER_SM": 20}, num_warps=2, num_stages=1)),
+        (512, Launch({"TILE": 512, "PER_SM": 24}, num_warps=2, num_stages=1)),
         (MAX_TILE, Launch({"TILE": 2048, "PER_SM": 5}, num_warps=8, num_stages=1)),
     ],
 )
@@ -69,7 +69,7 @@ configs.register(
 configs.register(
     "qk_norm_rope_parts_backward",
     sm80=[
-        (512, Launch({"TILE": 512, "PER_SM": 12}, num_warps=4, num_stages=1)),
+        (512, Launch({"TILE": 512, "PER_SM": 18}, num_warps=2, num_stages=1)),
         (MAX_TILE, Launch({"TILE": 2048, "PER_SM": 4}, num_warps=8, num_stages=1)),
     ],
 )
