@@ -15,7 +15,7 @@ CLASSES: list[tuple[str, tuple[str, ...]]] = [
     ("loss", ("_loss_", "cross_entropy", "nll", "log_softmax", "logsumexp", "tanh")),
     ("norm", ("_norm_", "rms_norm", "rsqrt", "_rope_", "native_layer_norm")),
     ("attention", ("fmha", "flash", "sdpa", "cudnn", "attention", "softmax")),
-    ("GEMM", ("_mlp_product", "gemm", "nvjet", "xmma", "cutlass", "cublas", "splitk", "triton_tem")),
+    ("GEMM", ("_mlp_product", "_mlp_pingpong", "gemm", "nvjet", "xmma", "cutlass", "cublas", "splitk", "triton_tem")),
     ("activation", ("_leaky_", "leaky")),
     (
         "embedding",

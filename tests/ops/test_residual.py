@@ -252,8 +252,10 @@ def test_reference_gradients():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_way_in_is_as_exact_as_torch(case, dtype, device):
     """Both round as often, at other places (the norm here, its product there), so of two errors of one size either may be the
-    larger: by 0.4% at most where they are of many numbers, by 8% in a gain's gradient, of 512."""
+    larger: by 0.4% at most where they are of many numbers, by 8% in a gain's gradient, of 512. Of four numbers, which the
+    queries' gain has, nothing can be said: it is left out, and held against the reference above."""
     made = case.inputs(3, 501, 512, device, dtype)
+    made[4] = None
     assert_as_exact_as_torch(case.through(ops.stream_qkv, 8), case.through(reference.stream_qkv, 8), made, luck=0.12)
 
 
