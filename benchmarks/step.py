@@ -3,8 +3,8 @@
     python benchmarks/step.py [--variants plain cudnn all ...] [--inductor a=v,...]... [--set a.b=v]... [--quick] [--out DIR]
 
 The floor is measured in the same run: every product of the step, forward and both ways back, with cuBLAS (the fastest of its
-algorithms, product.py), and attention with the fastest way this machine has (PyTorch's own, FlexAttention, FlashAttention 3 where installed), each alone, summed. Then, for
-the golf recipe and each variant (`plain`: every op in plain PyTorch under Inductor; `kernels`: ours; `all`: ours, with passes and
+algorithms, product.py), and attention with the fastest way this machine has (PyTorch's own, FlexAttention, FlashAttention 3
+where installed), each alone, summed. Then, for the golf recipe and each variant (`plain`: every op in plain PyTorch under Inductor; `kernels`: ours; `all`: ours, with passes and
 optimizer replayed as CUDA graphs; `cudnn`: as `all`, without FlashAttention 3 where it is installed; `fp8` and `fp8+head`: as
 `all`, with the MLP, or MLP and head, in 8 bits): forward + backward of one micro-batch, the optimizer section, a whole step of
 one micro-batch and of the whole batch, its wait for data, peak memory, and a waterfall by kernel class with its picture.
