@@ -2,9 +2,9 @@
 
     python benchmarks/step.py [--variants plain cudnn all ...] [--inductor a=v,...]... [--set a.b=v]... [--quick] [--out DIR]
 
-The floor is measured in the same run: every product of the step, forward and both ways back, with cuBLAS (the fastest of its
-algorithms, product.py), and attention with the fastest way this machine has (PyTorch's own, FlexAttention, FlashAttention 3
-where installed), each alone, summed. Then, for the golf recipe and each variant (`plain`: every op in plain PyTorch under Inductor; `kernels`: ours; `all`: ours, with passes and
+The floor is measured in the same run: every product of the step, forward and both ways back, with cuBLAS, and attention with
+the fastest way this machine has (PyTorch's own, FlexAttention, FlashAttention 3 where installed), each alone, summed. Then, for
+the golf recipe and each variant (`plain`: every op in plain PyTorch under Inductor; `kernels`: ours; `all`: ours, with passes and
 optimizer replayed as CUDA graphs; `cudnn`: as `all`, without FlashAttention 3 where it is installed; `fp8` and `fp8+head`: as
 `all`, with the MLP, or MLP and head, in 8 bits): forward + backward of one micro-batch, the optimizer section, a whole step of
 one micro-batch and of the whole batch, its wait for data, peak memory, and a waterfall by kernel class with its picture.
@@ -45,7 +45,7 @@ from parbank.config import override
 from parbank.data.batches import BatchStream
 from parbank.data.prefetch import Prefetcher
 from parbank.model import GPT, ModelConfig
-from parbank.ops import causal_attention, flash, product
+from parbank.ops import causal_attention, flash
 from parbank.ops.backend import use_backend
 from parbank.optim.averaging import Averages
 from parbank.optim.parallel_muon import ParallelMuon
@@ -120,9 +120,9 @@ def random(*shape: int) -> Tensor:
 
 
 def product_both_ways(tokens: int, inputs: int, outputs: int) -> list[Callable[[], Any]]:
-    """A product, and the gradients of its input and of its weight, by cuBLAS: the first two by the fastest of its algorithms."""
+    """A product, and the gradients of its input and of its weight."""
     x, w, g = random(tokens, inputs), random(outputs, inputs), random(tokens, outputs)
-    return [*(partial(product._product, a, b, None) for a, b in ((x, w.mT), (g, w))), partial(torch.mm, g.mT, x)]
+    return [partial(torch.matmul, a, b) for a, b in ((x, w.mT), (g, w), (g.mT, x))]
 
 
 def measure_products(c: ModelConfig, tokens: int, settings: Settings) -> dict[str, float]:
