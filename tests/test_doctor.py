@@ -9,6 +9,7 @@ import torch
 
 from parbank import doctor
 from parbank.doctor import Finding, examine
+from parbank.ops import backend
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -59,6 +60,18 @@ def test_a_driver_under_a_cpu_build_and_a_cuda_build_without_a_gpu_are_broken(
     assert "4242, python train.py" in found["GPU processes"].found
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "CUDA_VISIBLE_DEVICES" in by_subject()["GPU"].remedy
+
+
+@no_gpu
+def test_a_triton_that_hoppers_kernels_were_not_tried_with_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for there, status in ((False, "note"), (True, "ok")):
+        monkeypatch.setattr(backend, "HAS_GLUON", there)
+        found = doctor._triton()
+        assert found.status == status
+        assert ("3.6" in found.remedy) == (not there)
 
 
 def test_a_cache_that_cannot_be_written_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

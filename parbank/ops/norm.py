@@ -170,6 +170,42 @@ def choose_launch(
     return launch, persistent_programs(device, launch.blocks["PER_SM"], tiles) if persistent else tiles
 
 
+def _launch_forward(
+    op: str, x: Tensor, addend: Tensor | None, weight: Tensor | None, total: Tensor | None, y: Tensor | None, inverse: Tensor,
+    scale: float, eps: float,
+) -> None:  # fmt: skip
+    """Writes the reciprocal norms, the sum where there is an addend, and the norm where there is room for one."""
+    if not x.numel():
+        return
+    flat, other = as_rows(x), None if addend is None else as_rows(addend)
+    rows, width = flat.shape
+    launch, programs = choose_launch(op, width, rows, x.device, persistent=False)
+    with on_device(x.device):
+        _norm_forward_kernel[(programs,)](
+            flat, other, as_vector(weight), total, y, inverse, rows, flat.stride(0), 0 if other is None else other.stride(0),
+            scale, eps, WIDTH=width, WEIGHTED=weight is not None, ADDED=addend is not None, LATE=y is None, **launch.kwargs(),
+        )  # fmt: skip
+
+
+def _launch_sum_backward(
+    straight: Tensor | None, g: Tensor, x: Tensor, inverse: Tensor, scale: float, *, late: bool
+) -> Tensor:
+    """The gradient of x from that of its norm, with `straight`, which reached x elsewhere, added."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return dx
+    flat, grad = as_rows(x), as_rows(g)
+    past = grad if straight is None else as_rows(straight)
+    rows, width = flat.shape
+    launch, programs = choose_launch("add_rms_norm_backward", width, rows, x.device, persistent=False)
+    with on_device(x.device):
+        _norm_backward_kernel[(programs,)](
+            grad, past, flat, None, inverse, dx, None, rows, grad.stride(0), past.stride(0), flat.stride(0), scale,
+            WIDTH=width, WEIGHTED=False, ADDED=straight is not None, LATE=late, **launch.kwargs(),
+        )  # fmt: skip
+    return dx
+
+
 @torch.library.custom_op(
     "parbank::rms_norm",
     mutates_args=(),
@@ -178,15 +214,7 @@ def choose_launch(
 def _rms_norm(x: Tensor, weight: Tensor | None, scale: float, eps: float) -> tuple[Tensor, Tensor]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    if x.numel():
-        flat = as_rows(x)
-        rows, width = flat.shape
-        launch, programs = choose_launch("rms_norm", width, rows, x.device, persistent=False)
-        with on_device(x.device):
-            _norm_forward_kernel[(programs,)](
-                flat, None, as_vector(weight), None, y, inverse, rows, flat.stride(0), 0, scale, eps,
-                WIDTH=width, WEIGHTED=weight is not None, ADDED=False, LATE=False, **launch.kwargs(),
-            )  # fmt: skip
+    _launch_forward("rms_norm", x, None, weight, None, y, inverse, scale, eps)
     return y, inverse
 
 
@@ -224,15 +252,7 @@ def _add_rms_norm(x: Tensor, y: Tensor, scale: float, eps: float) -> tuple[Tenso
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    if x.numel():
-        flat, addend = as_rows(x), as_rows(y)
-        rows, width = flat.shape
-        launch, programs = choose_launch("add_rms_norm", width, rows, x.device, persistent=False)
-        with on_device(x.device):
-            _norm_forward_kernel[(programs,)](
-                flat, addend, None, total, normed, inverse, rows, flat.stride(0), addend.stride(0), scale, eps,
-                WIDTH=width, WEIGHTED=False, ADDED=True, LATE=False, **launch.kwargs(),
-            )  # fmt: skip
+    _launch_forward("add_rms_norm", x, y, None, total, normed, inverse, scale, eps)
     return total, normed, inverse
 
 
@@ -245,33 +265,14 @@ def _add_rms_norm_backward(
     dtotal: Tensor | None, dnormed: Tensor, total: Tensor, inverse: Tensor, scale: float
 ) -> Tensor:
     """The gradient of the sum, and so of both that were added. `dtotal` is missing where only the norm was used."""
-    dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-    if total.numel():
-        flat, grad = as_rows(total), as_rows(dnormed)
-        straight = grad if dtotal is None else as_rows(dtotal)
-        rows, width = flat.shape
-        launch, programs = choose_launch("add_rms_norm_backward", width, rows, total.device, persistent=False)
-        with on_device(total.device):
-            _norm_backward_kernel[(programs,)](
-                grad, straight, flat, None, inverse, dx, None, rows, grad.stride(0), straight.stride(0), flat.stride(0),
-                scale, WIDTH=width, WEIGHTED=False, ADDED=dtotal is not None, LATE=False, **launch.kwargs(),
-            )  # fmt: skip
-    return dx
+    return _launch_sum_backward(dtotal, dnormed, total, inverse, scale, late=False)
 
 
 @torch.library.custom_op("parbank::row_norms", mutates_args=(), schema="(Tensor x, float eps) -> Tensor")
 def _row_norms(x: Tensor, eps: float) -> Tensor:
     """1/sqrt(mean(x^2) + eps) of every row, in float32."""
     inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    if x.numel():
-        flat = as_rows(x)
-        rows, width = flat.shape
-        launch, programs = choose_launch("rms_norm", width, rows, x.device, persistent=False)
-        with on_device(x.device):
-            _norm_forward_kernel[(programs,)](
-                flat, None, None, None, None, inverse, rows, flat.stride(0), 0, 1.0, eps,
-                WIDTH=width, WEIGHTED=False, ADDED=False, LATE=True, **launch.kwargs(),
-            )  # fmt: skip
+    _launch_forward("rms_norm", x, None, None, None, None, inverse, 1.0, eps)
     return inverse
 
 
@@ -283,17 +284,7 @@ def _row_norms(x: Tensor, eps: float) -> Tensor:
 def _row_norms_backward(straight: Tensor, g: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
     """The gradient of x: `straight`, what reached it elsewhere, and what `g` becomes, which came back through a product that had
     its rows multiplied by the factor, and does itself."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel():
-        flat, grad, past = as_rows(x), as_rows(g), as_rows(straight)
-        rows, width = flat.shape
-        launch, programs = choose_launch("add_rms_norm_backward", width, rows, x.device, persistent=False)
-        with on_device(x.device):
-            _norm_backward_kernel[(programs,)](
-                grad, past, flat, None, inverse, dx, None, rows, grad.stride(0), past.stride(0), flat.stride(0), 1.0,
-                WIDTH=width, WEIGHTED=False, ADDED=True, LATE=True, **launch.kwargs(),
-            )  # fmt: skip
-    return dx
+    return _launch_sum_backward(straight, g, x, inverse, 1.0, late=True)
 
 
 @fake(_row_norms)
