@@ -1,6 +1,7 @@
 """The training step against its floor, and where its time goes.
 
-    python benchmarks/step.py [--variants plain cudnn all ...] [--inductor a=v,...]... [--set a.b=v]... [--quick] [--out DIR]
+    python benchmarks/step.py [--variants plain cudnn all ...] [--inductor a=v,...]... [--set a.b=v]... [--quick]
+                              [--name NAME] [--out DIR]
 
 The floor is measured in the same run: every product of the step, forward and both ways back, with cuBLAS, and attention with
 the fastest way this machine has (PyTorch's own, FlexAttention, FlashAttention 3 where installed), each alone, summed. Then, for

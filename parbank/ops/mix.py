@@ -8,8 +8,8 @@ Behind the sum s = x + addend + gain*skip, with the gradient that reached s from
 
     dx = daddend = ds,  dskip = gain * ds,  dgain = sum over rows of ds * skip.
 
-The sum is written once: backward needs it for da and to make m again, and the model for the other end of a skip.
-Sums over rows are made as in norm.py.
+With an addend the sum is written once: backward needs it for da and to make m again. Without one, behind a skip (residual.py),
+it is made again as well, and what reached x from elsewhere is added to dx alone. Sums over rows are made as in norm.py.
 """
 
 from typing import Any

@@ -11,7 +11,8 @@ what keeping two tensors does. One bit per element beside a plain a is 1/16 more
 1536): 302 + 19 MB kept, against 604 for u and a; the elementwise passes this saves are 604 MB forward and 906 MB backward.
 sqrt(a) has half the relative error of a, so the derivative is more exact than one from a rounded u.
 
-The remaining four products are plain matrix products: in the backward they are ordinary torch ops that the compiler sees.
+The remaining four products are plain matrix products: in this op's backward ordinary torch ops that the compiler sees, in
+residual.py, weights' gradients aside, product.py's. For the two fused ones Hopper has a second kernel, mlp_hopper.py's.
 Float32 products run outside the tensor cores and hide every elementwise pass, so there the fused kernel loses to cuBLAS:
 `auto` takes the reference for them.
 """
