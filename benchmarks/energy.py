@@ -198,7 +198,7 @@ def main() -> None:
             flush=True,
         )
         torch.cuda.empty_cache()
-    print(write("energy", rows, out=arguments.out).with_suffix(".md").read_text())
+    print(write("energy", rows, out=arguments.out, extra={"seconds": arguments.seconds}).with_suffix(".md").read_text())
 
 
 if __name__ == "__main__":
