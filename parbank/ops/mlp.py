@@ -28,6 +28,7 @@ from parbank.ops.backend import TensorDescriptor, tl, triton
 from parbank.ops.checks import (
     TILE_SIDE,
     as_rows,
+    differentiate_once,
     fake,
     is_near,
     near,
@@ -392,7 +393,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return differentiate_once("mlp", _backward, ctx, *grads)
+
+
+def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None
     x, w_up, w_down, a, signs = ctx.saved_tensors

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from parbank.errors import ParbankError
 from parbank.ops import flash, reference
-from parbank.ops.checks import as_rows, same_device, takes_kernel
+from parbank.ops.checks import as_rows, differentiate_once, same_device, takes_kernel
 from parbank.ops.flash import causal_attention
 from parbank.ops.mix import MAX_WIDTH, _mix_rms_norm, _mix_rms_norm_backward
 from parbank.ops.mlp import _mlp_down_backward, _mlp_up, check_mlp, outer, takes_mlp
@@ -77,31 +77,33 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, m, skip, x0, skip_gain, a, b, w, gain, cos, sin, extra, inverse, row, *kept = ctx.saved_tensors
-        heads, kv_heads, scale, eps = ctx.sizes
-        dtotal, (dm, *rest) = (grads[0], grads[1:]) if ctx.handed_on else (None, grads)
-        more = None
-        if ctx.attends:
-            dq, dk, dv = flash._backward(rest[0], *kept)
-            more = rest[1] if ctx.with_values else None
-        else:
-            dq, dk, dv = rest[0], rest[1][None], rest[2][None]
-        sizes = (heads, kv_heads, gain, cos, sin, inverse, extra, scale, eps)
-        drow, dgain, dextra = _split_qkv_backward(dq, dk, dv, more, row, *sizes)
-        dw = torch.mm(drow.flatten(0, 1).t(), m.flatten(0, 1)) if ctx.needs_input_grad[6] else None
-        g = _times(drow, w)
-        dskip = dx0 = da = db = dskip_gain = None
-        if not ctx.mixed:
-            dx = _row_norms_backward(dm, g, x, inverse)
-        else:
-            dx, dskip, dx0, sums = _mix_rms_norm_backward(
-                dtotal, dm, g, x, skip, x0, skip_gain, a, b, inverse, scale, True
-            )
-            da, db = sums[0].to(a.dtype), sums[1].to(b.dtype)
-            dskip, dskip_gain = (None, None) if skip is None else (dskip, sums[2].to(skip_gain.dtype))
-        of_gain = None if gain is None else dgain.to(gain.dtype)
-        of_extra = None if extra is None else dextra
-        return dx, dskip, dx0, dskip_gain, da, db, dw, of_gain, None, None, of_extra, *[None] * 7
+        return differentiate_once("stream_qkv (or stream_attention)", _leave, ctx, *grads)
+
+
+def _leave(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    x, m, skip, x0, skip_gain, a, b, w, gain, cos, sin, extra, inverse, row, *kept = ctx.saved_tensors
+    heads, kv_heads, scale, eps = ctx.sizes
+    dtotal, (dm, *rest) = (grads[0], grads[1:]) if ctx.handed_on else (None, grads)
+    more = None
+    if ctx.attends:
+        dq, dk, dv = flash._backward(rest[0], *kept)
+        more = rest[1] if ctx.with_values else None
+    else:
+        dq, dk, dv = rest[0], rest[1][None], rest[2][None]
+    sizes = (heads, kv_heads, gain, cos, sin, inverse, extra, scale, eps)
+    drow, dgain, dextra = _split_qkv_backward(dq, dk, dv, more, row, *sizes)
+    dw = torch.mm(drow.flatten(0, 1).t(), m.flatten(0, 1)) if ctx.needs_input_grad[6] else None
+    g = _times(drow, w)
+    dskip = dx0 = da = db = dskip_gain = None
+    if not ctx.mixed:
+        dx = _row_norms_backward(dm, g, x, inverse)
+    else:
+        dx, dskip, dx0, sums = _mix_rms_norm_backward(dtotal, dm, g, x, skip, x0, skip_gain, a, b, inverse, scale, True)
+        da, db = sums[0].to(a.dtype), sums[1].to(b.dtype)
+        dskip, dskip_gain = (None, None) if skip is None else (dskip, sums[2].to(skip_gain.dtype))
+    of_gain = None if gain is None else dgain.to(gain.dtype)
+    of_extra = None if extra is None else dextra
+    return dx, dskip, dx0, dskip_gain, da, db, dw, of_gain, None, None, of_extra, *[None] * 7
 
 
 def _enter(
@@ -233,13 +235,17 @@ class _ResidualMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, w_up, w_down, inverse, a, signs = ctx.saved_tensors
-        rows, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        du = _mlp_down_backward(rows, w_down, a, signs, inverse, ctx.scale, ctx.slope)
-        dx = _row_norms_backward(grad, product(du, w_up, None).view(x.shape), x, inverse)
-        dw_up = outer(du, flat, w_up) if ctx.needs_input_grad[1] else None
-        dw_down = outer(rows, a, w_down) if ctx.needs_input_grad[2] else None
-        return dx, dw_up, dw_down, None, None, None
+        return differentiate_once("residual_mlp", _mlp_backward, ctx, grad)
+
+
+def _mlp_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, w_up, w_down, inverse, a, signs = ctx.saved_tensors
+    rows, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    du = _mlp_down_backward(rows, w_down, a, signs, inverse, ctx.scale, ctx.slope)
+    dx = _row_norms_backward(grad, product(du, w_up, None).view(x.shape), x, inverse)
+    dw_up = outer(du, flat, w_up) if ctx.needs_input_grad[1] else None
+    dw_down = outer(rows, a, w_down) if ctx.needs_input_grad[2] else None
+    return dx, dw_up, dw_down, None, None, None
 
 
 def residual_mlp(
