@@ -44,6 +44,13 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def as_they_are(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """For PyTorch's products inside an op: autocast, which an op's own dtype is none of the business of, would cast them."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 def takes_kernel(*tensors: Tensor | None) -> bool:
     """Whether a call takes the kernel: as the backend says, except under torch.func, whose transforms need the plain graph,
     and under forward-mode differentiation.

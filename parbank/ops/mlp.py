@@ -28,6 +28,7 @@ from parbank.ops.backend import TensorDescriptor, tl, triton
 from parbank.ops.checks import (
     TILE_SIDE,
     as_rows,
+    as_they_are,
     differentiate_once,
     fake,
     is_near,
@@ -349,7 +350,8 @@ def _mlp_up(x: Tensor, w_up: Tensor, inverse: Tensor | None, scale: float, slope
 def _mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> tuple[Tensor, Tensor, Tensor]:
     """y, and what backward needs."""
     a, signs = _mlp_up(x, w_up, None, 1.0, slope)
-    return torch.mm(a, w_down.t()).view(*x.shape[:-1], w_down.shape[0]), a, signs
+    with as_they_are(x.device):
+        return torch.mm(a, w_down.t()).view(*x.shape[:-1], w_down.shape[0]), a, signs
 
 
 @torch.library.custom_op(

@@ -102,6 +102,19 @@ def test_a_second_derivative_is_refused_in_words(case):
         twice(fn)
 
 
+def test_autocast_around_an_op_breaks_no_gradient(case, device):
+    """Kernels compute in the dtype they are given; a product of PyTorch's inside an op must not be cast behind its back."""
+    fn, _, inputs = case
+
+    def cast(*leaves: Tensor) -> Any:
+        with torch.autocast(device.type, torch.bfloat16):
+            return fn(*leaves)
+
+    for found, expected in zip(evaluate(cast, inputs), evaluate(fn, inputs), strict=True):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a.float(), b, rtol=0.05, atol=0.05 * b.abs().max().item())
+
+
 @pytest.mark.parametrize("squared", [True, False])
 def test_a_second_derivative_of_one_input_is_right_or_refused(case, squared):
     """What forward keeps has no history: where one gradient alone is asked for, or what reaches the backward is a constant, a
