@@ -42,6 +42,15 @@ def _times(x: Tensor, w: Tensor, c: Tensor | None = None) -> Tensor:
     return rows.view(*x.shape[:-1], w.shape[1])
 
 
+def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
+    """A compiler takes no tensor twice: the first block's x is x0 itself, and may be the skip. So each but the first is a view."""
+    found: list[Tensor | None] = []
+    for x in tensors:
+        again = x is not None and torch.compiler.is_compiling() and any(x is y for y in found)
+        found.append(x.view_as(x) if again and x is not None else x)
+    return found
+
+
 # --- into attention ---------------------------------------------------------------------------------------------------
 
 
@@ -123,15 +132,11 @@ def _enter(
     _check_extra(op, x, entry.extra, (*x.shape[:2], kv_heads, width))
     if not takes_kernel(*everything) or not fits(max(heads, 2 * kv_heads), width, cos, sin) or x.shape[-1] > MAX_WIDTH:
         return None
-    # A compiler takes no tensor twice: the first block's x is x0 itself, and may be the skip.
-    x0, old = (y.view_as(y) if y is x else y for y in (x0, old))
     handed_on, total = entry.handed_on and a is not None, x
     if old is not None and old_gain is not None and a is None:
         x, old, old_gain = (x.float() + old_gain * old.float()).to(x.dtype), None, None
-    found = _Enter.apply(
-        x, old, x0, old_gain, a, b, torch.cat(weights), gain, cos, sin, entry.extra, heads, kv_heads, entry.scale, entry.eps,
-        attends, handed_on, with_values,
-    )  # fmt: skip
+    tensors = _apart(x, old, x0, old_gain, a, b, torch.cat(weights), gain, cos, sin, entry.extra)
+    found = _Enter.apply(*tensors, heads, kv_heads, entry.scale, entry.eps, attends, handed_on, with_values)
     if handed_on:
         return found
     # Without a mix the stream is x: whoever reads it further on reads that, and its gradient is added up as well.
@@ -221,7 +226,7 @@ def add_linear(c: Tensor, x: Tensor, w: Tensor) -> Tensor:
             f"add_linear: c is {c.dtype}, x {x.dtype} and w {w.dtype}; cast them to one floating type first"
         )
     same_device("add_linear", c, x, w)
-    return _AddLinear.apply(c, x, w) if takes_kernel(c, x, w) else reference.add_linear(c, x, w)
+    return _AddLinear.apply(*_apart(c, x, w)) if takes_kernel(c, x, w) else reference.add_linear(c, x, w)
 
 
 class _ResidualMLP(torch.autograd.Function):
@@ -259,4 +264,4 @@ def residual_mlp(
         )
     if not takes_mlp(x, w_up, w_down) or x.shape[-1] > MAX_WIDTH:
         return reference.residual_mlp(x, w_up, w_down, slope, scale, eps)
-    return _ResidualMLP.apply(x, w_up, w_down, slope, scale, eps)
+    return _ResidualMLP.apply(*_apart(x, w_up, w_down), slope, scale, eps)

@@ -134,6 +134,25 @@ def test_x_may_be_x0_and_the_skip(device):
     assert_matches(fill(same(ops.stream_qkv)), fill(same(reference.stream_qkv)), unused[:-1])
 
 
+def test_one_tensor_in_several_places_compiles(installed):
+    """A compiler takes no tensor twice as an argument of such a function, and a caller may well give it."""
+    x, query, key, value, *_ = Case().inputs(2, 5, 16, installed, torch.float16)
+    one, angle = torch.randn(16, device=installed), torch.rand(5, 2, device=installed)
+
+    def call(x: Tensor, other: Tensor, one: Tensor, query: Tensor) -> list[Tensor]:
+        entry = Entry((other, one, one), (other, one))
+        total, m, y, v = ops.stream_attention(x, query, key, value, HEADS, None, angle, angle, entry)
+        square = query[:16]
+        return [total, y, v, ops.add_linear(m, m, square), ops.residual_mlp(m, square, square, 0.5)]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="inductor" if installed.type == "cuda" else "aot_eager")
+    inputs = [x, torch.randn_like(x), one, query]
+    for found, expected in zip(evaluate(compiled, inputs), evaluate(call, inputs), strict=True):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("shape", [((3,), 8, 24), ((2, 5), 130, 7), ((0,), 8, 8)])
 def test_a_product_added_to_the_stream(shape, dtype, device, poison):
     lead, inputs, outputs = shape
