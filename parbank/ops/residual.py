@@ -184,8 +184,14 @@ def stream_attention(
     with_values: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`stream_qkv`, then `causal_attention`: (x, m, y, v) with y (B, T, heads, D). Without `with_values` v is None."""
+    check_projections("stream_attention", x, w_query, w_key, w_value, heads)
+    if w_key.shape[0] == 0 or w_query.shape[0] % w_key.shape[0]:
+        raise ParbankError(
+            f"stream_attention: w_query {tuple(w_query.shape)} makes {heads} heads and w_key {tuple(w_key.shape)} a number that "
+            "they cannot be shared out to; query heads must be a multiple of kv heads"
+        )
     arguments = (x, (w_query, w_key, w_value), heads, gain, cos, sin, entry)
-    attends = flash.AVAILABLE and heads > 0 and flash.fits(x.dtype, w_query.shape[0] // heads, x.numel())
+    attends = flash.AVAILABLE and flash.fits(x.dtype, w_query.shape[0] // heads, x.numel())
     found = _enter("stream_attention", *arguments, attends, with_values)
     if found is None:
         return reference.stream_attention(x, w_query, w_key, w_value, heads, gain, cos, sin, entry, with_values)

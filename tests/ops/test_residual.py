@@ -237,6 +237,16 @@ def test_a_wrong_entry_is_named(op, change, said, device):
         op(torch.randn(1, 3, 8, device=device), *weights, HEADS, None, cos, cos, entry)
 
 
+@pytest.mark.parametrize("kv_heads", [0, 3])
+def test_heads_that_cannot_be_shared_out_are_named(kv_heads, installed):
+    """By the library they would be refused in its own words, or not at all."""
+    x = torch.randn(1, 3, 8, device=installed).half()
+    weights = [torch.randn(n * WIDTH, 8, device=installed).half() for n in (HEADS, kv_heads, kv_heads)]
+    cos = torch.ones(3, 2, device=installed)
+    with pytest.raises(ParbankError, match="query heads must be a multiple of kv heads"):
+        ops.stream_attention(x, *weights, HEADS, None, cos, cos)
+
+
 @pytest.mark.parametrize(
     ("shapes", "said"),
     [
