@@ -44,6 +44,13 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def as_they_are(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """For PyTorch's products inside an op: autocast, which an op's own dtype is none of the business of, would cast them."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 def takes_kernel(*tensors: Tensor | None) -> bool:
     """Whether a call takes the kernel: as the backend says, except under torch.func, whose transforms need the plain graph,
     and under forward-mode differentiation.
@@ -84,6 +91,39 @@ def refuse_double_backward(op: str) -> Callable[..., NoReturn]:
         )
 
     return refuse
+
+
+class _Final(torch.autograd.Function):
+    """The first `count` tensors as they are, as functions of the others, whose derivative is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.op = op
+        return tuple(y.view_as(y) for y in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:  # type: ignore[override]
+        refuse_double_backward(ctx.op)(ctx, *grads)
+
+
+def differentiate_once(op: str, backward: Callable[..., Any], ctx: Any, *grads: Tensor | None) -> Any:
+    """Calls a backward that is made of several ops, so that second derivatives of all it returns are refused.
+
+    Its ops refuse by themselves, but only where something that depends on the inputs reaches them. What forward kept of its
+    own making has no history, so a product with it would have a derivative that lacks a part, without a word.
+    """
+    if (
+        torch.compiler.is_compiling() or not torch.is_grad_enabled()
+    ):  # through a compiled backward the compiler refuses it
+        return backward(ctx, *grads)
+    with torch.no_grad():
+        found = backward(ctx, *grads)
+    made = [y for y in found if y is not None]
+    if not made:
+        return found
+    behind = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
+    final = iter(_Final.apply(op, len(made), *made, *behind))
+    return tuple(None if y is None else next(final) for y in found)
 
 
 def fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -29,6 +29,8 @@ from parbank.ops.backend import TensorDescriptor, tl, triton
 from parbank.ops.checks import (
     TILE_SIDE,
     as_rows,
+    as_they_are,
+    differentiate_once,
     fake,
     is_near,
     near,
@@ -349,7 +351,8 @@ def _mlp_up(x: Tensor, w_up: Tensor, inverse: Tensor | None, scale: float, slope
 def _mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> tuple[Tensor, Tensor, Tensor]:
     """y, and what backward needs."""
     a, signs = _mlp_up(x, w_up, None, 1.0, slope)
-    return torch.mm(a, w_down.t()).view(*x.shape[:-1], w_down.shape[0]), a, signs
+    with as_they_are(x.device):
+        return torch.mm(a, w_down.t()).view(*x.shape[:-1], w_down.shape[0]), a, signs
 
 
 @torch.library.custom_op(
@@ -393,7 +396,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return differentiate_once("mlp", _backward, ctx, *grads)
+
+
+def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None
     x, w_up, w_down, a, signs = ctx.saved_tensors

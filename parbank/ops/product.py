@@ -33,7 +33,7 @@ from torch import Tensor
 
 from parbank.errors import ParbankError
 from parbank.ops import cublaslt
-from parbank.ops.checks import check_floating, fake, on_device, same_device
+from parbank.ops.checks import as_they_are, check_floating, fake, on_device, same_device
 from parbank.ops.cublaslt import CublasError, Matmul, Operand
 
 ENABLED = True
@@ -252,7 +252,8 @@ def _product(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
             found = _by_cublaslt(a, b, c)
         if found is not None:
             return found
-    return torch.mm(a, b) if c is None else torch.addmm(c, a, b)
+    with as_they_are(a.device):
+        return torch.mm(a, b) if c is None else torch.addmm(c, a, b)
 
 
 @fake(_product)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from parbank.errors import ParbankError
 from parbank.ops import flash, reference
-from parbank.ops.checks import as_rows, same_device, takes_kernel
+from parbank.ops.checks import as_rows, differentiate_once, same_device, takes_kernel
 from parbank.ops.flash import causal_attention
 from parbank.ops.mix import MAX_WIDTH, _mix_rms_norm, _mix_rms_norm_backward
 from parbank.ops.mlp import _mlp_down_backward, _mlp_up, check_mlp, outer, takes_mlp
@@ -40,6 +40,15 @@ def _times(x: Tensor, w: Tensor, c: Tensor | None = None) -> Tensor:
     """x w [+ c] over the last dimension of x (..., K) and w (K, N)."""
     rows = product(as_rows(x), w, None if c is None else as_rows(c))
     return rows.view(*x.shape[:-1], w.shape[1])
+
+
+def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
+    """A compiler takes no tensor twice: the first block's x is x0 itself, and may be the skip. So each but the first is a view."""
+    found: list[Tensor | None] = []
+    for x in tensors:
+        again = x is not None and torch.compiler.is_compiling() and any(x is y for y in found)
+        found.append(x.view_as(x) if again and x is not None else x)
+    return found
 
 
 # --- into attention ---------------------------------------------------------------------------------------------------
@@ -77,31 +86,33 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, m, skip, x0, skip_gain, a, b, w, gain, cos, sin, extra, inverse, row, *kept = ctx.saved_tensors
-        heads, kv_heads, scale, eps = ctx.sizes
-        dtotal, (dm, *rest) = (grads[0], grads[1:]) if ctx.handed_on else (None, grads)
-        more = None
-        if ctx.attends:
-            dq, dk, dv = flash._backward(rest[0], *kept)
-            more = rest[1] if ctx.with_values else None
-        else:
-            dq, dk, dv = rest[0], rest[1][None], rest[2][None]
-        sizes = (heads, kv_heads, gain, cos, sin, inverse, extra, scale, eps)
-        drow, dgain, dextra = _split_qkv_backward(dq, dk, dv, more, row, *sizes)
-        dw = torch.mm(drow.flatten(0, 1).t(), m.flatten(0, 1)) if ctx.needs_input_grad[6] else None
-        g = _times(drow, w)
-        dskip = dx0 = da = db = dskip_gain = None
-        if not ctx.mixed:
-            dx = _row_norms_backward(dm, g, x, inverse)
-        else:
-            dx, dskip, dx0, sums = _mix_rms_norm_backward(
-                dtotal, dm, g, x, skip, x0, skip_gain, a, b, inverse, scale, True
-            )
-            da, db = sums[0].to(a.dtype), sums[1].to(b.dtype)
-            dskip, dskip_gain = (None, None) if skip is None else (dskip, sums[2].to(skip_gain.dtype))
-        of_gain = None if gain is None else dgain.to(gain.dtype)
-        of_extra = None if extra is None else dextra
-        return dx, dskip, dx0, dskip_gain, da, db, dw, of_gain, None, None, of_extra, *[None] * 7
+        return differentiate_once("stream_qkv (or stream_attention)", _leave, ctx, *grads)
+
+
+def _leave(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    x, m, skip, x0, skip_gain, a, b, w, gain, cos, sin, extra, inverse, row, *kept = ctx.saved_tensors
+    heads, kv_heads, scale, eps = ctx.sizes
+    dtotal, (dm, *rest) = (grads[0], grads[1:]) if ctx.handed_on else (None, grads)
+    more = None
+    if ctx.attends:
+        dq, dk, dv = flash._backward(rest[0], *kept)
+        more = rest[1] if ctx.with_values else None
+    else:
+        dq, dk, dv = rest[0], rest[1][None], rest[2][None]
+    sizes = (heads, kv_heads, gain, cos, sin, inverse, extra, scale, eps)
+    drow, dgain, dextra = _split_qkv_backward(dq, dk, dv, more, row, *sizes)
+    dw = torch.mm(drow.flatten(0, 1).t(), m.flatten(0, 1)) if ctx.needs_input_grad[6] else None
+    g = _times(drow, w)
+    dskip = dx0 = da = db = dskip_gain = None
+    if not ctx.mixed:
+        dx = _row_norms_backward(dm, g, x, inverse)
+    else:
+        dx, dskip, dx0, sums = _mix_rms_norm_backward(dtotal, dm, g, x, skip, x0, skip_gain, a, b, inverse, scale, True)
+        da, db = sums[0].to(a.dtype), sums[1].to(b.dtype)
+        dskip, dskip_gain = (None, None) if skip is None else (dskip, sums[2].to(skip_gain.dtype))
+    of_gain = None if gain is None else dgain.to(gain.dtype)
+    of_extra = None if extra is None else dextra
+    return dx, dskip, dx0, dskip_gain, da, db, dw, of_gain, None, None, of_extra, *[None] * 7
 
 
 def _enter(
@@ -121,15 +132,11 @@ def _enter(
     _check_extra(op, x, entry.extra, (*x.shape[:2], kv_heads, width))
     if not takes_kernel(*everything) or not fits(max(heads, 2 * kv_heads), width, cos, sin) or x.shape[-1] > MAX_WIDTH:
         return None
-    # A compiler takes no tensor twice: the first block's x is x0 itself, and may be the skip.
-    x0, old = (y.view_as(y) if y is x else y for y in (x0, old))
     handed_on, total = entry.handed_on and a is not None, x
     if old is not None and old_gain is not None and a is None:
         x, old, old_gain = (x.float() + old_gain * old.float()).to(x.dtype), None, None
-    found = _Enter.apply(
-        x, old, x0, old_gain, a, b, torch.cat(weights), gain, cos, sin, entry.extra, heads, kv_heads, entry.scale, entry.eps,
-        attends, handed_on, with_values,
-    )  # fmt: skip
+    tensors = _apart(x, old, x0, old_gain, a, b, torch.cat(weights), gain, cos, sin, entry.extra)
+    found = _Enter.apply(*tensors, heads, kv_heads, entry.scale, entry.eps, attends, handed_on, with_values)
     if handed_on:
         return found
     # Without a mix the stream is x: whoever reads it further on reads that, and its gradient is added up as well.
@@ -177,8 +184,14 @@ def stream_attention(
     with_values: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`stream_qkv`, then `causal_attention`: (x, m, y, v) with y (B, T, heads, D). Without `with_values` v is None."""
+    check_projections("stream_attention", x, w_query, w_key, w_value, heads)
+    if w_key.shape[0] == 0 or w_query.shape[0] % w_key.shape[0]:
+        raise ParbankError(
+            f"stream_attention: w_query {tuple(w_query.shape)} makes {heads} heads and w_key {tuple(w_key.shape)} a number that "
+            "they cannot be shared out to; query heads must be a multiple of kv heads"
+        )
     arguments = (x, (w_query, w_key, w_value), heads, gain, cos, sin, entry)
-    attends = flash.AVAILABLE and heads > 0 and flash.fits(x.dtype, w_query.shape[0] // heads, x.numel())
+    attends = flash.AVAILABLE and flash.fits(x.dtype, w_query.shape[0] // heads, x.numel())
     found = _enter("stream_attention", *arguments, attends, with_values)
     if found is None:
         return reference.stream_attention(x, w_query, w_key, w_value, heads, gain, cos, sin, entry, with_values)
@@ -219,7 +232,7 @@ def add_linear(c: Tensor, x: Tensor, w: Tensor) -> Tensor:
             f"add_linear: c is {c.dtype}, x {x.dtype} and w {w.dtype}; cast them to one floating type first"
         )
     same_device("add_linear", c, x, w)
-    return _AddLinear.apply(c, x, w) if takes_kernel(c, x, w) else reference.add_linear(c, x, w)
+    return _AddLinear.apply(*_apart(c, x, w)) if takes_kernel(c, x, w) else reference.add_linear(c, x, w)
 
 
 class _ResidualMLP(torch.autograd.Function):
@@ -233,13 +246,17 @@ class _ResidualMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, w_up, w_down, inverse, a, signs = ctx.saved_tensors
-        rows, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        du = _mlp_down_backward(rows, w_down, a, signs, inverse, ctx.scale, ctx.slope)
-        dx = _row_norms_backward(grad, product(du, w_up, None).view(x.shape), x, inverse)
-        dw_up = outer(du, flat, w_up) if ctx.needs_input_grad[1] else None
-        dw_down = outer(rows, a, w_down) if ctx.needs_input_grad[2] else None
-        return dx, dw_up, dw_down, None, None, None
+        return differentiate_once("residual_mlp", _mlp_backward, ctx, grad)
+
+
+def _mlp_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, w_up, w_down, inverse, a, signs = ctx.saved_tensors
+    rows, flat = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    du = _mlp_down_backward(rows, w_down, a, signs, inverse, ctx.scale, ctx.slope)
+    dx = _row_norms_backward(grad, product(du, w_up, None).view(x.shape), x, inverse)
+    dw_up = outer(du, flat, w_up) if ctx.needs_input_grad[1] else None
+    dw_down = outer(rows, a, w_down) if ctx.needs_input_grad[2] else None
+    return dx, dw_up, dw_down, None, None, None
 
 
 def residual_mlp(
@@ -253,4 +270,4 @@ def residual_mlp(
         )
     if not takes_mlp(x, w_up, w_down) or x.shape[-1] > MAX_WIDTH:
         return reference.residual_mlp(x, w_up, w_down, slope, scale, eps)
-    return _ResidualMLP.apply(x, w_up, w_down, slope, scale, eps)
+    return _ResidualMLP.apply(*_apart(x, w_up, w_down), slope, scale, eps)

@@ -102,6 +102,49 @@ def test_a_second_derivative_is_refused_in_words(case):
         twice(fn)
 
 
+def test_autocast_around_an_op_breaks_no_gradient(case, device):
+    """Kernels compute in the dtype they are given; a product of PyTorch's inside an op must not be cast behind its back."""
+    fn, _, inputs = case
+
+    def cast(*leaves: Tensor) -> Any:
+        with torch.autocast(device.type, torch.bfloat16):
+            return fn(*leaves)
+
+    for found, expected in zip(evaluate(cast, inputs), evaluate(fn, inputs), strict=True):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a.float(), b, rtol=0.05, atol=0.05 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("squared", [True, False])
+def test_a_second_derivative_of_one_input_is_right_or_refused(case, squared):
+    """What forward keeps has no history: where one gradient alone is asked for, or what reaches the backward is a constant, a
+    derivative through that must not go missing without a word."""
+    fn, plain, inputs = case
+    heads: list[Tensor] = []
+
+    def twice(f: Callable[..., Any], index: int) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        found = f(*leaves)
+        outputs = [found] if isinstance(found, Tensor) else list(found)
+        heads.extend(torch.randn_like(y) for y in outputs[len(heads) :])
+        loss = sum((y * y if squared else y * head).sum() for y, head in zip(outputs, heads, strict=True))
+        (first,) = torch.autograd.grad(loss, leaves[index], create_graph=True)
+        if not first.requires_grad:
+            return [torch.zeros_like(x) for x in leaves]
+        return list(torch.autograd.grad((first * first).sum(), leaves, materialize_grads=True))
+
+    for index in range(len(inputs)):
+        expected = twice(plain, index)
+        try:
+            found = twice(fn, index)
+        except ParbankError as error:
+            if "no second derivative" not in str(error):
+                raise
+            continue
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
 def test_function_transforms_take_the_reference(case):
     fn, plain, inputs = case
 

@@ -134,6 +134,25 @@ def test_x_may_be_x0_and_the_skip(device):
     assert_matches(fill(same(ops.stream_qkv)), fill(same(reference.stream_qkv)), unused[:-1])
 
 
+def test_one_tensor_in_several_places_compiles(installed):
+    """A compiler takes no tensor twice as an argument of such a function, and a caller may well give it."""
+    x, query, key, value, *_ = Case().inputs(2, 5, 16, installed, torch.float16)
+    one, angle = torch.randn(16, device=installed), torch.rand(5, 2, device=installed)
+
+    def call(x: Tensor, other: Tensor, one: Tensor, query: Tensor) -> list[Tensor]:
+        entry = Entry((other, one, one), (other, one))
+        total, m, y, v = ops.stream_attention(x, query, key, value, HEADS, None, angle, angle, entry)
+        square = query[:16]
+        return [total, y, v, ops.add_linear(m, m, square), ops.residual_mlp(m, square, square, 0.5)]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="inductor" if installed.type == "cuda" else "aot_eager")
+    inputs = [x, torch.randn_like(x), one, query]
+    for found, expected in zip(evaluate(compiled, inputs), evaluate(call, inputs), strict=True):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("shape", [((3,), 8, 24), ((2, 5), 130, 7), ((0,), 8, 8)])
 def test_a_product_added_to_the_stream(shape, dtype, device, poison):
     lead, inputs, outputs = shape
@@ -216,6 +235,16 @@ def test_a_wrong_entry_is_named(op, change, said, device):
     entry = Entry(**{name: moved(y) for name, y in change.items()})
     with pytest.raises(ParbankError, match=said):
         op(torch.randn(1, 3, 8, device=device), *weights, HEADS, None, cos, cos, entry)
+
+
+@pytest.mark.parametrize("kv_heads", [0, 3])
+def test_heads_that_cannot_be_shared_out_are_named(kv_heads, installed):
+    """By the library they would be refused in its own words, or not at all."""
+    x = torch.randn(1, 3, 8, device=installed).half()
+    weights = [torch.randn(n * WIDTH, 8, device=installed).half() for n in (HEADS, kv_heads, kv_heads)]
+    cos = torch.ones(3, 2, device=installed)
+    with pytest.raises(ParbankError, match="query heads must be a multiple of kv heads"):
+        ops.stream_attention(x, *weights, HEADS, None, cos, cos)
 
 
 @pytest.mark.parametrize(
