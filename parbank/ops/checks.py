@@ -112,9 +112,8 @@ def differentiate_once(op: str, backward: Callable[..., Any], ctx: Any, *grads: 
     Its ops refuse by themselves, but only where something that depends on the inputs reaches them. What forward kept of its
     own making has no history, so a product with it would have a derivative that lacks a part, without a word.
     """
-    if (
-        torch.compiler.is_compiling() or not torch.is_grad_enabled()
-    ):  # through a compiled backward the compiler refuses it
+    # Where a compiler traces this, it refuses a derivative of what it has compiled.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return backward(ctx, *grads)
     with torch.no_grad():
         found = backward(ctx, *grads)
