@@ -65,6 +65,18 @@ def test_conditions_under_which_it_cannot_wait_for_ever(op, depth):
         assert found["TURN"] <= (places if found["BUFS"] > 1 else found["ASK"])
 
 
+@pytest.mark.parametrize("depth", mlp_hopper.DEPTHS)
+@pytest.mark.parametrize("step", [32, 64, 128])
+def test_any_launch_is_cut_down_to_the_depth(step, depth):
+    """As tune.py tries them: what a launch asks for may be more than a smaller depth has of places."""
+    places = depth // step
+    for much in (1, 2, places, 100):
+        found = mlp_hopper.constants(mlp_hopper.launch_config(step, 16, 1, turn=much, lag=much - 1, ask=much), depth)
+        assert found["LAG"] < found["ASK"] <= places
+        assert found["TURN"] <= found["ASK"]
+    assert mlp_hopper.constants(mlp_hopper.launch_config(step, 16, 1, turn=0), depth)["TURN"] == 0
+
+
 @pytest.mark.parametrize("shape", [(128, 256, 128), (100, 24, 168)])
 def test_what_it_does_not_take_goes_to_the_triton_kernel(shape, device, poison):
     """Odd sizes anywhere; on anything but Hopper, whole tiles too."""

@@ -138,6 +138,8 @@ def test_what_fails_is_out():
 
 def test_what_writes_nothing_is_out():
     assert choice_of([writing(1), nothing, writing(1)], [3.0], [4.0]) == Choice(0, 3.0, 3.0)
+    # nor may it pass for what the one before has written
+    assert choice_of([writing(1), writing(1), nothing], [3.0], [4.0]) == Choice(0, 3.0, 3.0)
 
 
 def test_a_single_fast_run_does_not_count():

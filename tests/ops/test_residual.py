@@ -1,6 +1,7 @@
 """The halves of a block, with their norms left to the products and their sums made by them, held against the plain ones."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,86 @@ def test_without_the_library_attention_is_pytorchs(case, device, monkeypatch):
     monkeypatch.setattr(flash, "AVAILABLE", False)
     made = case.inputs(2, 9, 24, device, torch.float32)
     assert_matches(case.through(ops.stream_attention), case.through(reference.stream_attention), made)
+
+
+def spread(x: Tensor | None) -> Tensor | None:
+    """The same numbers with gaps between rows, and between batches where there are some."""
+    if x is None or x.dim() < 2:
+        return x
+    return torch.stack([x, torch.full_like(x, torch.nan)], -2).flatten(-3, -2)[..., ::2, :]
+
+
+def turn(y: Tensor) -> Tensor:
+    """Its gradient comes with channels apart."""
+    return y.mT
+
+
+def widen_rows(y: Tensor) -> Tensor:
+    """Its gradient comes with rows apart."""
+    return torch.cat([y, torch.zeros_like(y)], -1)
+
+
+def followed(fn: Callable[..., Any], by: Callable[[Tensor], Tensor]) -> Callable[..., list[Tensor]]:
+    return lambda *tensors: [by(y) for y in as_list(fn(*tensors))]
+
+
+@pytest.mark.parametrize("by", [turn, widen_rows])
+@pytest.mark.parametrize("attends", [False, True])
+def test_nothing_need_lie_side_by_side(case, attends, by, installed):
+    made = [spread(x) for x in case.inputs(2, 5, 24, installed, torch.float16)]
+    assert made[0].stride() != made[0].contiguous().stride()
+    name = "stream_attention" if attends else "stream_qkv"
+    assert_matches(*(followed(case.through(getattr(module, name)), by) for module in (ops, reference)), made)
+
+
+@pytest.mark.parametrize("by", [turn, widen_rows])
+def test_nothing_need_lie_side_by_side_in_the_second_half(by, device):
+    made = [spread(x) for x in mlp_inputs((2, 5), 16, 32, device, torch.float32)]
+    assert_matches(*(followed(lambda *i, m=module: m.residual_mlp(*i, 0.5), by) for module in (ops, reference)), made)
+    c, x, w = (spread(torch.randn(shape, device=device)) for shape in ((2, 5, 8), (2, 5, 12), (8, 12)))
+    assert_matches(followed(ops.add_linear, by), followed(reference.add_linear, by), [c, x, w])
+
+
+def assert_each_alone(fn: Callable[..., Any], inputs: list[Tensor | None]) -> None:
+    """Each input's gradient is the same where nothing else has one: the rest may be frozen."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    outputs = as_list(fn(*leaves))
+    heads = [torch.randn_like(y) for y in outputs]
+    wanted = [x for x in leaves if x is not None]
+    whole = iter(torch.autograd.grad(outputs, wanted, heads, allow_unused=True))
+    for index, leaf in enumerate(leaves):
+        if leaf is None:
+            continue
+        frozen = [None if x is None else x.detach() for x in leaves]
+        frozen[index] = leaf
+        kept = [(y, head) for y, head in zip(as_list(fn(*frozen)), heads, strict=True) if y.requires_grad]
+        (alone,) = torch.autograd.grad([y for y, _ in kept], [leaf], [head for _, head in kept])
+        torch.testing.assert_close(alone, next(whole))
+
+
+def test_all_but_one_may_be_frozen(case, device):
+    assert_each_alone(case.through(ops.stream_qkv), case.inputs(2, 5, 24, device, torch.float32))
+
+
+def test_all_but_one_may_be_frozen_further_on(device):
+    assert_each_alone(lambda *i: ops.residual_mlp(*i, 0.5), mlp_inputs((9,), 16, 32, device, torch.float32))
+    assert_each_alone(ops.add_linear, [torch.randn(shape, device=device) for shape in ((5, 8), (5, 12), (8, 12))])
+
+
+def test_eps_reaches_the_norms(device):
+    """Of numbers so small that it decides."""
+    case = Case(skipped=True)
+    made = [
+        None if x is None else x * (1e-2 if x.dim() == 3 else 1) for x in case.inputs(1, 5, 16, device, torch.float32)
+    ]
+
+    def with_eps(op: Callable[..., Any]) -> Callable[..., Any]:
+        return case.through(lambda *args: op(*args[:-1], replace(args[-1], eps=0.3)))
+
+    assert_matches(with_eps(ops.stream_qkv), with_eps(reference.stream_qkv), made)
+    small = mlp_inputs((9,), 16, 32, device, torch.float32)
+    small[0] = small[0] * 0.1
+    assert_matches(*(lambda *i, m=module: m.residual_mlp(*i, 0.5, 1.0, 0.3) for module in (ops, reference)), small)
 
 
 @pytest.mark.parametrize("unused", [0, 1])
@@ -197,14 +278,6 @@ def test_a_stream_of_zeros_stays_finite(device):
     y = ops.residual_mlp(x, torch.randn(16, 8, device=device), torch.randn(8, 16, device=device), 0.5)
     assert not y.any()
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.ones_like(x))
-
-
-def test_weights_that_are_frozen(device):
-    """Nothing but x has a gradient then, and nothing else is computed."""
-    x, up, down = mlp_inputs((9,), 16, 32, device, torch.float32)
-    x.requires_grad_()
-    found = torch.autograd.grad(ops.residual_mlp(x, up, down, 0.5).sum(), x)
-    torch.testing.assert_close(found, torch.autograd.grad(reference.residual_mlp(x, up, down, 0.5).sum(), x))
 
 
 def test_rows_too_long_for_registers_take_the_reference(device):
