@@ -6,7 +6,7 @@ A block of a pre-norm transformer reads its stream, norms it, multiplies, and ad
     q, k, v from norm(m);  y = attention(q, k, v);  x = m + y W_out
     s' = x + f(norm(x) W_up) W_down
 
-Written op by op, each arrow is a pass over (tokens, width). Here there are as few as products allow:
+Written op by op, each norm, mix and sum is a pass over (tokens, width). Here there are as few as products allow:
 
 - Norms are never written. A product of a normed row is the product of the row, times the row's factor (norm.py), and what
   follows each of the two products can multiply: the rotation, and the activation in the product's own epilogue.
@@ -117,15 +117,23 @@ def _leave(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 def _enter(
     op: str, x: Tensor, weights: tuple[Tensor, Tensor, Tensor], heads: int, gain: Tensor | None, cos: Tensor, sin: Tensor,
-    entry: Entry, attends: bool, with_values: bool,
+    entry: Entry, to_attention: bool, with_values: bool,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
-    """`_Enter` with its arguments checked, always with x in front; None where the kernels do not take it."""
+    """`_Enter` with its arguments checked, always with x in front; None where the kernels do not take it.
+
+    Even `to_attention` it may end in queries, keys and values, where the library is missing or has no kernels for them.
+    """
     (x0, a, b), (old, old_gain) = entry.mix or (None, None, None), entry.skip or (None, None)
     check_channels(op, x, a=a, b=b, gain=old_gain)
     check_like(op, x, **{name: y for name, y in (("x0", x0), ("skip", old)) if y is not None})
     check_projections(op, x, *weights, heads)
     width = weights[0].shape[0] // heads
     kv_heads = weights[1].shape[0] // width
+    if to_attention and (kv_heads == 0 or heads % kv_heads):
+        raise ParbankError(
+            f"{op}: w_query {tuple(weights[0].shape)} makes {heads} heads and w_key {tuple(weights[1].shape)} a number that "
+            "they cannot be shared out to; query heads must be a multiple of kv heads"
+        )
     check_rotation(op, x.shape[1], heads, width, gain, cos, sin)
     everything = (x, x0, old, a, b, old_gain, *weights, gain, cos, sin, entry.extra)
     same_device(op, *everything)
@@ -135,6 +143,7 @@ def _enter(
     handed_on, total = entry.handed_on and a is not None, x
     if old is not None and old_gain is not None and a is None:
         x, old, old_gain = (x.float() + old_gain * old.float()).to(x.dtype), None, None
+    attends = to_attention and flash.AVAILABLE and flash.fits(x.dtype, width, x.numel())
     tensors = _apart(x, old, x0, old_gain, a, b, torch.cat(weights), gain, cos, sin, entry.extra)
     found = _Enter.apply(*tensors, heads, kv_heads, entry.scale, entry.eps, attends, handed_on, with_values)
     if handed_on:
@@ -184,22 +193,14 @@ def stream_attention(
     with_values: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`stream_qkv`, then `causal_attention`: (x, m, y, v) with y (B, T, heads, D). Without `with_values` v is None."""
-    check_projections("stream_attention", x, w_query, w_key, w_value, heads)
-    if w_key.shape[0] == 0 or w_query.shape[0] % w_key.shape[0]:
-        raise ParbankError(
-            f"stream_attention: w_query {tuple(w_query.shape)} makes {heads} heads and w_key {tuple(w_key.shape)} a number that "
-            "they cannot be shared out to; query heads must be a multiple of kv heads"
-        )
     arguments = (x, (w_query, w_key, w_value), heads, gain, cos, sin, entry)
-    attends = flash.AVAILABLE and flash.fits(x.dtype, w_query.shape[0] // heads, x.numel())
-    found = _enter("stream_attention", *arguments, attends, with_values)
+    found = _enter("stream_attention", *arguments, True, with_values)
     if found is None:
         return reference.stream_attention(x, w_query, w_key, w_value, heads, gain, cos, sin, entry, with_values)
-    if attends:
-        total, m, y, *values = found
-        return total, m, y, values[0] if with_values else None
-    total, m, q, k, v = found
-    return total, m, causal_attention(q, k, v), v if with_values else None
+    total, m, *rest = found
+    if len(rest) == 3:
+        return total, m, causal_attention(*rest), rest[2] if with_values else None
+    return total, m, rest[0], rest[1] if with_values else None
 
 
 # --- out of it, and the MLP -------------------------------------------------------------------------------------------
