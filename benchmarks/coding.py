@@ -21,9 +21,14 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import harness  # noqa: E402
 
-from parbank.artifact import is_artifact, read_artifact  # noqa: E402
-from parbank.quant import QuantConfig, Quantised, read_contents, role  # noqa: E402
-from parbank.quant.codecs import quantise_rows  # noqa: E402
+from parbank.artifact.container import is_artifact, read_artifact  # noqa: E402
+from parbank.artifact.contents import read_contents  # noqa: E402
+from parbank.quant.config import QuantConfig  # noqa: E402
+from parbank.quant.integers import (  # noqa: E402
+    Quantised,
+    quantise_rows,
+)
+from parbank.quant.roles import role  # noqa: E402
 from parbank.quant.streams import (  # noqa: E402
     decode_integers,
     encode_halves,
@@ -115,7 +120,7 @@ def load(path: Path) -> dict[str, dict[str, Quantised]]:
         found = {s.spec.name: s.content for s in read_contents(read_artifact(file)) if isinstance(s.content, Quantised)}
         return {f"{file.name}, its own integers": dict(sorted(found.items(), key=lambda item: item[1].q))}
     from parbank.runtime import pick_device
-    from parbank.train.load import load_trained
+    from parbank.training.load import load_trained
 
     model, _, config = load_trained(path, pick_device("cpu"))
     weights = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}

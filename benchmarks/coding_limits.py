@@ -42,11 +42,16 @@ import coding  # noqa: E402
 import harness  # noqa: E402
 
 from parbank.model import GPT  # noqa: E402
-from parbank.quant import QuantConfig, Quantised, coded_bits, division  # noqa: E402
-from parbank.quant.codecs import quantise_rows  # noqa: E402
-from parbank.quant.models import PRECISION, piece_bits  # noqa: E402
+from parbank.quant.coders import division  # noqa: E402
+from parbank.quant.coders.ans import coded_bits  # noqa: E402
+from parbank.quant.coders.models import PRECISION, piece_bits  # noqa: E402
+from parbank.quant.config import QuantConfig  # noqa: E402
+from parbank.quant.integers import (  # noqa: E402
+    Quantised,
+    quantise_rows,
+)
 from parbank.runtime import pick_device, seed_everything  # noqa: E402
-from parbank.train.load import load_trained  # noqa: E402
+from parbank.training.load import load_trained  # noqa: E402
 
 Floats = np.ndarray
 NATS = 1 / math.log(2)  # bits in one

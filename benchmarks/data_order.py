@@ -24,8 +24,8 @@ from parbank.data.dataset import Dataset, open_dataset  # noqa: E402
 from parbank.eval.score import score_chunked  # noqa: E402
 from parbank.recipes import get_recipe  # noqa: E402
 from parbank.runtime import Runtime, pick_device  # noqa: E402
-from parbank.train.config import RunConfig  # noqa: E402
-from parbank.train.trainer import Trainer  # noqa: E402
+from parbank.training.config import RunConfig  # noqa: E402
+from parbank.training.trainer import Trainer  # noqa: E402
 
 SHUFFLED = batches._draw_order
 

@@ -32,22 +32,30 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import harness  # noqa: E402
 import quantisation_techniques as alone  # noqa: E402
 
-from parbank.artifact import decode_artifact  # noqa: E402
+from parbank.artifact.calibrate import calibrate  # noqa: E402
+from parbank.artifact.container import decode_artifact  # noqa: E402
+from parbank.artifact.contents import pack_contents  # noqa: E402
+from parbank.artifact.load import TOKENIZER  # noqa: E402
+from parbank.artifact.pack import (  # noqa: E402
+    plan,
+    unpack_tensors,
+)
 from parbank.data.dataset import open_dataset  # noqa: E402
 from parbank.data.validation import open_validation  # noqa: E402
 from parbank.errors import ArtifactError, ConfigError  # noqa: E402
-from parbank.eval.calibrate import calibrate  # noqa: E402
-from parbank.eval.load import TOKENIZER  # noqa: E402
 from parbank.eval.score import score_chunked  # noqa: E402
-from parbank.quant import QuantConfig, Solver, pack_contents, role, unpack_tensors  # noqa: E402
 from parbank.quant.bank import Contents  # noqa: E402
-from parbank.quant.codecs import Quantised, dequantise, quantise_rows, to_half  # noqa: E402
-from parbank.quant.pack import plan  # noqa: E402
-from parbank.quant.solver import Solved  # noqa: E402
+from parbank.quant.config import QuantConfig  # noqa: E402
+from parbank.quant.integers import Quantised, dequantise, quantise_rows, to_half  # noqa: E402
+from parbank.quant.roles import role  # noqa: E402
+from parbank.quant.solver import (  # noqa: E402
+    Solved,
+    Solver,
+)
 from parbank.quant.streams import Coder  # noqa: E402
 from parbank.runtime import Runtime, pick_device  # noqa: E402
-from parbank.train.load import load_trained  # noqa: E402
-from parbank.train.run import _meta  # noqa: E402
+from parbank.training.load import load_trained  # noqa: E402
+from parbank.training.run import _meta  # noqa: E402
 
 CAPS = (16_000_000, 12_000_000, 8_000_000, 4_000_000)
 GOLF_WEIGHTS = 26_900_000  # of the golf model: a smaller model gets caps in proportion

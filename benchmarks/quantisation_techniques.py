@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from parbank.quant.bank import Bank, Contents
-from parbank.quant.codecs import Quantised
 from parbank.quant.gptq import round_bank
+from parbank.quant.integers import Quantised
 from parbank.quant.low_rank import correct
 from parbank.quant.pruning import prune_ones
 from parbank.quant.rotation import block_size, rotate

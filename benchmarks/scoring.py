@@ -26,17 +26,18 @@ import harness  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from parbank.artifact.load import LoadedModel  # noqa: E402
 from parbank.data.shards import TokenSet  # noqa: E402
 from parbank.data.validation import open_validation  # noqa: E402
-from parbank.eval.adapt import AdaptConfig, restored  # noqa: E402
-from parbank.eval.load import LoadedModel  # noqa: E402
-from parbank.eval.score import Scored, autocast, score_windows  # noqa: E402
-from parbank.eval.streaming import score_streaming  # noqa: E402
-from parbank.eval.ttt import score_ttt  # noqa: E402
+from parbank.eval.adaptation import AdaptConfig, restored  # noqa: E402
+from parbank.eval.methods.streaming import score_streaming  # noqa: E402
+from parbank.eval.methods.ttt import score_ttt  # noqa: E402
+from parbank.eval.score import Scored, score_windows  # noqa: E402
 from parbank.model import GPT, ModelConfig  # noqa: E402
 from parbank.ops.backend import use_backend  # noqa: E402
+from parbank.precision import autocast  # noqa: E402
 from parbank.runtime import Runtime, pick_device  # noqa: E402
-from parbank.train.load import load_model  # noqa: E402
+from parbank.training.load import load_model  # noqa: E402
 
 ROWS = 32  # windows a batch, as published
 CHUNK, EPOCHS, RATE = 32_768, 3, 0.002  # the published ttt

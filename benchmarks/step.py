@@ -51,10 +51,10 @@ from parbank.ops.backend import use_backend
 from parbank.optim.averaging import Averages
 from parbank.optim.parallel_muon import ParallelMuon
 from parbank.recipes import get_recipe
-from parbank.train.config import RunConfig
-from parbank.train.groups import parameter_groups
-from parbank.train.passes import Passes
-from parbank.train.warmup import random_data
+from parbank.training.config import RunConfig
+from parbank.training.groups import parameter_groups
+from parbank.training.passes import Passes
+from parbank.training.warmup import random_data
 
 # The published recipe's own figures on one H200, random data: forward + backward at 98,304 tokens, optimizer section.
 REFERENCE_TOKENS, REFERENCE_MICRO, REFERENCE_SECTION = 98_304, 69.6, 8.9

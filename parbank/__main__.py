@@ -1,6 +1,6 @@
 """`python -m parbank`: what torchrun starts."""
 
-from parbank.cli import main
+from parbank.cli.main import main
 
 if __name__ == "__main__":
     main()

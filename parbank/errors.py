@@ -21,6 +21,10 @@ class ArtifactError(ParbankError):
     """A packed model that is damaged, foreign, or does not fit its cap."""
 
 
+class FileError(ParbankError):
+    """A file or folder that cannot be written."""
+
+
 class CheckpointError(ParbankError):
     """A checkpoint that is missing, damaged, or of another run."""
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from parbank.errors import ConfigError
 from parbank.model import ModelConfig
 from parbank.optim.averaging import AverageConfig
-from parbank.quant import QuantConfig
-from parbank.train.config import BatchConfig, BudgetConfig, OptimConfig, RunConfig, TrainConfig
+from parbank.quant.config import QuantConfig
+from parbank.training.config import BatchConfig, BudgetConfig, OptimConfig, RunConfig, TrainConfig
 
 GOLF_MODEL = ModelConfig(
     vocab_size=1024,

@@ -7,7 +7,7 @@ import pytest
 from parbank.config import field_docs, from_dict, override, to_dict, walk
 from parbank.errors import ConfigError
 from parbank.recipes import RECIPES, get_recipe
-from parbank.train.config import RunConfig
+from parbank.training.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

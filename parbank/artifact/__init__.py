@@ -1,23 +1,4 @@
-"""The file format: named sections of bytes under a checksummed header. It knows nothing of models."""
+"""The packed model, whole: its container, its contents, packing under a cap, loading, and exchange with other programs.
 
-from parbank.artifact.container import (
-    FORMAT_VERSION,
-    Artifact,
-    decode_artifact,
-    encode_artifact,
-    is_artifact,
-    read_artifact,
-    write_artifact,
-    write_file,
-)
-
-__all__ = [
-    "FORMAT_VERSION",
-    "Artifact",
-    "decode_artifact",
-    "encode_artifact",
-    "is_artifact",
-    "read_artifact",
-    "write_artifact",
-    "write_file",
-]
+Nothing is imported here: `parbank inspect` must not cost the import of a model.
+"""

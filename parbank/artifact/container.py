@@ -10,7 +10,6 @@ import io
 import json
 import os
 import re
-import secrets
 import stat
 import struct
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from parbank.errors import ArtifactError
+from parbank.files import write_file
 
 # A byte outside ASCII and both line ends: a transfer in text mode breaks the magic and is seen at once.
 MAGIC = b"\x89PBK\r\n\x1a\n"
@@ -85,31 +85,6 @@ def decode_artifact(data: bytes, *, source: str = "<memory>") -> Artifact:
 def write_artifact(path: str | Path, meta: Mapping[str, Any], sections: Mapping[str, bytes]) -> int:
     """Writes a container atomically and returns its size in bytes."""
     return write_file(path, encode_artifact(meta, sections))
-
-
-def write_file(path: str | Path, data: bytes) -> int:
-    """Puts `data` at `path` in one step: whoever looks sees the old file or the whole new one, also after a crash."""
-    target = Path(path)
-    # A random name in the same folder: os.replace is atomic only within a file system, and two writers never share it.
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:  # Ctrl-C too: a half-written file must not stay behind
-            temporary.unlink(missing_ok=True)
-            raise
-        _sync_folder(target.parent)
-    except OSError as error:
-        raise ArtifactError(
-            f"cannot write {target}: {error.strerror or error}; "
-            f"choose a folder you may write to, with {len(data):,} bytes free"
-        ) from error
-    return len(data)
 
 
 def read_artifact(path: str | Path) -> Artifact:
@@ -251,17 +226,3 @@ def _no_constant(name: str) -> NoReturn:
 
 def _refuse(source: str, what: str) -> NoReturn:
     raise ArtifactError(f"{source} is damaged: {what}; {_AGAIN}")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes the rename itself survive a power cut, where the system lets a folder be synced."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)

@@ -24,7 +24,7 @@ import numpy as np
 from parbank.data.corpora import Corpus, parse_corpus, read_documents, text_corpus
 from parbank.data.progress import Meter, Say, say_on_stderr
 from parbank.data.shards import HEADER_BYTES, TOKEN, ShardInfo, ShardWriter
-from parbank.data.spool import Entry, Spool, sample, split
+from parbank.data.spool import Document, Spool, sample, split
 from parbank.data.tokenizer import Tokenizer, check_vocab
 from parbank.errors import DataError
 
@@ -122,11 +122,11 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
     return manifest
 
 
-def _gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Entry], list[Entry], int]:
+def _gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], list[Document], int]:
     """Reads every document once. Equal documents are kept once, and one that validates never trains."""
-    seen: dict[bytes, Entry] = {}
+    seen: dict[bytes, Document] = {}
     dropped = 0
-    by_split: dict[str, list[Entry]] = {"val": [], "train": []}
+    by_split: dict[str, list[Document]] = {"val": [], "train": []}
     with Meter("reading", say) as meter:
         for name, paths in (("val", corpus.val), ("train", corpus.train)):
             for path in paths:
@@ -151,7 +151,7 @@ def _gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Entry], list[E
 
 
 def _write_split(
-    entries: list[Entry], spool: Spool, tokenizer: Tokenizer, place: Path, prefix: str, meter: Meter
+    entries: list[Document], spool: Spool, tokenizer: Tokenizer, place: Path, prefix: str, meter: Meter
 ) -> dict[str, Any]:
     """Writes BOS and the tokens of each document, in the order of the entries, and checks that no byte went missing."""
     total = sum(entry.size for entry in entries)
@@ -175,9 +175,9 @@ def _write_split(
     }
 
 
-def _batches(entries: list[Entry]) -> Iterator[list[Entry]]:
+def _batches(entries: list[Document]) -> Iterator[list[Document]]:
     """Documents in groups of about _BATCH_BYTES: enough for all cores, little enough to hold."""
-    batch: list[Entry] = []
+    batch: list[Document] = []
     size = 0
     for entry in entries:
         batch.append(entry)

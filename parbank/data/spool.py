@@ -15,7 +15,7 @@ VAL_SHARE = 0.02
 _SLICE = 1 << 16
 
 
-class Entry(NamedTuple):
+class Document(NamedTuple):
     """One document: the hash of its content, which is also its place in the order, and where it lies."""
 
     digest: bytes
@@ -31,10 +31,10 @@ class Spool:
         self._size = 0
         self._map: mmap.mmap | None = None
 
-    def add(self, document: bytes) -> Entry:
+    def add(self, document: bytes) -> Document:
         self._file.write(document)
         # 16 bytes: 2^64 documents before two of them are expected to collide
-        entry = Entry(hashlib.sha256(document).digest()[:16], self._size, len(document))
+        entry = Document(hashlib.sha256(document).digest()[:16], self._size, len(document))
         self._size += len(document)
         return entry
 
@@ -42,7 +42,7 @@ class Spool:
         self._file.flush()
         self._map = mmap.mmap(self._file.fileno(), self._size, access=mmap.ACCESS_READ) if self._size else None
 
-    def read(self, entry: Entry) -> bytes:
+    def read(self, entry: Document) -> bytes:
         return self._map[entry.start : entry.start + entry.size] if self._map else b""
 
     def __enter__(self) -> "Spool":
@@ -61,7 +61,7 @@ def is_held_out(digest: bytes) -> bool:
     return int.from_bytes(digest[:8], "big") < VAL_SHARE * 2**64
 
 
-def split(entries: list[Entry], spool: Spool) -> tuple[list[Entry], list[Entry]]:
+def split(entries: list[Document], spool: Spool) -> tuple[list[Document], list[Document]]:
     """Training and validation documents: about 2% validate, at least one; of a single document, its end."""
     if len(entries) == 1:
         return _split_document(entries[0], spool.read(entries[0]))
@@ -72,10 +72,10 @@ def split(entries: list[Entry], spool: Spool) -> tuple[list[Entry], list[Entry]]
     return [entry for entry in entries if entry not in chosen], val
 
 
-def _split_document(entry: Entry, document: bytes) -> tuple[list[Entry], list[Entry]]:
+def _split_document(entry: Document, document: bytes) -> tuple[list[Document], list[Document]]:
     cut = _cut_point(document)
-    head = Entry(entry.digest, entry.start, cut)
-    tail = Entry(entry.digest, entry.start + cut, entry.size - cut)
+    head = Document(entry.digest, entry.start, cut)
+    tail = Document(entry.digest, entry.start + cut, entry.size - cut)
     return [head] if head.size else [], [tail] if tail.size else []
 
 
@@ -93,7 +93,7 @@ def _cut_point(document: bytes) -> int:
     return target
 
 
-def sample(entries: list[Entry], spool: Spool, budget: int) -> Iterator[str]:
+def sample(entries: list[Document], spool: Spool, budget: int) -> Iterator[str]:
     """At most about `budget` bytes of text, spread over the documents, the same for the same documents.
 
     Small corpora are taken whole. Otherwise documents are taken in the order of their hashes, which is random; long ones

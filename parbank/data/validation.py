@@ -12,7 +12,7 @@ from parbank.data.corpora import Corpus, parse_corpus, read_documents, text_corp
 from parbank.data.dataset import Dataset, open_dataset, open_shards
 from parbank.data.progress import Meter, Say, say_on_stderr
 from parbank.data.shards import TokenSet
-from parbank.data.spool import Entry, Spool, split
+from parbank.data.spool import Document, Spool, split
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import DataError
 
@@ -55,7 +55,7 @@ def open_validation(
 
 def _read_text(corpus: Corpus, tokenizer: Tokenizer, say: Say, *, whole: bool) -> Validation:
     """The same documents in the same order as preparing takes: equal ones once, in the order of their hashes."""
-    found: dict[bytes, Entry] = {}
+    found: dict[bytes, Document] = {}
     with tempfile.TemporaryDirectory(prefix="parbank-") as folder, Spool(Path(folder) / "spool") as spool:
         with Meter("reading", say) as meter:
             for path in corpus.val or corpus.train:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parbank.eval.score import autocast
 from parbank.model import GPT
 from parbank.model.stream import Past
+from parbank.precision import autocast
 from parbank.runtime import Runtime
 
 SEGMENTS_IN_FLIGHT = 2  # sends not yet waited for: the next rank takes a segment's last layer while we work on our next

@@ -7,7 +7,6 @@ work has the same shape on any number of ranks; shapes decide rounding.
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +21,7 @@ from parbank.errors import DataError, ParbankError
 from parbank.graphs import Graphs, addresses
 from parbank.model import GPT
 from parbank.model.gpt import MAX_POSITIONS
+from parbank.precision import autocast
 from parbank.runtime import Runtime
 
 IGNORED = -100  # targets that are not scored: PyTorch's ignore_index
@@ -120,11 +120,6 @@ class Scorer(Protocol):
 
     def score(self, text: Text, first: int, nats: Tensor, *, more: bool, progress: Progress = silent) -> None:
         """Targets `first` to the end of `text` into their slots of `nats`: this rank's share. `more` text will follow."""
-
-
-def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """bfloat16 on CUDA, float32 elsewhere: the precision of training and of scoring alike."""
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
 def tokens_together(vocab_size: int, runtime: Runtime) -> int:

@@ -48,7 +48,7 @@ class Attention(nn.Module):
         weights: dict[str, Tensor],
         context: Context,
         first: Tensor | None,
-        entry: ops.Entry,
+        entry: ops.BlockInput,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """x (B, T, width) is what the block was given; `entry` says how its stream follows from that; `first` is the first layer's
         values.

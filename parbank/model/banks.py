@@ -16,7 +16,7 @@ from parbank.model.qat import FakeQuantiser, Rounding
 
 
 @dataclass(frozen=True)
-class Entry:
+class Slot:
     """One matrix of a bank."""
 
     name: str
@@ -32,13 +32,13 @@ class Banks(nn.Module):
     def __init__(self, shapes: dict[str, tuple[int, int]]) -> None:
         """`shapes` maps each matrix's name to its logical (rows, cols). Its order is the order inside the banks."""
         super().__init__()
-        self.entries: dict[str, list[Entry]] = {}
+        self.entries: dict[str, list[Slot]] = {}
         for name, (rows, cols) in shapes.items():
             key, mirrored = f"{rows}x{cols}", f"{cols}x{rows}"
             if mirrored in self.entries and mirrored != key:
-                self.entries[mirrored].append(Entry(name, transposed=True))
+                self.entries[mirrored].append(Slot(name, transposed=True))
             else:
-                self.entries.setdefault(key, []).append(Entry(name, transposed=False))
+                self.entries.setdefault(key, []).append(Slot(name, transposed=False))
         for key, entries in self.entries.items():
             rows, cols = map(int, key.split("x"))
             self.register_parameter(key, nn.Parameter(torch.empty(len(entries), rows, cols)))

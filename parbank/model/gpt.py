@@ -59,7 +59,7 @@ class Block(nn.Module):
         weights, gains = self._fold_gains(weights)
         mix = None if self.residual_mix is None else (x0, self.residual_mix[0], self.residual_mix[1])
         extra = None if extra is None else extra.unflatten(-1, (self.config.kv_heads, -1))
-        entry = ops.Entry(mix, skip, extra, self.scale, handed_on=handed_on)
+        entry = ops.BlockInput(mix, skip, extra, self.scale, handed_on=handed_on)
         x, stream, attended, values = self.attention(x, weights, context, first, entry)
         if gains[0] is None:
             y = ops.add_linear(stream, attended, weights["output"])

@@ -9,7 +9,7 @@ from parbank.ops.mix import add_mix_rms_norm, mix_rms_norm
 from parbank.ops.mlp import mlp
 from parbank.ops.norm import add_rms_norm, rms_norm
 from parbank.ops.qkv import qkv_norm_rope
-from parbank.ops.reference import Entry as Entry
+from parbank.ops.reference import BlockInput as BlockInput
 from parbank.ops.residual import add_linear, residual_mlp, stream_attention, stream_qkv
 from parbank.ops.rope import qk_norm_rope
 from parbank.ops.smear import smear

@@ -155,7 +155,7 @@ def qkv_norm_rope(
 
 
 @dataclass(frozen=True)
-class Entry:
+class BlockInput:
     """How a block's stream follows from what the block is given, and what else of it is wanted."""
 
     mix: tuple[Tensor, Tensor, Tensor] | None = None
@@ -172,7 +172,7 @@ class Entry:
     does, there is a gradient of zeros less to write and to read."""
 
 
-PLAIN = Entry()
+PLAIN = BlockInput()
 
 
 def stream_qkv(
@@ -184,7 +184,7 @@ def stream_qkv(
     gain: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    entry: Entry = PLAIN,
+    entry: BlockInput = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x, the stream m = a*(x + gain*skip) + b*x0, and the queries, keys and values of m's norm."""
     wide = _wide(x)
@@ -208,7 +208,7 @@ def stream_attention(
     gain: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    entry: Entry = PLAIN,
+    entry: BlockInput = PLAIN,
     with_values: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """x, m, the attention of `stream_qkv`'s queries, and its values."""

@@ -32,7 +32,7 @@ from parbank.ops.mlp import _mlp_down_backward, _mlp_up, check_mlp, outer, takes
 from parbank.ops.norm import _row_norms, _row_norms_backward, check_channels, check_like
 from parbank.ops.product import _product as product
 from parbank.ops.qkv import _split_qkv, _split_qkv_backward, check_projections
-from parbank.ops.reference import NORM_EPS, PLAIN, Entry
+from parbank.ops.reference import NORM_EPS, PLAIN, BlockInput
 from parbank.ops.rope import check_rotation, fits
 
 
@@ -117,7 +117,7 @@ def _leave(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 def _enter(
     op: str, x: Tensor, weights: tuple[Tensor, Tensor, Tensor], heads: int, gain: Tensor | None, cos: Tensor, sin: Tensor,
-    entry: Entry, to_attention: bool, with_values: bool,
+    entry: BlockInput, to_attention: bool, with_values: bool,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
     """`_Enter` with its arguments checked, always with x in front; None where the kernels do not take it.
 
@@ -168,7 +168,7 @@ def stream_qkv(
     gain: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    entry: Entry = PLAIN,
+    entry: BlockInput = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The way into attention: (x, m, q, k, v) with m the stream that `entry` makes of x (B, T, width), and queries, keys and
     values as `qkv_norm_rope` makes them of m's norm, whose other arguments these are."""
@@ -189,7 +189,7 @@ def stream_attention(
     gain: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    entry: Entry = PLAIN,
+    entry: BlockInput = PLAIN,
     with_values: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`stream_qkv`, then `causal_attention`: (x, m, y, v) with y (B, T, heads, D). Without `with_values` v is None."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ArtifactError
-from parbank.quant.codecs import Halves, Quantised
 from parbank.quant.gptq import Factors, factorise, round_bank
+from parbank.quant.integers import Halves, Quantised
 from parbank.quant.low_rank import correct
 from parbank.quant.pruning import prices
 from parbank.quant.rate import measure

@@ -1,4 +1,4 @@
-"""What quantisation knows of the loss, as plain tensors. `parbank.eval.calibrate` measures it."""
+"""What quantisation knows of the loss, as plain tensors. `parbank.artifact.calibrate` measures it."""
 
 from dataclasses import dataclass, field
 

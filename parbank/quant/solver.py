@@ -19,7 +19,6 @@ lambda is found by bisection: on predicted sizes first (plain rounding, entropie
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +26,8 @@ from torch import Tensor
 from parbank.errors import ArtifactError
 from parbank.quant.bank import Bank, Contents
 from parbank.quant.calibration import Calibration
-from parbank.quant.codecs import Quantised, to_half
 from parbank.quant.config import QuantConfig
-from parbank.quant.contents import pack_contents
-from parbank.quant.pack import Packed, role
+from parbank.quant.integers import to_half
 
 _GUIDED = 6  # builds that follow the sizes' line; after that plain halving, which nothing misleads
 _NARROW = 0.004  # octaves of lambda: sizes jump by more than the rest of the way where scales change in float16
@@ -47,31 +44,6 @@ class Solved:
     """Nats a token; in arbitrary units where nothing was calibrated."""
     builds: tuple[int, ...]
     """Sizes of the files built on the way."""
-
-
-def pack_solved(
-    tensors: Mapping[str, Tensor],
-    config: QuantConfig,
-    calibration: Calibration,
-    *,
-    max_bytes: int,
-    meta: Mapping[str, Any] | None = None,
-    extra_sections: Mapping[str, bytes] | None = None,
-    code_bytes: int = 0,
-    say: Callable[[str], None] = lambda line: None,
-) -> Packed:
-    """Like `pack_tensors`, by the solver. A cap that `budget.check_fits` took is met, whatever the weights are: at worst by
-    a file of zeros."""
-    roles = {name: role(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-    def build(contents: Contents) -> bytes:
-        chosen = {name: roles[name] for name in contents}
-        return pack_contents(contents, chosen, meta or {}, extra_sections or {}, coder=config.coder)
-
-    solved = Solver(tensors, roles, calibration, config, say=say).solve(build, max_bytes - code_bytes)
-    ranges = [c.q for n, c in solved.contents.items() if isinstance(c, Quantised) and roles[n] == "matrix"]
-    widest = max(ranges, default=0)
-    return Packed(solved.data, widest, False, tuple((widest, size) for size in solved.builds))
 
 
 class CannotFit(ArtifactError):

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from parbank.errors import ArtifactError
-from parbank.quant import entropy
-from parbank.quant.codecs import Halves, Integers
+from parbank.quant.coders import ans
+from parbank.quant.integers import Halves, Integers
 
 Coder = Literal["ans", "lzma"]
 
@@ -36,7 +36,7 @@ _FILTERS = [
 _CHUNK = 1 << 18  # symbols spread to a byte per bit at a time; a multiple of 8, so that chunks end on whole bytes
 _RAW, _LZMA, _FIXED, _ANS = 0, 1, 2, 3  # first byte of a stream: how the rest is coded
 # What lzma may expand to, so that a few hostile bytes cannot fill the memory: 16 MiB, or 32 times its own size.
-# The writer keeps to it, because at fixed width 1 to 4 weights share a byte. (For _ANS see entropy.py.)
+# The writer keeps to it, because at fixed width 1 to 4 weights share a byte. (For _ANS see ans.py.)
 _FREE_EXPANSION = 1 << 24
 _MAX_EXPANSION = 32
 _FREE_WEIGHTS = 1 << 23  # up to five weights share a byte before lzma, and each becomes four bytes and takes time
@@ -55,7 +55,7 @@ def fixed_bytes(counts: Sequence[tuple[int, int]]) -> int:
 
 def may_hold(packed: int, count: int) -> bool:
     """Whether a reader believes that a file holds so many weights in so many bytes of integers, however coded."""
-    return entropy.may_expand(packed, count, free=_FREE_WEIGHTS)
+    return ans.may_expand(packed, count, free=_FREE_WEIGHTS)
 
 
 def entropy_bits(values: Integers) -> float:
@@ -70,7 +70,7 @@ def encode_integers(tensors: Sequence[tuple[Integers, int]], coder: Coder = "ans
 
     Fixed width is what makes the size a promise: no weights whatever can exceed it.
     """
-    packed = bytes([_ANS]) + entropy.encode_tensors(tensors) if coder == "ans" else _encode_lzma(tensors)
+    packed = bytes([_ANS]) + ans.encode_tensors(tensors) if coder == "ans" else _encode_lzma(tensors)
     if packed is not None and len(packed) < fixed_bytes([(values.size, q) for values, q in tensors]):
         return packed
     return bytes([_FIXED]) + b"".join(_pack_fixed(_symbols(values, q), integer_bits(q)) for values, q in tensors)
@@ -80,11 +80,11 @@ def decode_integers(
     stream: bytes, shapes: Sequence[tuple[int, int, int]], *, source: str
 ) -> list[tuple[Integers, float]]:
     """Undoes `encode_integers` for (rows, cols, q) of each, with the bits each one takes of the stream: exact, but for
-    lzma, which does not say: there they are shared out by empirical entropy. `source` names the place in errors."""
+    lzma, which does not say: there they are shared out by empirical ans. `source` names the place in errors."""
     coding, body = _open(stream, source)
     sizes = [_fixed_size(rows * cols, q) for rows, cols, q in shapes]
     if coding == _ANS:
-        return entropy.decode_tensors(body, shapes, source=source)
+        return ans.decode_tensors(body, shapes, source=source)
     if coding == _LZMA:
         symbols = _decode_lzma(body, shapes, source)
     elif coding == _FIXED and len(body) == sum(sizes):
@@ -105,7 +105,7 @@ def decode_integers(
 
 def encode_scales(tensors: Sequence[Halves]) -> bytes:
     """The scales of every tensor, never more than a byte and two for each. Not negative, finite."""
-    packed, count = entropy.encode_scales(tensors), sum(scales.size for scales in tensors)
+    packed, count = ans.encode_scales(tensors), sum(scales.size for scales in tensors)
     if packed is not None and len(packed) < 2 * count:
         return bytes([_ANS]) + packed
     return bytes([_RAW]) + b"".join(scales.astype("<f2").tobytes() for scales in tensors)
@@ -115,7 +115,7 @@ def decode_scales(stream: bytes, counts: Sequence[int], *, source: str) -> list[
     """Undoes `encode_scales`, with the bits of each tensor's."""
     coding, body = _open(stream, source)
     if coding == _ANS:
-        return entropy.decode_scales(body, counts, source=source)
+        return ans.decode_scales(body, counts, source=source)
     if coding != _RAW or len(body) != 2 * sum(counts):
         raise _damaged(source, "its scales are not in a known coding of the right size")
     everything = np.frombuffer(body, "<f2").astype(np.float16)

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parbank.artifact import (
+from parbank.artifact.container import (
     FORMAT_VERSION,
+    MAGIC,
+    MAX_HEADER_BYTES,
     Artifact,
     decode_artifact,
     encode_artifact,
@@ -20,8 +22,7 @@ from parbank.artifact import (
     read_artifact,
     write_artifact,
 )
-from parbank.artifact.container import MAGIC, MAX_HEADER_BYTES
-from parbank.errors import ArtifactError
+from parbank.errors import ArtifactError, FileError
 
 META = {"kind": "model", "config": {"layers": 2, "rate": 0.5, "name": "é", "on": True, "none": None}}
 SECTIONS = {"tokenizer": b"pieces", "weights/table": bytes(range(40)), "empty": b""}
@@ -236,11 +237,11 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path):
     target = tmp_path / "model.pbk"
     target.mkdir()
     (target / "kept").write_text("kept")
-    with pytest.raises(ArtifactError, match="cannot write"):  # the rename onto a folder fails after the data is written
+    with pytest.raises(FileError, match="cannot write"):  # the rename onto a folder fails after the data is written
         write_artifact(target, META, SECTIONS)
     assert os.listdir(tmp_path) == ["model.pbk"]
     assert (target / "kept").read_text() == "kept"
-    with pytest.raises(ArtifactError, match="cannot write"):  # a file where the folder should be
+    with pytest.raises(FileError, match="cannot write"):  # a file where the folder should be
         write_artifact(target / "kept" / "model.pbk", META, SECTIONS)
 
 

@@ -19,12 +19,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parbank.artifact import Artifact, decode_artifact, encode_artifact, read_artifact
-from parbank.artifact.container import DIGEST_BYTES
+from parbank.artifact.container import DIGEST_BYTES, Artifact, decode_artifact, encode_artifact, read_artifact
+from parbank.artifact.contents import HALVES, INTEGERS, SCALES, TABLE, pack_contents
+from parbank.artifact.load import load_artifact
+from parbank.artifact.pack import describe_tensors, pack_tensors, unpack_tensors
 from parbank.errors import ArtifactError
-from parbank.eval.load import load_artifact
-from parbank.quant import QuantConfig, Quantised, describe_tensors, pack_contents, pack_tensors, streams, unpack_tensors
-from parbank.quant.contents import HALVES, INTEGERS, SCALES, TABLE
+from parbank.quant import streams
+from parbank.quant.config import QuantConfig
+from parbank.quant.integers import Quantised
 from parbank.quant.streams import decode_bytes, encode_bytes
 
 DATA = Path(__file__).parent / "data"

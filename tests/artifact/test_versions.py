@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from parbank.artifact import FORMAT_VERSION, encode_artifact, read_artifact
-from parbank.artifact.container import READABLE_VERSIONS
-from parbank.eval.load import load_artifact
-from parbank.quant import Quantised, describe_tensors, pack_contents, read_contents, unpack_tensors
+from parbank.artifact.container import FORMAT_VERSION, READABLE_VERSIONS, encode_artifact, read_artifact
+from parbank.artifact.contents import pack_contents, read_contents
+from parbank.artifact.load import load_artifact
+from parbank.artifact.pack import describe_tensors, unpack_tensors
+from parbank.quant.integers import Quantised
 
 DATA = Path(__file__).parent / "data"
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from parbank.data.dataset import Dataset, open_shards
 from parbank.data.prepare import prepare_text, read_manifest
-from parbank.data.spool import Entry, Spool, is_held_out, sample, split
+from parbank.data.spool import Document, Spool, is_held_out, sample, split
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import DataError
 
@@ -143,8 +143,8 @@ def test_a_fiftieth_of_many_documents_validates(tmp_path: Path) -> None:
 
 
 def test_two_documents_are_never_both_held_out() -> None:
-    low = [Entry(bytes([0] * 15 + [i]), i, 1) for i in range(2)]
-    high = [Entry(bytes([255] * 15 + [i]), i, 1) for i in range(2)]
+    low = [Document(bytes([0] * 15 + [i]), i, 1) for i in range(2)]
+    high = [Document(bytes([255] * 15 + [i]), i, 1) for i in range(2)]
     for entries in (low, high):
         train, val = split(entries, None)  # type: ignore[arg-type]
         assert len(train) == len(val) == 1

@@ -11,10 +11,10 @@ import torch
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError
-from parbank.eval.adapt import AdaptConfig
+from parbank.eval.adaptation import AdaptConfig
 from parbank.eval.breakdown import break_down, draw
 from parbank.eval.methods import EvalConfig, find_contexts, find_idle, place_in_document, score_text
-from parbank.eval.ttt import score_ttt
+from parbank.eval.methods.ttt import score_ttt
 from parbank.runtime import Runtime
 from tests.eval.test_score import make_model
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError, DataError, ParbankError
-from parbank.eval.adapt import AdaptConfig
+from parbank.eval.adaptation import AdaptConfig
+from parbank.eval.methods.streaming import even_segment, score_streaming
+from parbank.eval.methods.ttt import score_ttt
 from parbank.eval.score import Scored, plan_windows, score_windows
-from parbank.eval.streaming import even_segment, score_streaming
-from parbank.eval.ttt import score_ttt
 from parbank.model import GPT
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime

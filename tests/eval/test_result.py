@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parbank.errors import ConfigError
-from parbank.eval.adapt import AdaptConfig
+from parbank.eval.adaptation import AdaptConfig
 from parbank.eval.methods import EvalConfig
 from parbank.eval.result import compare, read_result, refuse_unlike
 

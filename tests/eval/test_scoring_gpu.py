@@ -10,7 +10,7 @@ import torch
 
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
-from parbank.eval.adapt import AdaptConfig, LowRankAdapter, SgdAdapter
+from parbank.eval.adaptation import AdaptConfig, LowRankAdapter, SgdAdapter
 from parbank.eval.methods import EvalConfig, score_text
 from parbank.eval.score import Text, make_window_scorer, run_scorer, score_windows, silent
 from parbank.model import GPT

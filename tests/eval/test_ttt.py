@@ -15,10 +15,10 @@ from torch._dynamo.backends.common import aot_autograd
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError
-from parbank.eval.adapt import AdaptConfig, LowRankAdapter, SgdAdapter, plan_steps, restored
+from parbank.eval.adaptation import AdaptConfig, LowRankAdapter, SgdAdapter, plan_steps, restored
+from parbank.eval.methods.streaming import score_streaming
+from parbank.eval.methods.ttt import plan_pieces, score_ttt
 from parbank.eval.score import score_windows
-from parbank.eval.streaming import score_streaming
-from parbank.eval.ttt import plan_pieces, score_ttt
 from parbank.model import GPT
 from parbank.runtime import Runtime
 from tests.distributed import run_distributed_test

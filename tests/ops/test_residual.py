@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from parbank import ops
 from parbank.errors import ParbankError
-from parbank.ops import Entry, flash, reference
+from parbank.ops import BlockInput, flash, reference
 from parbank.ops.mix import MAX_WIDTH
 
 HEADS, KV, WIDTH = 4, 2, 16
@@ -44,7 +44,7 @@ class Case:
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
             angles = torch.arange(x.shape[1] * half, device=x.device, dtype=wide).view(x.shape[1], half)
             mix = (x0, a, b) if self.mixed else None
-            entry = Entry(mix, (skip, skip_gain) if self.skipped else None, extra, 0.7, handed_on=self.handed_on)
+            entry = BlockInput(mix, (skip, skip_gain) if self.skipped else None, extra, 0.7, handed_on=self.handed_on)
             found = op(x, query, key, value, HEADS, gain, angles.cos(), angles.sin(), entry, **more)
             outputs = [y for y in found if y is not None]
             return outputs if self.handed_on else outputs[1:]
@@ -221,7 +221,7 @@ def test_one_tensor_in_several_places_compiles(installed):
     one, angle = torch.randn(16, device=installed), torch.rand(5, 2, device=installed)
 
     def call(x: Tensor, other: Tensor, one: Tensor, query: Tensor) -> list[Tensor]:
-        entry = Entry((other, one, one), (other, one))
+        entry = BlockInput((other, one, one), (other, one))
         total, m, y, v = ops.stream_attention(x, query, key, value, HEADS, None, angle, angle, entry)
         square = query[:16]
         return [total, y, v, ops.add_linear(m, m, square), ops.residual_mlp(m, square, square, 0.5)]
@@ -305,7 +305,7 @@ def test_a_wrong_entry_is_named(op, change, said, device):
 
     weights = [torch.randn(n * WIDTH, 8, device=device) for n in (HEADS, KV, KV)]
     cos = torch.ones(3, 2, device=device)
-    entry = Entry(**{name: moved(y) for name, y in change.items()})
+    entry = BlockInput(**{name: moved(y) for name, y in change.items()})
     with pytest.raises(ParbankError, match=said):
         op(torch.randn(1, 3, 8, device=device), *weights, HEADS, None, cos, cos, entry)
 

@@ -6,8 +6,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from parbank.artifact.contents import pack_contents
+from parbank.artifact.pack import pack_tensors
 from parbank.errors import ConfigError
-from parbank.quant import pack_contents, pack_tensors, role
+from parbank.quant.roles import role
 
 
 @pytest.fixture

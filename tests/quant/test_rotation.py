@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from parbank.quant.codecs import Quantised, butterfly, dequantise
+from parbank.quant.integers import Quantised, butterfly, dequantise
 from parbank.quant.rotation import block_size, rotate, rotate_hessian
 
 

@@ -9,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parbank.artifact import decode_artifact
+from parbank.artifact.container import decode_artifact
+from parbank.artifact.contents import pack_contents
+from parbank.artifact.pack import pack_solved, pack_tensors, unpack_tensors
 from parbank.errors import ArtifactError
-from parbank.quant import Calibration, QuantConfig, Solver, pack_solved, pack_tensors, role, unpack_tensors
 from parbank.quant.bank import Contents
-from parbank.quant.codecs import Quantised, dequantise, to_half
-from parbank.quant.contents import pack_contents
-from parbank.quant.solver import CannotFit
+from parbank.quant.calibration import Calibration
+from parbank.quant.config import QuantConfig
+from parbank.quant.integers import Quantised, dequantise, to_half
+from parbank.quant.roles import role
+from parbank.quant.solver import CannotFit, Solver
 
 
 def make_tensors(seed: int = 0) -> dict[str, Tensor]:

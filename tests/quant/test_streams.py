@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from parbank.errors import ArtifactError
-from parbank.quant.codecs import quantise_rows
+from parbank.quant.integers import quantise_rows
 from parbank.quant.streams import (
     _FILTERS,
     decode_bytes,

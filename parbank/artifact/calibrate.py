@@ -1,0 +1,213 @@
+"""What every weight matrix sees, measured on training text: the second moments that quantisation minimises its error in.
+
+Let L be the loss summed over tokens, y_t = W x_t the outputs of one matrix and d_t = dL/dy_t. A perturbation D of W moves
+y_t by D x_t. At a trained minimum the first-order term is gone; taking the Fisher matrix for the Hessian, and gradients
+of different tokens as independent,
+
+    L(W + D) - L(W)  ~  1/2 sum_t (d_t . D x_t)^2.
+
+Kronecker-factored (a token's gradient taken as independent of its input) and without the gradients' cross terms between
+outputs, this is per token
+
+    1/2 sum_r g_r D_r H D_r^T,      H = mean_t x_t x_t^T,      g_r = mean_t d_tr^2,
+
+in nats: `Calibration` holds H and g in just this normalisation, and one multiplier compares all tensors of a model.
+
+A lookup y_t = E[id_t] has one input per row, so its row v is met in the share f_v of the tokens: 1/2 sum_v f_v D_v diag(c)
+D_v^T with c_k = mean_t d_tk^2. A tied table is read twice, as a table and as the head, and a row's two matrices add up:
+f_v diag(c) + g_v H. Both f_v and g_v follow the token's frequency, so all rows share rho diag(c) + H, with rho the ratio
+of their sums, and a row's weight is what keeps the trace of its own sum.
+
+The model is not touched: a torch function mode sees every F.linear and F.embedding of a forward pass and knows weights by
+where they lie in memory, through views, transposes and the casts of mixed precision.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from parbank.data.shards import TokenSet
+from parbank.errors import DataError
+from parbank.model import GPT
+from parbank.ops.backend import use_backend
+from parbank.precision import autocast
+from parbank.quant.calibration import Calibration
+from parbank.quant.roles import role
+from parbank.runtime import Runtime
+
+# Tokens of one pass: activations of all layers and the plain attention's (heads, T, T) are kept for backward.
+_TOKENS_CUDA, _TOKENS_CPU = 8192, 2048
+_LOGITS = 1 << 25  # tokens times vocabulary of one pass
+
+
+def calibrate(
+    model: GPT,
+    tokens: TokenSet,
+    *,
+    context: int,
+    count: int,
+    runtime: Runtime,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Calibration:
+    """H and g of every tensor that becomes integers, over about `count` tokens in windows spread evenly over the text.
+
+    The windows are dealt over the ranks and the sums added, so every rank returns the same. Nothing is drawn at random.
+    """
+    starts = _window_starts(len(tokens), context, count)
+    mine = starts[runtime.rank :: runtime.world]
+    limit = _TOKENS_CUDA if runtime.is_cuda else _TOKENS_CPU
+    rows = max(1, min(limit, _LOGITS // model.config.vocab_size) // context)
+    probe = _Probe(_weights(model), runtime.device)
+    with _frozen(model), use_backend("reference"):
+        for first in range(0, len(mine), rows):
+            windows = [
+                torch.from_numpy(tokens.read(s, context + 1).astype("int64")) for s in mine[first : first + rows]
+            ]
+            batch = torch.stack(windows).to(runtime.device)
+            with probe, autocast(runtime.device):
+                loss = model(batch[:, :-1], batch[:, 1:], reduction="sum")
+            loss.backward()
+            probe.forget()
+            progress(min(1.0, (first + rows) / len(mine)))
+    return probe.finish(len(starts) * context, runtime)
+
+
+def _window_starts(length: int, context: int, count: int) -> list[int]:
+    room = length - context - 1
+    if room < 0:
+        raise DataError(
+            f"calibration needs a window of {context + 1} tokens and the training text has {length}; give more text, or set "
+            "quant.method=rows"
+        )
+    windows = max(1, min(count, length - 1) // context)
+    return [room * i // max(windows - 1, 1) for i in range(windows)]
+
+
+def _weights(model: GPT) -> dict[str, Tensor]:
+    """The tensors that become integers, as views of the parameters' own memory."""
+    state = model.state_dict(keep_vars=False)
+    return {name: tensor for name, tensor in state.items() if role(name, tuple(tensor.shape)) != "other"}
+
+
+@contextmanager
+def _frozen(model: GPT) -> Iterator[None]:
+    """Eval mode, and gradients of activations only: those of the weights would be computed and thrown away."""
+    training = model.training
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    model.eval().requires_grad_(False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        model.train(training)
+        for parameter, flag in zip(model.parameters(), wanted):
+            parameter.requires_grad_(flag)
+
+
+class _Probe(TorchFunctionMode):
+    """Watches a forward pass, and adds up inputs and output gradients when backward reaches them."""
+
+    def __init__(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
+        super().__init__()
+        self.places = {_place(tensor): name for name, tensor in weights.items()}
+        self.storages = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        self.device = device
+        self.casts: dict[int, tuple[int, Tensor]] = {}
+        self.grams: dict[tuple[Any, ...], tuple[Tensor, str]] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self.shared: dict[str, str] = {}
+        self.counts: dict[str, Tensor] = {}
+        self.squares: dict[tuple[str, str], Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and self.device.type == "cuda":
+            # the fused kernels add up their gradients in any order: the same model must give the same file
+            with sdpa_kernel([SDPBackend.MATH]):
+                return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func is torch.Tensor.to:
+            self._follow_cast(args[0], out)
+        elif func is F.linear and (name := self._name(args[1])) is not None:
+            self._see_input(name, args[0].detach())
+            self._watch("linear", name, out)
+        elif func is F.embedding and (name := self._name(args[1])) is not None:
+            _add(self.counts, name, torch.bincount(args[0].flatten(), minlength=self.shapes[name][0]))
+            out.requires_grad_()
+            self._watch("embedding", name, out)
+        return out
+
+    def forget(self) -> None:
+        """Lets go of one pass's tensors. Until then they are held, so that no new one takes their place in memory."""
+        self.casts.clear()
+        self.grams.clear()
+
+    def finish(self, tokens: int, runtime: Runtime) -> Calibration:
+        """Sums over the ranks, in the order of the names, and the normalisation."""
+        inputs = {name: runtime.sum(self.inputs[name].double()) / tokens for name in sorted(self.inputs)}
+        counts = {name: runtime.sum(self.counts[name].double()) / tokens for name in sorted(self.counts)}
+        squares = {key: runtime.sum(self.squares[key].double()) / tokens for key in sorted(self.squares)}
+        hessians, sensitivity = {}, {}
+        for name in sorted(self.shapes):
+            hessian = inputs.get(self.shared.get(name, name))
+            head, table = squares.get(("linear", name)), squares.get(("embedding", name))
+            if table is not None:
+                share = counts[name] + 0.5 / tokens  # a row that never came by still may
+                hessian, head = _join_table(share, table, hessian, head)
+            if hessian is not None and head is not None:
+                hessians[name], sensitivity[name] = hessian.float(), head.float()
+        return Calibration(hessians=hessians, sensitivity=sensitivity, tokens=tokens)
+
+    def _name(self, weight: Tensor) -> str | None:
+        pointer, offset = _place(weight)
+        source = self.casts.get(pointer)
+        return self.places.get((source[0] if source else pointer, offset))
+
+    def _follow_cast(self, source: Tensor, out: Tensor) -> None:
+        """A cast keeps every element's place within the storage, provided the parameter fills it densely."""
+        pointer = source.untyped_storage().data_ptr()
+        if pointer in self.storages and out.untyped_storage().data_ptr() != pointer:
+            self.casts[out.untyped_storage().data_ptr()] = (pointer, out)
+
+    def _see_input(self, name: str, x: Tensor) -> None:
+        """H += x^T x. Matrices that read one input share the sum: query, key and value."""
+        key = (x.data_ptr(), x.shape, x.stride())
+        owner = self.grams[key][1] if key in self.grams else name
+        self.grams.setdefault(key, (x, name))
+        if self.shared.setdefault(name, owner) != name:
+            return
+        flat = x.flatten(0, -2).float()
+        with torch.autocast(self.device.type, enabled=False):  # it would round the sum to 16 bits, which is indefinite
+            _add(self.inputs, name, flat.mT @ flat)
+
+    def _watch(self, kind: str, name: str, out: Tensor) -> None:
+        def add(gradient: Tensor) -> None:
+            _add(self.squares, (kind, name), gradient.flatten(0, -2).float().square().sum(0))
+
+        if out.requires_grad:
+            out.register_hook(add)
+
+
+def _add(sums: dict[Any, Tensor], key: Any, term: Tensor) -> None:
+    sums[key] = sums[key] + term if key in sums else term
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
+
+
+def _join_table(share: Tensor, square: Tensor, hessian: Tensor | None, head: Tensor | None) -> tuple[Tensor, Tensor]:
+    """H and g of a table, tied (with a head's H and g) or not: see the top of this file."""
+    diagonal = torch.diag(square)
+    if hessian is None or head is None:
+        return diagonal, share
+    joined = share.sum() / head.sum().clamp(min=torch.finfo(head.dtype).tiny) * diagonal + hessian
+    trace = joined.trace().clamp(min=torch.finfo(head.dtype).tiny)
+    return joined, (share * square.sum() + head * hessian.trace()) / trace

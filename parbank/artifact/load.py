@@ -1,0 +1,97 @@
+"""A model back from its artifact, with nothing else at hand."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parbank.artifact.container import Artifact, read_artifact
+from parbank.artifact.contents import read_specs
+from parbank.artifact.pack import unpack_tensors
+from parbank.config import from_dict, to_dict
+from parbank.data.tokenizer import Tokenizer
+from parbank.errors import ArtifactError, ParbankError
+from parbank.model import GPT, ModelConfig
+from parbank.model.gpt import MAX_POSITIONS
+
+KIND = "parbank language model"
+TOKENIZER = "tokenizer"
+PUBLIC_DATA = ("stdlib", "fineweb")  # specs that mean something on any machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model ready to score and to write."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    context: int
+    """The window it was trained on, in tokens."""
+    data: str | None
+    """The spec it was trained on. An artifact knows it only where it means something anywhere (stdlib, fineweb)."""
+    meta: dict[str, Any]
+    """What its artifact says about itself, or would say."""
+    source: Path
+    """The file it came from."""
+
+
+def artifact_meta(config: ModelConfig, *, context: int, data: str, recipe: str, seed: int) -> dict[str, Any]:
+    """What an artifact says about itself. A path of the machine it was made on is nobody's business and left out."""
+    about = {"kind": KIND, "model": to_dict(config), "context": context, "recipe": recipe, "seed": seed}
+    return about | {"data": data if data.split(":", maxsplit=1)[0] in PUBLIC_DATA else None}
+
+
+def load_artifact(path: Path, device: torch.device) -> LoadedModel:
+    """Reads, verifies and rebuilds. Whatever does not fit together is an ArtifactError that names the file."""
+    artifact = read_artifact(path)
+    try:
+        return _rebuild(artifact, device)
+    except ArtifactError:
+        raise
+    except KeyError as error:
+        raise _unusable(artifact, f"{error} is missing") from error
+    except (ParbankError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        lines = str(error).strip().splitlines()
+        raise _unusable(artifact, lines[0] if lines else type(error).__name__) from error
+
+
+def _rebuild(artifact: Artifact, device: torch.device) -> LoadedModel:
+    meta = artifact.meta
+    if meta.get("kind") != KIND:
+        raise ArtifactError(
+            f"{artifact.source} holds {meta.get('kind')!r}, not a {KIND}; give the file of a parbank model"
+        )
+    config = from_dict(ModelConfig, meta["model"], path="model")
+    context, data = meta["context"], meta.get("data")
+    if type(context) is not int or not 1 <= context <= MAX_POSITIONS:
+        raise _unusable(artifact, f"its context is {context!r}, not a whole number from 1 to {MAX_POSITIONS}")
+    if not isinstance(data, str | None):
+        raise _unusable(artifact, f"its data is {data!r}, not a name")
+    tokenizer = Tokenizer.from_bytes(artifact.sections[TOKENIZER])
+    ours, theirs = (config.vocab_size, config.bos_id), (tokenizer.vocab_size, tokenizer.bos_id)
+    if ours != theirs:
+        raise _unusable(artifact, f"model and tokenizer differ in (vocabulary, BOS): {ours} and {theirs}")
+    found = {spec.name: spec.shape for spec in read_specs(artifact)}
+    if config.layers > len(found):  # before a model of a billion layers is built to be compared
+        raise _unusable(artifact, f"its config has {config.layers} layers, its weights are {len(found)} tensors")
+    with torch.device("meta"):  # the shapes are compared before a weight is decoded or memory for them is taken
+        model = GPT(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if expected != found:
+        name = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))[0]
+        here, there = (table.get(name, "absent") for table in (found, expected))
+        raise _unusable(artifact, f"the shape of {name} is {here}, its config makes it {there}")
+    model = model.to_empty(device=device)
+    model.fill_tables()
+    model.load_state_dict(unpack_tensors(artifact))
+    return LoadedModel(
+        model=model, tokenizer=tokenizer, context=context, data=data, meta=meta, source=Path(artifact.source)
+    )
+
+
+def _unusable(artifact: Artifact, reason: str) -> ArtifactError:
+    return ArtifactError(
+        f"{artifact.source} is whole, but its model cannot be rebuilt: {reason}; it was not written by this parbank: "
+        "pack its checkpoint again"
+    )

@@ -1,0 +1,278 @@
+"""A state dict as one artifact under a byte cap, and back.
+
+Every tensor has a role: matrices and embeddings become integers per row, the rest float16. A cap that the configured
+range misses moves the matrices down a ladder of ranges, one level at a time if need be, until the file fits.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from parbank.artifact.container import Artifact, decode_artifact
+from parbank.artifact.contents import Content, Spec, pack_contents, read_contents
+from parbank.errors import ArtifactError
+from parbank.files import write_file
+from parbank.quant.bank import Contents
+from parbank.quant.calibration import Calibration
+from parbank.quant.config import QuantConfig
+from parbank.quant.integers import Floats, Quantised, dequantise, quantise_rows, to_half
+from parbank.quant.roles import Role, Shape, role
+from parbank.quant.solver import Solver
+from parbank.quant.streams import entropy_bits, integer_bits
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One line of `parbank inspect`."""
+
+    name: str
+    shape: Shape
+    role: Role
+    count: int
+    bits: int
+    """Bits of one number at fixed width."""
+    levels: int
+    """Different integers it may hold: 2q+1, or 0 for float16."""
+    q: int
+    raw_bytes: int
+    """Bytes before entropy coding: fixed width and scales."""
+    packed_bytes: float
+    """Its part of the compressed streams. The sum over tensors is all of them, less some bytes at their ends."""
+    integer_bits: float
+    """Bits its integers take in the file, description of their models included; 0 for float16. Where lzma coded them, an
+    estimate whose sum over tensors is exact."""
+    entropy_bits: float
+    """Bits of its integers under their own histogram: what coding them one by one, all alike, cannot beat."""
+    extras: str = ""
+    """Groups, rotation and low rank, where it has them."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.packed_bytes / max(self.count, 1)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An artifact in memory, with how it came about."""
+
+    data: bytes
+    """The whole file."""
+    matrix_q: int
+    """The integer range -q..q the matrices got."""
+    clipped: bool
+    """Whether the clip search was used: only at the configured range (see `_search`)."""
+    attempts: tuple[tuple[int, int], ...]
+    """(q, file size) of every range that was tried, in order; the first is clipped."""
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    @property
+    def artifact(self) -> Artifact:
+        return decode_artifact(self.data)
+
+    @property
+    def rows(self) -> list[TensorRow]:
+        return describe_tensors(self.artifact)
+
+    def write(self, path: str | Path) -> int:
+        """Writes the file atomically and returns its size."""
+        return write_file(path, self.data)
+
+
+def plan(shapes: Mapping[str, Shape], config: QuantConfig, matrix_q: int) -> list[Spec]:
+    """What every tensor becomes, in the order of the file: by name, so that the order of the dict does not matter."""
+    ranges = {"matrix": matrix_q, "embedding": config.embedding_q, "other": 0}
+
+    def groups(shape: Shape, q: int) -> int:
+        grouped = q and config.method == "rows" and config.group and shape[1] % config.group == 0
+        return max(shape[1] // config.group, 1) if grouped else 1
+
+    found = ((name, tuple(shape), role(name, tuple(shape))) for name, shape in sorted(shapes.items()))
+    return [Spec(name, shape, kind, ranges[kind], groups(shape, ranges[kind])) for name, shape, kind in found]
+
+
+def pack_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    config: QuantConfig,
+    *,
+    max_bytes: int | None = None,
+    meta: Mapping[str, Any] | None = None,
+    extra_sections: Mapping[str, bytes] | None = None,
+    code_bytes: int = 0,
+) -> Packed:
+    """Packs a state dict: at the configured bits if that fits, else with the finest matrix range that does.
+
+    `max_bytes` caps the file plus `code_bytes`, which a recipe may count. Nothing is written here, so nothing over the
+    cap ever reaches the disk.
+    """
+    packer = _Packer(tensors, config, meta or {}, extra_sections or {})
+    cap = None if max_bytes is None else max_bytes - code_bytes
+    return _search(packer, config, cap, code_bytes)
+
+
+def pack_solved(
+    tensors: Mapping[str, torch.Tensor],
+    config: QuantConfig,
+    calibration: Calibration,
+    *,
+    max_bytes: int,
+    meta: Mapping[str, Any] | None = None,
+    extra_sections: Mapping[str, bytes] | None = None,
+    code_bytes: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Packed:
+    """Like `pack_tensors`, by the solver. A cap that `check_fits` took is met, whatever the weights are: at worst by
+    a file of zeros."""
+    roles = {name: role(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+    def build(contents: Contents) -> bytes:
+        chosen = {name: roles[name] for name in contents}
+        return pack_contents(contents, chosen, meta or {}, extra_sections or {}, coder=config.coder)
+
+    solved = Solver(tensors, roles, calibration, config, say=say).solve(build, max_bytes - code_bytes)
+    ranges = [c.q for n, c in solved.contents.items() if isinstance(c, Quantised) and roles[n] == "matrix"]
+    widest = max(ranges, default=0)
+    return Packed(solved.data, widest, False, tuple((widest, size) for size in solved.builds))
+
+
+def unpack_tensors(artifact: Artifact) -> dict[str, torch.Tensor]:
+    """The float32 tensors that `pack_tensors` stored, names and shapes as they were."""
+    tensors = {}
+    for stored in read_contents(artifact):
+        content = stored.content
+        weights = dequantise(content) if isinstance(content, Quantised) else content.astype(np.float32)
+        tensors[stored.spec.name] = torch.from_numpy(weights.reshape(stored.spec.shape))
+    return tensors
+
+
+def describe_tensors(artifact: Artifact) -> list[TensorRow]:
+    """What is inside, tensor by tensor, in the order of the file."""
+    rows = []
+    for stored in read_contents(artifact):
+        spec, content = stored.spec, stored.content
+        bits = integer_bits(spec.q) if spec.q else 16
+        rows.append(
+            TensorRow(
+                name=spec.name,
+                shape=spec.shape,
+                role=spec.role,
+                count=spec.count,
+                bits=bits,
+                levels=2 * spec.q + 1 if spec.q else 0,
+                q=spec.q,
+                raw_bytes=-(-spec.count * bits // 8) + 2 * (spec.scales + spec.rank * sum(spec.shape)),
+                packed_bytes=(stored.integer_bits + stored.side_bits) / 8,
+                integer_bits=stored.integer_bits,
+                entropy_bits=entropy_bits(content.values) if isinstance(content, Quantised) else 0.0,
+                extras=_extras(spec),
+            )
+        )
+    return rows
+
+
+def _extras(spec: Spec) -> str:
+    found = [f"{spec.groups} scales a row"] if spec.groups > 1 else []
+    found += [f"rotation {spec.rotation}"] if spec.rotation else []
+    found += [f"rank {spec.rank}"] if spec.rank else []
+    return ", ".join(found)
+
+
+class _Packer:
+    """One state dict, packed with as many matrix ranges as the ladder asks for; what does not change is done once."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        config: QuantConfig,
+        meta: Mapping[str, Any],
+        extra: Mapping[str, bytes],
+    ) -> None:
+        self.weights = {name: _to_numpy(name, tensor) for name, tensor in tensors.items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.config, self.meta, self.extra = config, meta, extra
+        self.matrix_count = sum(spec.count for spec in plan(self.shapes, config, 1) if spec.role == "matrix")
+        self._fixed: dict[str, Content] = {}
+
+    def build(self, matrix_q: int, *, clip: bool) -> bytes:
+        """The whole file with matrices in -q..q, with or without the clip search."""
+        specs = plan(self.shapes, self.config, matrix_q)
+        contents = {spec.name: self._content(spec, clip) for spec in specs}
+        roles = {spec.name: spec.role for spec in specs}
+        return pack_contents(contents, roles, self.meta, self.extra, coder=self.config.coder)
+
+    def _content(self, spec: Spec, clip: bool) -> Content:
+        if spec.role == "matrix":
+            return self._quantise(spec, clip)
+        if spec.name not in self._fixed:
+            weights = self.weights[spec.name]
+            self._fixed[spec.name] = self._quantise(spec, True) if spec.q else to_half(weights, name=spec.name)
+        return self._fixed[spec.name]
+
+    def _quantise(self, spec: Spec, clip: bool) -> Quantised:
+        config, rows = self.config, self.config.method == "rows"
+        return quantise_rows(
+            self.weights[spec.name],
+            spec.q,
+            config.clip_fractions if clip else (1.0,),
+            groups=spec.groups,
+            deviations=config.clip_deviations if rows and clip else 0.0,
+            exponents=rows and config.scales == "exponent",
+            name=spec.name,
+        )
+
+
+def _search(packer: _Packer, config: QuantConfig, cap: int | None, code_bytes: int) -> Packed:
+    """The configured range with clipping if it fits, else the largest unclipped q that does, found in few builds.
+
+    Clipping lowers the error at one q, but under an entropy coder it costs more bytes than a larger q would: at equal
+    size the unclipped range had the smaller error in every measurement (docs/quantisation.md), so the ladder has none.
+
+    A range k times as wide costs log2(k) bits more per weight. From one measured size that law guesses the q that just
+    fits; every build then narrows the bracket until two neighbours lie on either side of the cap.
+    """
+    q, lowest = config.matrix_q, config.min_matrix_q
+    data = packer.build(q, clip=True)
+    attempts, best = [(q, len(data))], None
+    if cap is None or len(data) <= cap:
+        return Packed(data, q, True, tuple(attempts))
+    fits, exceeds = lowest - 1, q + 1
+    while exceeds - fits > 1 and packer.matrix_count:
+        if len(attempts) <= 3:
+            guess = math.floor(q * 2 ** (8 * (cap - len(data)) / packer.matrix_count))
+        else:  # far from Gaussian: the law misleads, halving does not
+            guess = (fits + exceeds) // 2
+        q = min(max(guess, fits + 1), exceeds - 1)
+        data = packer.build(q, clip=False)
+        attempts.append((q, len(data)))
+        if len(data) <= cap:
+            fits, best = q, data
+        else:
+            exceeds = q
+    if best is None:
+        raise _too_big(packer, config, attempts, cap, code_bytes)
+    return Packed(best, fits, False, tuple(attempts))
+
+
+def _too_big(
+    packer: _Packer, config: QuantConfig, attempts: list[tuple[int, int]], cap: int, code_bytes: int
+) -> ArtifactError:
+    q, smallest = min(attempts, key=lambda attempt: attempt[1])
+    code = f" plus {code_bytes:,} bytes of code" if code_bytes else ""
+    coarser = "lower quant.min_matrix_bits, " if packer.matrix_count and config.min_matrix_bits > 2 else ""
+    return ArtifactError(
+        f"the model does not fit: the smallest artifact reached is {smallest:,} bytes{code} (matrices in -{q}..{q}), "
+        f"the cap is {cap + code_bytes:,}; raise --max-bytes, {coarser}or train fewer or narrower layers"
+    )
+
+
+def _to_numpy(name: str, tensor: torch.Tensor) -> Floats:
+    if not tensor.dtype.is_floating_point:
+        raise ArtifactError(f"{name} has dtype {tensor.dtype}; only floating-point tensors can be packed")
+    return tensor.detach().to("cpu", torch.float32).contiguous().numpy()

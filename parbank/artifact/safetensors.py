@@ -1,0 +1,226 @@
+"""Weights to and from safetensors, the format other programs read.
+
+An export holds what the model computes with, under plain names. Weights of an artifact are whole multiples of a float16
+number in each row, and that can be seen: an import finds the multiples again, so that artifact -> safetensors (float32)
+-> artifact loses nothing, whatever chose the integers.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parbank.artifact.contents import Content, pack_contents
+from parbank.artifact.load import KIND, TOKENIZER, LoadedModel
+from parbank.artifact.pack import pack_tensors
+from parbank.config import from_dict, override
+from parbank.data.tokenizer import Tokenizer
+from parbank.errors import ArtifactError, ConfigError, ParbankError
+from parbank.files import write_file
+from parbank.model import GPT, ModelConfig
+from parbank.quant.config import QuantConfig
+from parbank.quant.integers import quantise_rows, recover, to_half
+from parbank.quant.roles import role
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+META = "parbank"  # the key of our own metadata: what an artifact says about itself, as JSON
+FINGERPRINT = "tokenizer_sha256"
+_USED = (
+    "matrix_bits",
+    "min_matrix_bits",
+    "embedding_bits",
+    "coder",
+    "clip_steps",
+    "clip_floor",
+)  # of quant, by an import
+
+
+@dataclass(frozen=True)
+class Imported:
+    size: int
+    """Bytes of the artifact."""
+    count: int
+    exact: int
+    """Tensors that are stored exactly as they were."""
+
+
+def export_model(loaded: LoadedModel, target: Path, dtype: str = "float32") -> tuple[Path, int]:
+    """Writes the weights to `target` and the tokenizer beside them; returns its path and the number of tensors."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype!r} is not known; choose {', '.join(DTYPES)}")
+    if target.suffix != ".safetensors":
+        raise ConfigError(f"--out {target} should end in .safetensors: other programs go by that")
+    tensors = loaded.model.state_dict()
+    converted = {name: tensor.to("cpu", DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
+    for name, tensor in converted.items():
+        if not torch.isfinite(tensor).all():
+            raise ConfigError(f"{name} holds values that {dtype} cannot; use --dtype float32 or bfloat16")
+    about = {
+        "format": "pt",
+        META: json.dumps(loaded.meta, sort_keys=True),
+        FINGERPRINT: loaded.tokenizer.fingerprint,
+        "tokenizer_file": target.with_suffix(".model").name,
+    }
+    write_file(target, _safetensors().torch.save(converted, metadata=about))
+    write_file(target.with_suffix(".model"), loaded.tokenizer.to_bytes())
+    return target.with_suffix(".model"), len(tensors)
+
+
+def import_model(
+    path: Path,
+    out: Path,
+    *,
+    tokenizer: Path | None = None,
+    config: Path | None = None,
+    max_bytes: int | None = None,
+    settings: tuple[str, ...] = (),
+) -> Imported:
+    """Reads a safetensors file and its tokenizer, and writes an artifact. What does not fit together is refused."""
+    if max_bytes is not None and max_bytes < 1:
+        raise ConfigError(f"--max-bytes must be positive, got {max_bytes}")
+    tensors, about = _read_safetensors(path)
+    meta = _read_meta(path, about, config)
+    pieces = _read_tokenizer(path, about, tokenizer)
+    _check_model(path, meta, tensors, Tokenizer.from_bytes(pieces))
+    quant = _read_settings(settings)
+    data, exact = _pack(tensors, quant, meta, {TOKENIZER: pieces}, max_bytes)
+    write_file(out, data)
+    return Imported(len(data), len(tensors), exact)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What --set may change here."""
+
+    quant: QuantConfig = field(default_factory=QuantConfig)
+
+
+def _read_settings(settings: tuple[str, ...]) -> QuantConfig:
+    quant = override(_Settings(), *settings).quant
+    for setting in settings:
+        name = setting.partition("=")[0].strip().removeprefix("quant.")
+        if name not in _USED:
+            raise ConfigError(
+                f"quant.{name} means nothing to an import, which has no text to calibrate the solver on and rounds row by row; "
+                f"it takes {', '.join(f'quant.{used}' for used in _USED)}. `parbank pack` of a checkpoint takes all of quant"
+            )
+    return quant
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    try:
+        with _safetensors().safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about = file.metadata() or {}
+    except ParbankError:
+        raise
+    except FileNotFoundError:
+        raise ArtifactError(f"{path} does not exist; give a .safetensors file") from None
+    except Exception as error:  # the library's own error type, OSError, or a dtype torch does not know
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ArtifactError(f"{path} is no sound safetensors file: {reason[0]}") from error
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ArtifactError(f"{path} holds {name} as {tensor.dtype}; only floating-point weights can be packed")
+    return tensors, about
+
+
+def _read_meta(path: Path, about: Mapping[str, str], config: Path | None) -> dict[str, Any]:
+    if config is None and META not in about:
+        raise ArtifactError(
+            f"{path} has no config of a parbank model in its metadata; export it with `parbank export`, or give --config"
+        )
+    try:
+        meta = json.loads(config.read_bytes() if config else about[META])
+        known = {key: meta.get(key) for key in ("model", "context", "data", "recipe", "seed")}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ArtifactError(f"the config of {config or path} cannot be read: {error}") from error
+    return {"kind": KIND, **known}
+
+
+def _read_tokenizer(path: Path, about: Mapping[str, str], given: Path | None) -> bytes:
+    file = given or path.with_suffix(".model")
+    try:
+        pieces = file.read_bytes()
+    except OSError as error:
+        raise ArtifactError(
+            f"the tokenizer {file} cannot be read ({error.strerror}); give the SentencePiece model by --tokenizer"
+        ) from error
+    found = Tokenizer.from_bytes(pieces).fingerprint
+    if about.get(FINGERPRINT, found) != found:
+        raise ArtifactError(
+            f"{file} is not the tokenizer {path} was exported with (sha256 {found[:12]}..., the file says "
+            f"{about[FINGERPRINT][:12]}...); give the right one by --tokenizer"
+        )
+    return pieces
+
+
+def _check_model(
+    path: Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], tokenizer: Tokenizer
+) -> None:
+    """The config makes exactly these tensors, and speaks the tokenizer's language."""
+    try:
+        config = from_dict(ModelConfig, meta["model"], path="model")
+        if config.layers > len(tensors):
+            raise ConfigError(f"the config has {config.layers} layers, the file {len(tensors)} tensors")
+        with torch.device("meta"):
+            expected = {name: tuple(tensor.shape) for name, tensor in GPT(config).state_dict().items()}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                raise ConfigError(
+                    f"{name} is {found.get(name, 'absent')} in the file, {expected.get(name, 'absent')} by its config"
+                )
+        if (config.vocab_size, config.bos_id) != (tokenizer.vocab_size, tokenizer.bos_id):
+            raise ConfigError(
+                f"the config has {config.vocab_size} tokens (BOS {config.bos_id}), the tokenizer {tokenizer.vocab_size} "
+                f"(BOS {tokenizer.bos_id})"
+            )
+        if type(meta["context"]) is not int or meta["context"] < 1:
+            raise ConfigError(f"its context is {meta['context']!r}, not a whole number from 1")
+    except (ParbankError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise ArtifactError(f"{path} does not fit its config: {str(error).splitlines()[0]}") from error
+
+
+def _pack(
+    tensors: Mapping[str, torch.Tensor],
+    quant: QuantConfig,
+    meta: Mapping[str, Any],
+    extra: Mapping[str, bytes],
+    max_bytes: int | None,
+) -> tuple[bytes, int]:
+    """The file with every tensor that can be kept kept exactly, if that fits; else all of them packed anew."""
+    contents: dict[str, Content] = {}
+    roles = {name: role(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    exact = 0
+    for name, tensor in tensors.items():
+        weights = tensor.float().contiguous().numpy()
+        if roles[name] == "other":
+            contents[name] = halves = to_half(weights, name=name)
+            exact += bool((halves.astype(weights.dtype) == weights).all())
+            continue
+        q = quant.matrix_q if roles[name] == "matrix" else quant.embedding_q
+        found = recover(weights)
+        exact += found is not None
+        contents[name] = found or quantise_rows(weights, q, quant.clip_fractions, name=name)
+    data = pack_contents(contents, roles, meta, extra, coder=quant.coder)
+    if max_bytes is None or len(data) <= max_bytes:
+        return data, exact
+    try:
+        return pack_tensors(tensors, quant, max_bytes=max_bytes, meta=meta, extra_sections=extra).data, 0
+    except ArtifactError as error:
+        raise ArtifactError(
+            f"the import does not fit {max_bytes:,} bytes: as it is it takes {len(data):,}, and rounded more coarsely, row by "
+            f"row, which is all that an import can do: {error}. `parbank pack` of a checkpoint goes further"
+        ) from error
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ConfigError(f"this needs the package safetensors ({error}): pip install safetensors") from error
+    return safetensors

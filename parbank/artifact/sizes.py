@@ -1,0 +1,132 @@
+"""What a model will weigh, from its shapes alone: the bound that is promised, and the size to expect.
+
+The bounds are proven, not measured, so that a model whose bound is under the cap packs under it whatever its weights turn
+out to be. For `rows`: every stream is stored at fixed width where its coder would be larger. For the solver: at its
+coarsest every row is dropped, and a file of zeros has the same size whatever the zeros were.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from parbank.artifact.container import encode_artifact
+from parbank.artifact.contents import HALVES, INTEGERS, SCALES, TABLE, Spec, table_bytes
+from parbank.artifact.pack import plan
+from parbank.errors import ConfigError
+from parbank.quant.coders.ans import require_coder
+from parbank.quant.config import QuantConfig
+from parbank.quant.roles import Shape
+from parbank.quant.streams import Coder, encode_bytes, encode_integers, encode_scales, fixed_bytes
+
+# One entry of the container's section table beside its name: field names, punctuation and checksum 76, and two numbers
+# of at most 12 digits.
+_ENTRY_BYTES = 100
+# The solver meets caps of fewer bits a weight than this, but the loss then grows fast: 0.03 bits per byte at 2.4 bits, 0.4
+# at 1.2 (docs/quantisation.md). Fewer weights with more bits each are the better buy.
+FEW_BITS = 2
+# The coders over the entropy of Gaussian integers: lzma 2.3% at 6 bits, 3.1% at 5, 1.6% at 4; ans hits it.
+_MARGINS = {"ans": 1.0, "lzma": 1.025}
+
+
+def overhead_bytes(meta: Mapping[str, Any], extra_sections: Mapping[str, bytes]) -> int:
+    """The artifact without its weights: container, meta and extra sections such as the tokenizer."""
+    return len(encode_artifact(meta, extra_sections))
+
+
+def worst_case_bytes(shapes: Mapping[str, Shape], config: QuantConfig, *, overhead: int) -> int:
+    """No weights of these shapes pack to more than this at the coarsest setting of `quant.method`."""
+    if config.method == "solver":
+        specs = [replace(spec, q=min(spec.q, 1)) for spec in plan(shapes, config, 1)]
+        sections = _zeros_bytes(tuple(specs), config.coder)
+    else:
+        sections = _most_bytes(plan(shapes, config, config.min_matrix_q))
+    return overhead + sum(size + _ENTRY_BYTES + len(name) for name, size in sections.items())
+
+
+def expected_bytes(shapes: Mapping[str, Shape], config: QuantConfig, *, overhead: int) -> int:
+    """The size to expect at the configured bits, for display: as if every row were Gaussian.
+
+    A row of n Gaussian weights has its largest near m with P(|x| < m)^n = 1/2, so its step is m/q standard deviations
+    and its entropy log2(sqrt(2 pi e) q / m) bits a weight. Trained rows have heavier tails and come out smaller.
+    """
+    specs = plan(shapes, config, config.matrix_q)
+    bits = sum(spec.count * _gaussian_bits(spec) for spec in specs if spec.q)
+    total = math.ceil(bits * _MARGINS[config.coder] / 8) + 2 * sum(spec.scales + spec.halves for spec in specs)
+    return overhead + total + 4 * _ENTRY_BYTES
+
+
+def check_fits(
+    shapes: Mapping[str, Shape],
+    config: QuantConfig,
+    max_bytes: int,
+    *,
+    overhead: int,
+    code_bytes: int = 0,
+    reserve: int = 0,
+) -> None:
+    """Refuses, before training, a model that might not fit the cap afterwards, or could not be packed at all.
+
+    `reserve` is what the overhead may still grow by: nothing is refused for it, but the cap that is named has room for it.
+    """
+    require_coder()
+    fixed = overhead + code_bytes
+    # What fits at two bits a weight fits as zeros, too, and is known without writing millions of them.
+    ladder = (
+        replace(config, method="rows", min_matrix_bits=2, embedding_bits=2) if config.method == "solver" else config
+    )
+    if worst_case_bytes(shapes, ladder, overhead=fixed) <= max_bytes:
+        return
+    worst = worst_case_bytes(shapes, config, overhead=fixed)
+    if worst <= max_bytes:
+        return
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    room = max(max_bytes - fixed, 0)
+    fit, raised = int(parameters * room / (worst - fixed)), f"raise --max-bytes (at least {worst + reserve:,})"
+    if config.method == "solver":
+        need = f"{worst:,} even with every matrix at zero"
+        advice = f"{raised}, or use fewer layers or a smaller width or vocabulary"
+        advice += f": about {int(8 * room / FEW_BITS):,} parameters would have {FEW_BITS} bits each" if room else ""
+    else:
+        need = f"{worst:,} with matrices at {config.min_matrix_bits} bits and embeddings at {config.embedding_bits}"
+        advice = f"about {fit:,} parameters would fit: use fewer layers or a smaller width or vocabulary, {raised}"
+        if config.min_matrix_bits > 2:
+            advice += f", lower quant.min_matrix_bits (now {config.min_matrix_bits}, at least 2)"
+        advice += ", or set quant.method=solver, which goes lower"
+    raise ConfigError(
+        f"a model of {parameters:,} parameters cannot be promised to fit {max_bytes:,} bytes: it may need {need}, "
+        f"{fixed:,} of them for what is not weights; {advice}"
+    )
+
+
+def _most_bytes(specs: list[Spec]) -> dict[str, int]:
+    """The most that each section takes, whatever is in it."""
+    return {
+        TABLE: 1 + len(table_bytes(specs)),
+        INTEGERS: fixed_bytes([(spec.count, spec.q) for spec in specs if spec.q]),
+        SCALES: 1 + 2 * sum(spec.scales for spec in specs),
+        HALVES: 1 + 2 * sum(spec.halves for spec in specs),
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def _zeros_bytes(specs: tuple[Spec, ...], coder: Coder) -> dict[str, int]:
+    """The same where all integers are zero: written by the writer itself, so exact but for the float16 numbers. A second
+    or two for a golf model, hence the cache."""
+    shapes = [spec.shape for spec in specs if spec.q]
+    return _most_bytes(list(specs)) | {
+        TABLE: len(encode_bytes(table_bytes(list(specs)))),
+        INTEGERS: len(encode_integers([(np.zeros(shape, np.int8), 1) for shape in shapes], coder)),
+        SCALES: len(encode_scales([np.zeros(shape[0], np.float16) for shape in shapes])),
+    }
+
+
+def _gaussian_bits(spec: Spec) -> float:
+    largest = NormalDist().inv_cdf((1 + 0.5 ** (1 / spec.shape[1])) / 2)
+    entropy = math.log2(math.sqrt(2 * math.pi * math.e) * spec.q / largest)
+    # The formula is for fine steps; with few levels it may leave the range that 2q+1 levels can have.
+    return min(max(entropy, 0.5), math.log2(2 * spec.q + 1))

@@ -1,0 +1,160 @@
+"""Commands on files of weights: look into an artifact, export it, import it."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(inspect)
+    app.command()(export)
+    app.command("import")(import_)
+
+
+def inspect(artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .pbk file.")]) -> None:
+    """Show what an artifact holds: config, sections, and every tensor with its bits and bytes.
+
+    bits/weight counts everything a tensor takes. coded is what its integers take, entropy what they would under one
+    histogram for all of them: coded is below it where rows and columns differ in spread.
+    """
+    from parbank.artifact.container import read_artifact
+    from parbank.artifact.pack import describe_tensors
+
+    found = read_artifact(artifact)
+    print(f"file    {artifact}\nbytes   {artifact.stat().st_size:,}\nformat  version {found.version}")
+    print(json.dumps(found.meta, indent=2, sort_keys=True))
+    sections = Table("section", "bytes")
+    for name, size in found.sizes.items():
+        sections.add_row(name, f"{size:,}")
+    columns = (
+        "tensor",
+        "shape",
+        "role",
+        "levels",
+        "raw bytes",
+        "packed bytes",
+        "bits/weight",
+        "coded",
+        "entropy",
+        "with",
+    )
+    tensors = Table(*columns)
+    rows = describe_tensors(found)
+    for row in rows:
+        shape = " x ".join(map(str, row.shape)) or "scalar"
+        each = f"{row.integer_bits / row.count:.3f}", f"{row.entropy_bits / row.count:.3f}"
+        tensors.add_row(
+            row.name,
+            shape,
+            row.role,
+            str(row.levels or "float16"),
+            f"{row.raw_bytes:,}",
+            f"{row.packed_bytes:,.0f}",
+            f"{row.bits_per_weight:.3f}",
+            *(each if row.levels else ("-", "-")),
+            row.extras,
+        )
+    _add_totals(tensors, rows)
+    wide = Console(highlight=False, width=None if Console().is_terminal else 180)
+    wide.print(sections)
+    wide.print(tensors)
+
+
+def _add_totals(tensors: Table, rows: list[Any]) -> None:
+    count, coded = sum(row.count for row in rows), [row for row in rows if row.levels]
+    weights = max(sum(row.count for row in coded), 1)
+    integer, entropy = (sum(getattr(row, name) for row in coded) for name in ("integer_bits", "entropy_bits"))
+    packed = sum(row.packed_bytes for row in rows)
+    tensors.add_section()
+    tensors.add_row(
+        "total",
+        f"{count:,}",
+        "",
+        "",
+        f"{sum(row.raw_bytes for row in rows):,}",
+        f"{packed:,.0f}",
+        f"{8 * packed / max(count, 1):.3f}",
+        f"{integer / weights:.3f}",
+        f"{entropy / weights:.3f}",
+        f"coded: entropy {100 * (integer / entropy - 1):+.2f}%" if entropy else "",
+    )
+
+
+def export(
+    path: Annotated[
+        Path, typer.Argument(metavar="ARTIFACT_OR_CHECKPOINT", help="A .pbk file, a checkpoint, or a run folder.")
+    ],
+    format: Annotated[str, typer.Option(help="safetensors, the one there is.")] = "safetensors",
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; NAME.safetensors beside the input if not given.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32 (exact), bfloat16 or float16.")] = "float32",
+) -> None:
+    """Write a model's weights for other programs.
+
+    One tensor for each weight, by its plain name (blocks.0.mlp.up.weight), as the model computes with it: an artifact's
+    integers are multiplied out. The config, the context and the hash of the tokenizer are in the file's metadata; the
+    tokenizer lies beside it as NAME.model, which SentencePiece reads.
+
+    Examples:
+
+      parbank export runs/demo-1/model.pbk
+
+      parbank export runs/demo-1 --dtype bfloat16 --out demo.safetensors
+
+    `parbank import` makes an artifact of it again.
+    """
+    import torch
+
+    from parbank.artifact.safetensors import export_model
+    from parbank.errors import ConfigError
+    from parbank.training.load import load_model
+
+    if format != "safetensors":
+        raise ConfigError(f"--format {format!r} is not known; there is safetensors")
+    loaded = load_model(path, torch.device("cpu"))
+    target = out or loaded.source.with_suffix(".safetensors")
+    tokenizer, count = export_model(loaded, target, dtype)
+    print(f"{target}: {count} tensors as {dtype}, {target.stat().st_size:,} bytes; tokenizer: {tokenizer}")
+
+
+def import_(
+    path: Annotated[Path, typer.Argument(metavar="FILE.safetensors", help="What `parbank export` wrote.")],
+    out: Annotated[Path, typer.Option(help="Artifact to write.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="SentencePiece model; NAME.model beside the file if not given.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="JSON of the model's config, for a file without one in its metadata.")
+    ] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="Cap on the artifact.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="quant.b=v", help="Change one setting of quant; repeatable.")
+    ] = None,
+) -> None:
+    """Make an artifact of weights in a safetensors file.
+
+    Weights that an artifact was exported from are recognised, row by row, and stored exactly as they are; others are
+    rounded to integers row by row: quant.matrix_bits, min_matrix_bits, embedding_bits, coder, clip_steps and clip_floor
+    are what --set takes here.
+
+    Examples:
+
+      parbank import model.safetensors --out model.pbk
+
+      parbank import tuned.safetensors --tokenizer model.model --max-bytes 8000000 --out small.pbk
+
+    --config takes the JSON that `parbank export` writes as "parbank" in the metadata: {"model": {...}, "context": 2048}.
+    """
+    from parbank.artifact.safetensors import import_model
+
+    result = import_model(
+        path, out, tokenizer=tokenizer, config=config, max_bytes=max_bytes, settings=tuple(settings or ())
+    )
+    print(
+        f"{out}: {result.size:,} bytes; {result.exact} of {result.count} tensors exactly as they were, the rest rounded"
+    )

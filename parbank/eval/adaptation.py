@@ -1,0 +1,332 @@
+"""Adapters: what learns from a text while it is being scored. See ttt.py for what they are given, and when."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parbank.config import require
+from parbank.graphs import Graphs
+from parbank.model import GPT
+from parbank.precision import autocast
+from parbank.runtime import Runtime
+
+Kind = Literal["sgd", "low-rank"]
+# The published recipe: SGD at 0.002 over chunks of 32,768 tokens. A low-rank adapter starts anew with every document, so it
+# must learn from less and faster: Adam at its usual rate, over one window of context at a time.
+LEARNING_RATES: dict[str, float] = {"sgd": 0.002, "low-rank": 0.001}
+SGD_CHUNK = 32_768
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptConfig:
+    """How a model adapts to the text it is scored on."""
+
+    adapter: Kind = "sgd"
+    """sgd: the weights themselves, over the whole text. low-rank: a product of two thin matrices beside each, per document."""
+    scores: Literal["streaming", "sliding"] = "streaming"
+    """Which way a chunk is scored before anything is learnt from it."""
+    lr: float | None = None
+    """Learning rate; none takes 0.002 for sgd, falling to 0 over the text as a cosine, and 0.001 for low-rank."""
+    epochs: int = 3
+    """Passes over a chunk once it is scored."""
+    sequences: int = 32
+    """Windows of context that make one step; as published, where a chunk has 16 of them and an epoch is one step."""
+    chunk: int | None = None
+    """Tokens scored before they are learnt from; none takes 32,768 for sgd and the context for low-rank."""
+    momentum: float = 0.9
+    """Of sgd."""
+    clip: float = 1.0
+    """Largest norm of all gradients together; 0 leaves them alone."""
+    freeze: int = 0
+    """The first so many blocks do not learn. Embeddings do."""
+    blocks: tuple[int, ...] = ()
+    """If given, only these blocks learn, and embeddings do not."""
+    rank: int = 8
+    """Inner width of low-rank adapters."""
+    micro_tokens: int = 32_768
+    """Tokens of one pass; ranks take turns at passes. Less leaves more to share, more runs better on one GPU."""
+
+    def __post_init__(self) -> None:
+        require(self.lr is None or 0 <= self.lr < math.inf, f"--lr must be 0 or more and finite, got {self.lr}")
+        for name in ("epochs", "sequences", "rank", "micro_tokens"):
+            require(getattr(self, name) >= 1, f"--{name} must be at least 1, got {getattr(self, name)}")
+        require(self.chunk is None or self.chunk >= 1, f"--chunk must be at least 1, got {self.chunk}")
+        require(self.freeze >= 0, f"--freeze must be 0 or more, got {self.freeze}")
+        require(0 <= self.momentum < 1, f"momentum must lie in [0, 1), got {self.momentum}")
+        require(self.clip >= 0, f"--clip must be 0 (off) or positive, got {self.clip}")
+        require(
+            not (self.freeze and self.blocks), "--freeze and --blocks both say which blocks learn; give one of them"
+        )
+
+    def resolve(self, context: int) -> "AdaptConfig":
+        """With every default that depends on another setting filled in, and blocks in order, each once."""
+        chunk = self.chunk or (SGD_CHUNK if self.adapter == "sgd" else context)
+        lr = LEARNING_RATES[self.adapter] if self.lr is None else self.lr
+        return replace(self, chunk=chunk, lr=lr, blocks=tuple(sorted(set(self.blocks))))
+
+    def learns(self, block: int) -> bool:
+        return block in self.blocks if self.blocks else block >= self.freeze
+
+
+class Adapter(Protocol):
+    """Changes a model's weights by what it is shown. It is shown a stretch of text once its scores are final, and no more."""
+
+    def learn(self, tokens: Tensor, progress: float) -> None:
+        """`tokens` (n + 1,): n targets and what precedes them; progress 0..1 through the text."""
+
+    def reset(self) -> None:
+        """A document begins: forget, if that is what this adapter does."""
+
+
+class _StepwiseAdapter(ABC):
+    """What the adapters have in common: steps over a chunk, each of them one CUDA graph where one process has the text to
+    itself. (Several gather their gradients in between, launch by launch: the same kernels in the same order.)"""
+
+    def __init__(
+        self,
+        model: GPT,
+        runtime: Runtime,
+        config: AdaptConfig,
+        *,
+        context: int,
+        compiled: bool = False,
+        graph: bool = False,
+    ) -> None:
+        _check_blocks(model, config)
+        self._config, self._context, self._runtime = config, context, runtime
+        self._forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compiled else model
+        self._graphs = Graphs(enabled=graph and runtime.is_cuda and runtime.world == 1)
+        self._weights: list[Tensor]  # of the model: what the loss is differentiated by
+        self._masks: list[Tensor | None]
+        self._parameters: list[Tensor]  # what the optimizer moves
+        self._optimizer: torch.optim.Optimizer
+        self._begin(model)
+
+    @abstractmethod
+    def _begin(self, model: GPT) -> None:
+        """Sets the four above."""
+
+    @property
+    def captures(self) -> int:
+        """How many graphs were made."""
+        return self._graphs.captures
+
+    def _learn_from(self, tokens: Tensor) -> None:
+        for batches in plan_steps(tokens, self._context, self._config) * self._config.epochs:
+            self._graphs.run(self._step, batches)
+
+    def _step(self, *batches: Tensor) -> None:
+        """One step of the optimizer. Nothing in it waits for the device, and what outlives it stays where it is."""
+        grads = sum_gradients(self._gradients, batches, self._runtime)
+        for parameter, grad in zip(self._parameters, grads):
+            parameter.grad = _laid_out_like(parameter, grad) if self._runtime.is_cuda else grad
+        if self._config.clip:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._config.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _gradients(self, inputs: Tensor, targets: Tensor, count: int) -> list[Tensor]:
+        """Of the sum of the losses over `count`, by the model's weights."""
+        with torch.enable_grad(), autocast(self._runtime.device):
+            value = self._forward(inputs, targets, reduction="sum") / count
+        grads = torch.autograd.grad(value, self._weights)
+        return [grad if mask is None else grad * mask for grad, mask in zip(grads, self._masks)]
+
+
+class SgdAdapter(_StepwiseAdapter):
+    """SGD over the model's own weights, which keep what they learn to the end of the text."""
+
+    def _begin(self, model: GPT) -> None:
+        config, cuda = self._config, self._runtime.is_cuda
+        named = {name: p for name, p in model.named_parameters() if _may_learn(name, config)}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in named)
+        self._weights = self._parameters = list(named.values())
+        masks = bank_masks(model, config)
+        self._masks = [masks.get(name) for name in named]
+        # A number is part of a graph for good; a tensor is read anew by each replay, and only the fused form takes one.
+        rate = torch.zeros((), device=self._runtime.device) if cuda else 0.0
+        self._optimizer = torch.optim.SGD(
+            self._parameters, lr=rate, momentum=config.momentum, fused=True if cuda else None
+        )
+
+    def learn(self, tokens: Tensor, progress: float) -> None:
+        assert self._config.lr is not None
+        self._set_rate(self._config.lr * 0.5 * (1 + math.cos(math.pi * progress)))
+        self._learn_from(tokens)
+
+    def reset(self) -> None:
+        """Documents are all one text to it."""
+
+    def _set_rate(self, rate: float) -> None:
+        group = self._optimizer.param_groups[0]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+class LowRankAdapter(_StepwiseAdapter):
+    """W + left @ right for every matrix, with left and right learnt by Adam; zero again at the start of a document.
+
+    The sum is written to where W stands, so the model that learns is the model that scores, and no more than the model is
+    compiled. With G the gradient by W, left's is G right^T and right's is left^T G.
+    """
+
+    def _begin(self, model: GPT) -> None:
+        config, cuda = self._config, self._runtime.is_cuda
+        model.requires_grad_(False)
+        banks = {f"banks.{key}": model.banks.bank(key).requires_grad_() for key in model.banks.entries}
+        masks = bank_masks(model, config)
+        self._weights, self._masks = list(banks.values()), [masks.get(name) for name in banks]
+        self._base = [bank.detach().clone() for bank in self._weights]
+        generator = torch.Generator().manual_seed(0)  # the same draw on every rank, and for every document
+        self._drawn = [
+            (torch.randn(n, config.rank, cols, generator=generator) / math.sqrt(cols)).to(bank.device, bank.dtype)
+            for bank in self._base
+            for n, _, cols in [bank.shape]
+        ]
+        self._left = [bank.new_zeros(*bank.shape[:2], config.rank) for bank in self._base]
+        self._right = [drawn.clone() for drawn in self._drawn]
+        self._parameters = [*self._left, *self._right]
+        self._optimizer = torch.optim.Adam(
+            self._parameters, lr=config.lr or 0.0, capturable=cuda, fused=True if cuda else None
+        )
+        self._changed = False
+
+    def learn(self, tokens: Tensor, progress: float) -> None:
+        self._learn_from(tokens)
+        self._changed = True
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """In place: a graph knows its tensors by their addresses."""
+        if not self._changed:
+            return
+        for left, right, drawn in zip(self._left, self._right, self._drawn):
+            left.zero_()
+            right.copy_(drawn)
+        for state in self._optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+        for bank, base in zip(self._weights, self._base):
+            bank.copy_(base)
+        self._changed = False
+
+    @torch.no_grad()
+    def _step(self, *batches: Tensor) -> None:
+        super()._step(*batches)
+        with self._in_full():
+            for bank, base, mask, left, right in zip(self._weights, self._base, self._masks, self._left, self._right):
+                change = left @ right
+                bank.copy_(base + (change if mask is None else change * mask))
+
+    def _gradients(self, inputs: Tensor, targets: Tensor, count: int) -> list[Tensor]:
+        grads = super()._gradients(inputs, targets, count)
+        with self._in_full():
+            of_left = [grad @ right.mT for grad, right in zip(grads, self._right)]
+            return of_left + [left.mT @ grad for grad, left in zip(grads, self._left)]
+
+    def _in_full(self) -> torch.autocast:
+        """Left and right are small and kept in full precision, whatever our caller has switched on."""
+        return torch.autocast(self._runtime.device.type, enabled=False)
+
+
+def make_adapter(model: GPT, runtime: Runtime, config: AdaptConfig, *, context: int, compiled: bool) -> Any:
+    kind = SgdAdapter if config.adapter == "sgd" else LowRankAdapter
+    return kind(model, runtime, config, context=context, compiled=compiled, graph=compiled)
+
+
+def plan_steps(tokens: Tensor, context: int, config: AdaptConfig) -> list[list[Tensor]]:
+    """The micro-batches, (rows, width + 1) each, of every step over a chunk: sequences of at most `context` targets that
+    cover all. Where they do not come out even the last one reaches back, so that all have one shape."""
+    count = len(tokens) - 1
+    width = min(context, count)
+    starts = [min(start, count - width) for start in range(0, count, width)]
+    rows = torch.stack([tokens[start : start + width + 1] for start in starts]).long()
+    return [list(step.split(max(1, config.micro_tokens // width))) for step in rows.split(config.sequences)]
+
+
+def sum_gradients(
+    gradients: Callable[[Tensor, Tensor, int], list[Tensor]], batches: Sequence[Tensor], runtime: Runtime
+) -> list[Tensor]:
+    """The gradients of the mean loss over all batches. Ranks take turns at batches, and every rank adds the parts in the
+    order of the batches: float addition does not commute with regrouping, and any number of ranks must agree bit for bit."""
+    count = sum(batch[:, 1:].numel() for batch in batches)
+    total: list[Tensor] = []
+    for first in range(0, len(batches), runtime.world):
+        mine = min(first + runtime.rank, len(batches) - 1)  # a rank with nothing to do repeats the last, for nobody
+        parts = [gradients(batches[mine][:, :-1], batches[mine][:, 1:], count)]
+        if runtime.world > 1:
+            parts = _gather(parts[0], runtime.world)
+        for part in parts[: len(batches) - first]:
+            total = part if not total else [a + b for a, b in zip(total, part)]
+    return total
+
+
+def _gather(grads: list[Tensor], world: int) -> list[list[Tensor]]:
+    """Every rank's gradients, by rank."""
+    found: list[list[Tensor]] = [[] for _ in range(world)]
+    for grad in grads:
+        pieces = [torch.empty_like(grad, memory_format=torch.contiguous_format) for _ in range(world)]
+        dist.all_gather(pieces, grad.contiguous())
+        for rank, piece in enumerate(pieces):
+            found[rank].append(piece)
+    return found
+
+
+def bank_masks(model: GPT, config: AdaptConfig) -> dict[str, Tensor | None]:
+    """For each bank, (N, 1, 1): one where the matrix's block learns, else zero. None where all do."""
+    found: dict[str, Tensor | None] = {}
+    for key, entries in model.banks.entries.items():
+        learns = [config.learns(_block_of(entry.name)) for entry in entries]
+        bank = model.banks.bank(key)
+        mask = torch.tensor(learns, dtype=bank.dtype, device=bank.device)[:, None, None]
+        found[f"banks.{key}"] = None if all(learns) else mask
+    return found
+
+
+def _may_learn(name: str, config: AdaptConfig) -> bool:
+    if name.startswith("blocks."):
+        return config.learns(_block_of(name))
+    return name.startswith("banks.") or not config.blocks
+
+
+def _block_of(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+def _check_blocks(model: GPT, config: AdaptConfig) -> None:
+    layers = model.config.layers
+    require(
+        all(0 <= block < layers for block in config.blocks),
+        f"--blocks must lie in 0..{layers - 1}, the model's blocks, got {', '.join(map(str, config.blocks))}",
+    )
+    require(config.freeze <= layers, f"--freeze must lie in 0..{layers}, the model's blocks, got {config.freeze}")
+
+
+def _laid_out_like(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Fused optimizers ask for it, and a norm is summed in the order of memory, which must not depend on the ranks: a
+    gradient that was gathered from others has come out contiguous."""
+    return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+
+
+@contextmanager
+def restored(model: GPT) -> Iterator[None]:
+    """Puts every weight back, bit for bit, however the block ends."""
+    before = [(p, p.detach().clone(), p.requires_grad, p.grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value, learns, grad in before:
+                parameter.copy_(value)
+                parameter.requires_grad_(learns)
+                parameter.grad = grad

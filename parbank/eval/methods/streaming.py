@@ -1,0 +1,96 @@
+"""Scores of a running text: each token once, each with a full window of context (see parbank/model/stream.py)."""
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parbank.config import require
+from parbank.data.shards import TokenSet
+from parbank.eval.ring import RingCarry
+from parbank.eval.score import IGNORED, Pace, Progress, Scored, Text, check_context, run_scorer, silent, tokens_together
+from parbank.model import GPT
+from parbank.model.stream import Carry, LocalCarry, Segment, Stream
+from parbank.precision import autocast
+from parbank.runtime import Runtime
+
+SPARE = 32  # one part in so many of the work may go into padding
+# Segments of a stream over the tokens that windows go in: a layer of 65,536 tokens takes an H200 about 2 ms, and the host
+# about 1 to launch, so four times that keeps the GPU ahead; a quarter of a million tokens need some 6 GB.
+LONGER = 4
+# Segments up to this length are replayed as a graph, as those of ttt are; a graph of a longer one would only hold its memory.
+GRAPHED = 65_536
+ROUND = 128  # long segments are cut to a multiple of this: a whole number of tiles for products and attention
+
+
+class StreamScorer:
+    """Segments go round the ranks. A segment needs, layer by layer, what the one before it left, so a rank starts on its
+    segment as soon as its neighbour is through the first layer: a wave that keeps all of them busy."""
+
+    def __init__(self, model: GPT, runtime: Runtime, *, context: int, segment: int, compiled: bool = False) -> None:
+        check_context(context)
+        require(segment >= 1, f"a segment has at least 1 token, got {segment}; raise --segment")
+        self._runtime, self._segment, self._padded = runtime, segment, compiled
+        self._bos = model.config.bos_id if model.config.isolate_documents else None
+        self._ring = RingCarry(model, context, runtime) if runtime.world > 1 else None
+        carry: Carry = LocalCarry() if self._ring is None else self._ring
+        graph = compiled and self._ring is None and segment <= GRAPHED
+        self._stream = Stream(model, context, carry=carry, compiled=compiled, graph=graph)
+        self._number = 0  # segments read so far, by all ranks
+
+    @torch.inference_mode()
+    def score(self, text: Text, first: int, nats: Tensor, *, more: bool, progress: Progress = silent) -> None:
+        last = text.targets
+        documents = None if self._bos is None else np.flatnonzero(text.tokens == self._bos)
+        pace = Pace(nats.device)
+        for start in range(first, last, self._segment):
+            end = min(start + self._segment, last)
+            if self._number % self._runtime.world == self._runtime.rank:
+                if self._ring is not None:
+                    self._ring.begin(first=self._number == 0, last=end == last and not more)
+                self._score_segment(text.ids, start, end, documents, nats)
+                pace.step()
+                progress((end - first) / (last - first))
+            self._number += 1
+        if self._ring is not None and not more:
+            self._ring.finish()
+
+    def _score_segment(self, ids: Tensor, start: int, end: int, documents: np.ndarray | None, nats: Tensor) -> None:
+        length = self._segment if self._padded else end - start
+        segment = Segment.cut(ids, start, end, length=length, documents=documents)
+        targets = F.pad(ids[start + 1 : end + 1].long(), (0, length - (end - start)), value=IGNORED)
+        with autocast(nats.device):
+            nats[start:end] = self._stream.read(segment, targets)[: end - start].float()
+
+
+def even_segment(targets: int, segment: int) -> int:
+    """A length near `segment`, and no longer, that leaves little of the last segment empty. Where that is little anyway the
+    length stays as it was asked for, and what was compiled for it serves the next text too."""
+    require(segment >= 1, f"a segment has at least 1 token, got {segment}; raise --segment")
+    pieces = math.ceil(targets / segment)
+    if (pieces * segment - targets) * SPARE <= targets:
+        return segment
+    length = math.ceil(targets / pieces)
+    return min(segment, math.ceil(length / ROUND) * ROUND) if segment >= 8 * ROUND else length
+
+
+def score_streaming(
+    model: GPT,
+    tokens: TokenSet,
+    *,
+    context: int,
+    runtime: Runtime,
+    segment: int | None = None,
+    compiled: bool = False,
+    progress: Progress = silent,
+) -> Scored:
+    """A whole text in one pass. The segment's length changes rounding only; unless given it is what memory allows."""
+    text = Text.load(tokens, runtime)
+    if segment is None:
+        segment = tokens_together(model.config.vocab_size, runtime) * (LONGER if runtime.is_cuda else 1)
+    length = even_segment(text.targets, segment)
+    window = min(context, text.targets)  # more would see the same, and carry keys that nothing ever fills
+    scorer = StreamScorer(model, runtime, context=window, segment=length, compiled=compiled)
+    return run_scorer(scorer, model, text, runtime, progress)

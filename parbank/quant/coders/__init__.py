@@ -1,0 +1,1 @@
+"""Coders: integers to few bytes and back."""

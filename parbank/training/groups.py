@@ -1,0 +1,43 @@
+"""Which parameter is trained how: the one place that knows both the model and the optimizer."""
+
+from typing import Any
+
+from parbank.model import GPT
+from parbank.training.config import OptimConfig
+
+
+def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
+    """Banks to Muon, one group each, because a bank says which of its matrices are stored transposed; the rest to AdamW,
+    by role. `peak_lr` is kept in the group: the schedule multiplies it."""
+    named = dict(model.named_parameters())
+    banks = [
+        {
+            "params": [named.pop(f"banks.{key}")],
+            "algorithm": "muon",
+            "peak_lr": config.matrix_lr,
+            "weight_decay": config.matrix_weight_decay,
+            "ns_steps": config.newton_schulz_steps,
+            "transposed": model.banks.transposed(key),
+        }
+        for key in model.banks.entries
+    ]
+    roles: dict[float, list[Any]] = {}
+    for name, parameter in named.items():
+        if name.endswith("embedding.weight"):
+            lr = config.embedding_lr
+        elif name == "head.weight":
+            lr = config.head_lr
+        else:
+            lr = config.scalar_lr
+        roles.setdefault(lr, []).append(parameter)
+    adam = [
+        {
+            "params": parameters,
+            "algorithm": "adamw",
+            "peak_lr": lr,
+            "betas": (config.beta1, config.beta2),
+            "weight_decay": config.adam_weight_decay,
+        }
+        for lr, parameters in roles.items()
+    ]
+    return [{**group, "lr": group["peak_lr"]} for group in banks + adam]

@@ -1,0 +1,76 @@
+"""Forward and backward over one micro-batch, launch by launch or replayed as one CUDA graph.
+
+A pass of the golf model is some six hundred launches, and Python needs almost as long to make them as the GPU to run them (58 of
+69 ms on an H200: benchmarks/results/step_before_h200_2026-11-15). A graph makes them one. What it reads and writes stays in place:
+the batch is copied in, gradients are added to where they lie, and the loss is added to a total.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from parbank.graphs import Graphs, Places, addresses
+from parbank.ops.fp8 import Parts, use_fp8
+from parbank.precision import autocast
+
+
+class Passes:
+    """Adds up the loss and the gradients of the micro-batches of one step."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Tensor],
+        model: nn.Module,
+        device: torch.device,
+        count: int,
+        *,
+        graph: bool,
+        fp8: Parts = "off",
+    ) -> None:
+        """`count` passes make a step; each loss and gradient is divided by it. `fp8`: what multiplies in 8 bits."""
+        self._forward, self._device, self._count = forward, device, count
+        self._fp8: Parts = fp8
+        self._parameters = list(model.parameters())
+        self._total = torch.zeros((), device=device)
+        self._graphs = Graphs(enabled=graph and device.type == "cuda")
+
+    def start(self, count: int | None = None) -> None:
+        """A new step, of `count` passes from here on: the loss starts at zero. (Gradients are the optimizer's to clear.)"""
+        self._count = count or self._count
+        self._total.zero_()
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean over the passes since `start`, on the device; the next `start` overwrites it."""
+        return self._total
+
+    @property
+    def captures(self) -> int:
+        """How many graphs were made."""
+        return self._graphs.captures
+
+    def add(self, batch: Tensor) -> None:
+        """Forward and backward of one micro-batch (rows, length + 1)."""
+        self._graphs.run(self._run, [batch], key=(self._count,), places=self._places)
+
+    def _run(self, batch: Tensor) -> None:
+        with autocast(self._device), use_fp8(self._fp8):
+            loss = self._forward(batch[:, :-1], batch[:, 1:]) / self._count
+        self._differentiate(loss)
+        self._total += loss.detach()
+
+    def _differentiate(self, loss: Tensor) -> None:
+        """Adds to the gradients as `loss.backward()` does, with a launch or three instead of one for each of the many small
+        parameters, which takes longer to start than to run."""
+        held = [p.grad for p in self._parameters if p.grad is not None]
+        if len(held) < len(self._parameters):
+            loss.backward()  # the first time: it makes them
+            return
+        found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        pairs = [(total, grad) for total, grad in zip(held, found, strict=True) if grad is not None]
+        torch._foreach_add_([total for total, _ in pairs], [grad for _, grad in pairs])
+
+    def _places(self) -> Places:
+        """Where the weights and gradients are that a graph was captured with."""
+        return addresses(tensor for p in self._parameters for tensor in (p, p.grad))

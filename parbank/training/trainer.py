@@ -1,0 +1,333 @@
+"""The training loop.
+
+    trainer = Trainer(config, runtime, dataset, out)
+    trainer.warm_up()        # compiles everything, then undoes itself
+    trainer.train()          # until the budget is spent, or somebody asks to stop
+
+The loop never drains the device, and waits for it on log steps only: see telemetry.py for how its numbers come back,
+budget.py for how the clock stays honest.
+"""
+
+import copy
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parbank.config import to_dict
+from parbank.data.batches import BatchStream
+from parbank.data.dataset import Dataset
+from parbank.data.prefetch import Prefetcher
+from parbank.errors import CheckpointError, TrainingError
+from parbank.model import GPT
+from parbank.ops.fp8 import check_device
+from parbank.optim.averaging import Averages
+from parbank.optim.parallel_muon import ParallelMuon
+from parbank.optim.schedules import ramp, warmdown
+from parbank.runtime import Runtime, seed_everything, versions
+from parbank.training.budget import Budget, Clock
+from parbank.training.checkpoint import list_checkpoints, random_state, restore_random_state, save_checkpoint
+from parbank.training.config import RunConfig, Stage
+from parbank.training.groups import parameter_groups
+from parbank.training.passes import Passes
+from parbank.training.telemetry import Reading, Telemetry
+
+Report = Callable[[Reading], None]
+
+
+def cut_windows(batch: Tensor, length: int) -> Tensor:
+    """(rows, L + 1) as (rows * L / length, length + 1): the same targets, each with less before it."""
+    if batch.shape[1] == length + 1:
+        return batch
+    return batch.unfold(1, length + 1, length).reshape(-1, length + 1)
+
+
+class Trainer:
+    """A model, its optimizer, its data and its clock; everything that a checkpoint holds is reachable from here."""
+
+    def __init__(self, config: RunConfig, runtime: Runtime, dataset: Dataset, out: Path) -> None:
+        self.config, self.runtime, self.dataset, self.out = config, runtime, dataset, out
+        check_device(config.train.fp8, runtime.device)
+        self._data_fingerprint = dataset.fingerprint  # a pass over all tokens: now, and not while the clock runs
+        seed_everything(config.seed)
+        self.model = GPT(config.model).to(runtime.device)
+        quant = config.quant
+        self.fake = None
+        if quant.qat_share:
+            self.fake = self.model.banks.quantise_in_training(bits=quant.qat_bits, rounding=quant.qat_rounding)
+        compiled = config.train.compile and runtime.is_cuda
+        forward: Callable[..., Tensor] = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.graphed = config.train.cuda_graph and runtime.is_cuda
+        self.optimizer = ParallelMuon(
+            parameter_groups(self.model, config.optim),
+            max_norm=config.optim.clip or None,
+            cuda_graph=self.graphed and runtime.world == 1,
+        )
+        self.averages = Averages(dict(self.model.named_parameters()), config.average)
+        self.stream = self._make_stream()
+        self.stages = config.batch.plan()
+        count = self.passes_in(self.stages[-1])
+        self.passes = Passes(
+            forward, self.model, runtime.device, count, graph=config.train.cuda_graph, fp8=config.train.fp8
+        )
+        self.batches = Prefetcher(self.stream, device=runtime.device, depth=config.batch.prefetch)
+        self.clock = Clock()
+        self.budget = Budget(config.budget, config.batch.batch_tokens, self.clock)
+        self.telemetry = Telemetry(runtime.device)
+        self.step = 0
+        self.skipped = 0
+        self.stop_signal = 0
+        self._skipping = False  # the last step seen was skipped
+        self._stuck = False  # too many in a row were
+        self._last_save = time.monotonic()
+
+    def train(self, report: Report = lambda reading: None) -> None:
+        """Runs until the budget is spent or `stop_signal` is set. Then everything in flight has landed and the clock stands."""
+        self.telemetry.restart()
+        self.clock.start()
+        self._last_save = time.monotonic()
+        while (spent := self._agree_to_go_on()) is not None:
+            share = self._schedule(spent)
+            loss = self._accumulate_gradients(self._stage_at(spent))
+            self._update_weights(share)
+            self._record(loss, share)
+            self.step += 1
+            self._report(self.telemetry.collect(wait=self._must_look()), report)
+        self._report(self.telemetry.collect(drain=True), report)
+        self.runtime.synchronize()
+        self.clock.stop()
+        self._end_if_lost()
+        if self.fake is not None:
+            self.fake.turn(False)  # what is scored and packed are the weights themselves
+
+    def warm_up(self) -> None:
+        """Runs real steps, so that everything is compiled and allocated, and then puts everything back as it was."""
+        if not self.config.train.warmup_steps:
+            return
+        before = copy.deepcopy(self.state_dict())
+        for stage in self.stages:
+            for _ in range(self.config.train.warmup_steps):
+                self._schedule(0.0)
+                self._accumulate_gradients(stage)
+                self._update_weights(1.0)
+        self.load_state_dict(before)
+        self.runtime.synchronize()
+
+    def _agree_to_go_on(self, may_save: bool = True) -> float | None:
+        """The share of the budget spent, the same on all ranks; None when any rank says that it is time to stop."""
+        pending = self.telemetry.in_flight
+        over = self._stuck or not self.budget.allows(self.step, pending)
+        minutes = self.config.train.checkpoint_minutes
+        due = may_save and minutes > 0 and time.monotonic() - self._last_save > 60 * minutes
+        spent, over_any, signalled, save = self.runtime.agree(
+            [self.budget.spent(self.step, pending), float(over), float(self.stop_signal), float(due)]
+        )
+        self.stop_signal = int(signalled)
+        if save and not over_any and not any(self.runtime.agree([float(not self._is_healthy())])):
+            self.save()
+            return self._agree_to_go_on(may_save=False)  # saving took time, too
+        return None if over_any or signalled else spent
+
+    def _must_look(self) -> bool:
+        """Log steps wait for the device, and so does the second step: the clock must have seen one before it lets more go."""
+        return self.step % self.config.train.log_every == 0 or not self.budget.knows_step_time
+
+    def _schedule(self, spent: float) -> float:
+        """Sets this step's learning rates and momentum, and turns quantisation on when it is time; returns the learning rate
+        as a share of its peak."""
+        optim = self.config.optim
+        share = warmdown(spent, optim.warmdown, optim.final_lr) * ramp(self.step + 1, optim.warmup_steps, 0.0, 1.0)
+        momentum = ramp(self.step, optim.momentum_steps, optim.momentum_start, optim.momentum)
+        if self.fake is not None:
+            self.fake.turn(spent >= 1 - self.config.quant.qat_share)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * share
+            if group["algorithm"] == "muon":
+                group["momentum"] = momentum
+        return share
+
+    def _stage_at(self, spent: float) -> Stage:
+        return next(stage for stage in self.stages if spent < stage.until)
+
+    def _accumulate_gradients(self, stage: Stage) -> Tensor:
+        """Forward and backward over this rank's share of the batch; returns its mean loss, on the device.
+
+        A stage of shorter sequences cuts the stream's windows, so that the stream, its order and its position know
+        nothing of stages, and every token is still a target once an epoch.
+        """
+        count = self.passes_in(stage)
+        self.passes.start(count)
+        for _ in range(count):
+            self.passes.add(cut_windows(self.batches.next(), stage.sequence_length))
+        loss = self.passes.loss
+        # 0 * inf is NaN: a loss that is not finite makes a gradient so, and the optimizer's one look finds both
+        grads = (p.grad for p in self.model.parameters() if p.grad is not None)
+        min(grads, key=Tensor.numel).add_(0 * loss)
+        return loss
+
+    def passes_in(self, stage: Stage) -> int:
+        """Micro-batches a rank runs in one step of a stage."""
+        stream = self.stream
+        return stage.batch_tokens // (stream.sequence_length * stream.micro_sequences * stream.world)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on so far, by all ranks."""
+        return int(self.batches.state_dict()["entry"]) * self.stream.sequence_length
+
+    def _update_weights(self, share: float) -> None:
+        self.optimizer.step()
+        # A graph finds the gradients where they were when it was captured.
+        self.optimizer.zero_grad(set_to_none=False if self.graphed else None)
+        self.averages.update(share)
+
+    def _record(self, loss: Tensor, share: float) -> None:
+        mean = self.runtime.sum(loss / self.runtime.world)
+        optimizer = self.optimizer
+        self.telemetry.record(
+            self.step,
+            share,
+            mean,
+            optimizer.last_grad_norm,
+            optimizer.last_skipped,
+            optimizer.skipped_in_a_row,
+            tokens=self.tokens,
+        )
+
+    def _report(self, readings: list[Reading], report: Report) -> None:
+        for reading in readings:
+            self.budget.observe(reading.seconds)
+            self.skipped += reading.skipped
+            self._skipping = reading.skipped_in_a_row > 0
+            self._stuck |= reading.skipped_in_a_row >= self.config.train.max_skipped  # whatever is still in flight
+            report(reading)
+
+    def _end_if_lost(self) -> None:
+        """Raises where going on, or packing what there is, makes no sense. All ranks have the same readings by now."""
+        finite = not any(self.runtime.agree([float(not self._is_finite())]))
+        if finite and not self._stuck:
+            return
+        wrong = f"loss or gradient was not finite for {self.config.train.max_skipped} steps in a row, up to step {self.step}"
+        if finite:  # a step that is skipped changes nothing: these are the weights of the last good one
+            kept = f"the weights of the last good step are in {self.save()}"
+        else:
+            wrong = wrong if self._stuck else f"the weights are not finite after step {self.step}"
+            older = list_checkpoints(self.out / "checkpoint")
+            kept = f"the last good checkpoint is {older[-1]}" if older else "there is no checkpoint from before"
+        raise TrainingError(
+            f"{wrong}; {kept}. Lower optim.matrix_lr, optim.embedding_lr or optim.scalar_lr, or look at the data"
+        )
+
+    def save(self) -> Path | None:
+        """Writes a checkpoint; every rank must call it, the first one writes."""
+        state = self.state_dict()
+        self._last_save = time.monotonic()
+        if not self.runtime.is_main:
+            return None
+        about = {
+            "config": to_dict(self.config),
+            "tokenizer": self.dataset.tokenizer.to_bytes(),
+            "versions": versions(),
+            "dataset": self._data_fingerprint,
+        }
+        return save_checkpoint(self.out / "checkpoint", {**about, **state}, keep=self.config.train.keep_checkpoints)
+
+    def _is_healthy(self) -> bool:
+        """Whether a checkpoint of this moment would be worth more than the last one: not while steps are being skipped."""
+        return not self._skipping and self._is_finite()
+
+    def _is_finite(self) -> bool:
+        return all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        averages = self.averages.state_dict()
+        for kind in ("ema", "swa"):
+            if averages[kind] is not None:
+                averages[kind] = self.model.plain_names(averages[kind])
+        return {
+            "step": self.step,
+            "seconds": self.clock.seconds(),
+            "skipped": self.skipped,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "averages": averages,
+            "data": self.batches.state_dict(),
+            "random": random_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        averages = dict(state["averages"])
+        for kind in ("ema", "swa"):
+            if averages[kind] is not None:
+                averages[kind] = self.model.parameter_names(averages[kind])
+        self.step, self.skipped = state["step"], state["skipped"]
+        self.clock.set(state["seconds"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.averages.load_state_dict(averages)
+        self.batches.rewind(state["data"])
+        restore_random_state(state["random"])
+
+    def resume(self, state: dict[str, Any], path: Path) -> None:
+        """Goes on from a checkpoint of the same run; another model or other data is refused before anything changes."""
+        if state["dataset"] != self._data_fingerprint:
+            raise CheckpointError(
+                f"{path} was trained on other data than {self.config.data!r} now is; resume with the same text and "
+                "tokenizer, or start anew in another --out"
+            )
+        mine = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
+        theirs = {name: tuple(t.shape) for name, t in state["model"].items()}
+        if mine != theirs:
+            different = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+            raise CheckpointError(
+                f"{path} holds another model: {different[0]} is {theirs.get(different[0])} there and {mine.get(different[0])} "
+                "here; resume with the config it was started with, or start anew in another --out"
+            )
+        self.load_state_dict(state)
+
+    def close(self) -> None:
+        self.batches.close()
+
+    def _make_stream(self) -> BatchStream:
+        batch = self.config.batch
+        micro = batch.micro_sequences(self.runtime.world)
+        return BatchStream(
+            self.dataset.train,
+            sequence_length=batch.sequence_length,
+            # where steps differ the stream counts passes: on a clock nobody knows ahead where a stage's last step ends
+            batch_sequences=micro * self.runtime.world if batch.stages else batch.sequences,
+            micro_sequences=micro,
+            rank=self.runtime.rank,
+            world=self.runtime.world,
+            seed=self.config.seed,
+        )
+
+    @contextmanager
+    def watch_signals(self) -> Iterator[None]:
+        """Ctrl-C, SIGTERM and a terminal that is closed end training after the step in hand. A second one acts at once, as
+        if nobody watched."""
+
+        def note(number: int, frame: object) -> None:
+            self.stop_signal = number
+            for one, handler in previous.items():
+                signal.signal(one, handler)
+
+        watched = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
+            watched.append(signal.SIGHUP)
+        previous = {number: signal.getsignal(number) for number in watched}
+        try:
+            for number in previous:
+                signal.signal(number, note)
+        except ValueError:  # not the main thread: signals are somebody else's
+            previous = {}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

@@ -1,0 +1,176 @@
+"""Sampling: the same seed the same text, greedy where it should be, and an end where the model ends."""
+
+import math
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parbank.data.dataset import Dataset, open_dataset
+from parbank.data.tokenizer import Tokenizer
+from parbank.errors import ConfigError, DataError
+from parbank.eval.sampling import continuation, sample_tokens
+from parbank.model import GPT
+from parbank.model.stream import Segment, Stream
+from parbank.recipes import get_recipe
+from tests.eval.test_score import make_model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text_spec: str) -> Tokenizer:
+    dataset: Dataset = open_dataset(text_spec, vocab_size=320, say=lambda line: None)
+    return dataset.tokenizer
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return make_model(seed=5)
+
+
+def greedy(model: GPT, window: list[int], count: int) -> list[int]:
+    written: list[int] = []
+    for _ in range(count):
+        with torch.no_grad():
+            chosen = int(model(torch.tensor([window + written]))[0, -1].argmax())
+        if chosen == model.config.bos_id:
+            break
+        written.append(chosen)
+    return written
+
+
+def test_the_same_seed_writes_the_same_and_another_does_not(model: GPT, tokenizer: Tokenizer) -> None:
+    texts = [list(sample_tokens(model, tokenizer, "def ", tokens=30, temperature=1.0, seed=s)) for s in (7, 7, 8)]
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+    state = torch.random.get_rng_state()
+    list(sample_tokens(model, tokenizer, tokens=3))
+    assert torch.equal(torch.random.get_rng_state(), state), "sampling draws from a generator of its own"
+
+
+def test_zero_temperature_and_one_candidate_are_greedy(model: GPT, tokenizer: Tokenizer) -> None:
+    expected = greedy(model, [tokenizer.bos_id, *map(int, tokenizer.encode("class A"))], 20)
+    for seed in (0, 1):
+        assert list(sample_tokens(model, tokenizer, "class A", tokens=20, temperature=0, seed=seed)) == expected
+        assert list(sample_tokens(model, tokenizer, "class A", tokens=20, top_k=1, seed=seed)) == expected
+        assert list(sample_tokens(model, tokenizer, "class A", tokens=20, temperature=1e-320, seed=seed)) == expected
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_gpu_writes_the_same_replayed_as_launched(tokenizer: Tokenizer) -> None:
+    model = make_model(seed=5).cuda()
+    window = [tokenizer.bos_id, *map(int, tokenizer.encode("class A"))]
+    stream, read = Stream(model, 16), 0  # launch by launch
+    expected: list[int] = []
+    while len(expected) < 40:
+        ids = torch.tensor(window + expected, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            chosen = int(stream.read(Segment.cut(ids, read, len(ids)), last=True)[-1].argmax())
+        if chosen == tokenizer.bos_id:
+            break
+        read = len(ids)
+        expected.append(chosen)
+    assert len(expected) > 5, "long enough to be replayed"
+    assert list(sample_tokens(model, tokenizer, "class A", tokens=40, temperature=0, context=16)) == expected
+
+
+def test_top_k_keeps_the_k_likeliest(model: GPT, tokenizer: Tokenizer) -> None:
+    with torch.no_grad():
+        logits = model(torch.tensor([[tokenizer.bos_id]]))[0, -1]
+    kept = set(logits.topk(3).indices.tolist())
+    drawn = [list(sample_tokens(model, tokenizer, tokens=1, temperature=t, top_k=3, seed=s))
+             for s in range(40) for t in (5.0, 1e300)]  # fmt: skip
+    found = {token for tokens in drawn for token in tokens}
+    assert found == kept - {tokenizer.bos_id}
+    everything = [list(sample_tokens(model, tokenizer, tokens=1, temperature=1.0, top_k=k)) for k in (0, 320, 10**6)]
+    assert everything[0] == everything[1] == everything[2]
+
+
+def test_writing_stops_where_the_document_ends(model: GPT, tokenizer: Tokenizer) -> None:
+    ending = GPT(get_recipe("nano").model)
+    ending.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        ending.token_embedding.weight[tokenizer.bos_id] = 0  # its logit is 0, and some other's is larger
+    assert len(list(sample_tokens(ending, tokenizer, tokens=25, temperature=0))) == 25
+    # the likeliest first token, made to mean the end
+    first = next(sample_tokens(ending, tokenizer, tokens=1, temperature=0))
+    with torch.no_grad():
+        weight = ending.token_embedding.weight
+        weight[tokenizer.bos_id] = 3 * weight[first]
+    written = list(sample_tokens(ending, tokenizer, tokens=25, temperature=0))
+    assert len(written) < 25
+    assert tokenizer.bos_id not in written
+
+
+def test_nothing_further_back_than_every_layer_s_context_is_seen(model: GPT, tokenizer: Tokenizer) -> None:
+    """In each of the 4 layers a token sees 3 more before it; an embedding sees two more by smear and bigram."""
+    texts = [head * 9 + "abcdefgh" * 9 for head in ("ijk ", "lmn ")]
+    ids = [tokenizer.encode(text) for text in texts]
+    same = next(n for n in range(len(ids[0])) if ids[0][-1 - n] != ids[1][-1 - n])
+    assert same >= 4 * 3 + 2
+    narrow, wide = ([list(sample_tokens(model, tokenizer, t, tokens=5, context=c)) for t in texts] for c in (4, 1024))
+    assert narrow[0] == narrow[1]
+    assert wide[0] != wide[1]
+
+
+def test_a_long_prompt_is_read_in_pieces(model: GPT, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = list(sample_tokens(model, tokenizer, "class A:\n" * 9, tokens=5, temperature=0))
+    monkeypatch.setattr("parbank.eval.sampling.PREFILL", 5)
+    assert list(sample_tokens(model, tokenizer, "class A:\n" * 9, tokens=5, temperature=0)) == whole
+
+
+@given(st.text(max_size=40))
+@settings(max_examples=50, deadline=None)
+def test_any_prompt_goes_through(model: GPT, tokenizer: Tokenizer, prompt: str) -> None:
+    written = list(sample_tokens(model, tokenizer, prompt, tokens=2))
+    whole = tokenizer.decode_bytes([*map(int, tokenizer.encode(prompt)), *written])
+    assert (prompt.encode() + tokenizer.decode_bytes(written)) == whole
+    assert prompt + continuation(tokenizer, prompt, written) == prompt + tokenizer.decode(written)
+
+
+def test_a_space_after_the_prompt_stays_with_a_tokenizer_that_drops_one_before_documents(tmp_path: Path) -> None:
+    source = tmp_path / "text.txt"
+    source.write_text("the cat and the dog and the bird\n" * 50, encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(source), model_prefix=str(tmp_path / "foreign"), vocab_size=290, model_type="bpe", byte_fallback=True,
+        minloglevel=2, num_threads=1,
+    )  # fmt: skip
+    foreign = Tokenizer.load(tmp_path / "foreign.model")
+    words = foreign.encode("the cat")
+    assert len(words) >= 2
+    head, tail = foreign.decode(words[:1]), words[1:].tolist()
+    assert head + continuation(foreign, head, tail) == "the cat"
+    assert continuation(foreign, "", words.tolist()) == "the cat"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 0}, "at least 1, got 0"),
+        ({"temperature": -0.1}, "0 or more, got -0.1"),
+        ({"temperature": math.nan}, "0 or more, got nan"),
+        ({"temperature": math.inf}, "0 or more, got inf"),
+        ({"top_k": -1}, "0 .keep all. or positive, got -1"),
+        ({"context": 0}, "at least 1 token, got 0"),
+        ({"seed": 2**70}, "from 0 to"),
+        ({"seed": -1}, "from 0 to"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(model: GPT, tokenizer: Tokenizer, options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sample_tokens(model, tokenizer, **options)
+
+
+def test_half_a_character_is_refused(model: GPT, tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match="surrogate"):
+        sample_tokens(model, tokenizer, "bad \udcff")  # what the shell hands over for a byte that is no UTF-8
+
+
+def test_the_model_keeps_its_mode(model: GPT, tokenizer: Tokenizer) -> None:
+    model.train()
+    next(sample_tokens(model, tokenizer, tokens=2))
+    list(sample_tokens(model, tokenizer, tokens=2))
+    assert model.training

@@ -1,0 +1,85 @@
+"""On a trained model: at equal bytes the solver loses less than integers per row."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from parbank.artifact.calibrate import calibrate
+from parbank.artifact.container import decode_artifact
+from parbank.artifact.pack import pack_solved, pack_tensors, unpack_tensors
+from parbank.config import override
+from parbank.data.dataset import open_dataset
+from parbank.errors import DataError
+from parbank.eval.score import score_chunked
+from parbank.quant.calibration import Calibration
+from parbank.quant.config import QuantConfig
+from parbank.recipes import get_recipe
+from parbank.runtime import Runtime
+from parbank.training.load import load_trained, pack_checkpoint
+from parbank.training.metrics import Display
+from parbank.training.run import run
+
+CPU = Runtime(device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, text_spec: str) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "run"
+    config = override(get_recipe("nano"), f"data={text_spec}", "budget.steps=150", "quant.method=rows")
+    run(config, CPU, out, display=Display(enabled=False))
+    return out
+
+
+def test_the_solver_loses_less_than_rows_at_equal_bytes(trained: Path, text_spec: str) -> None:
+    model, tokenizer, config = load_trained(trained, CPU.device)
+    dataset = open_dataset(text_spec, vocab_size=320, say=lambda line: None)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    context = config.batch.sequence_length
+    calibration = calibrate(model, dataset.train, context=context, count=16_384, runtime=CPU)
+
+    def loss(weights: dict[str, torch.Tensor]) -> float:
+        model.load_state_dict(weights)
+        return score_chunked(model, dataset.val, tokenizer, context=context, runtime=CPU).loss
+
+    before = loss(tensors)
+    rows = pack_tensors(tensors, QuantConfig(matrix_bits=3, min_matrix_bits=3, embedding_bits=4))
+    lost = {"rows": loss(unpack_tensors(rows.artifact)) - before}
+    for name, measured in (("solver", calibration), ("weights alone", Calibration())):
+        packed = pack_solved(tensors, QuantConfig(), measured, max_bytes=rows.size)
+        assert packed.size <= rows.size
+        lost[name] = loss(unpack_tensors(decode_artifact(packed.data))) - before
+    assert lost["solver"] < 0.5 * lost["rows"], lost
+    assert lost["solver"] < lost["weights alone"], lost
+
+
+def test_packing_without_the_training_text_says_so_and_with_other_text_works(
+    trained: Path, text_spec: str, tmp_path: Path
+) -> None:
+    config = (trained / "config.json").read_text()
+    state = next((trained / "checkpoint").iterdir())
+    lost = tmp_path / "run" / "checkpoint" / state.name
+    lost.parent.mkdir(parents=True)
+    saved = torch.load(state, weights_only=True)
+    saved["config"]["data"] = f"text:{tmp_path / 'gone'}"
+    saved["config"]["quant"]["method"] = "solver"
+    torch.save(saved, lost)
+    assert config
+
+    class Lines(Display):
+        def __init__(self) -> None:
+            super().__init__(enabled=False)
+            self.lines: list[str] = []
+
+        def say(self, text: str) -> None:
+            self.lines.append(text)
+
+    lines = Lines()
+    target, packed = pack_checkpoint(lost, 30_000, tmp_path / "a.pbk", display=lines)
+    assert target.stat().st_size == packed.size <= 30_000
+    assert any("cannot calibrate" in line for line in lines.lines)
+    _, calibrated = pack_checkpoint(lost, 30_000, tmp_path / "b.pbk", data=text_spec, display=(lines := Lines()))
+    assert calibrated.data != packed.data
+    assert not any("cannot calibrate" in line for line in lines.lines)
+    with pytest.raises(DataError):
+        pack_checkpoint(lost, 30_000, tmp_path / "c.pbk", data=f"text:{tmp_path / 'gone'}")
