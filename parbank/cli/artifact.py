@@ -1,6 +1,7 @@
-"""Commands on files of weights: look into an artifact, export it, import it."""
+"""Files of weights: `pack`, `inspect`, `export` and `import`."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,11 +9,40 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from parbank.cli.terminal import DATA_HELP, DeviceOption
 
-def register(app: typer.Typer) -> None:
-    app.command()(inspect)
-    app.command()(export)
-    app.command("import")(import_)
+
+def pack(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run folder.")],
+    max_bytes: Annotated[int, typer.Option(help="Cap on the file.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; model-BYTES.pbk in the run folder if not given.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Training text to calibrate on, where it is not that of the run: " + DATA_HELP)
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="quant.a=v", help="Another setting than the run's; repeatable."),
+    ] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Pack a checkpoint into an artifact of at most so many bytes.
+
+    The bytes go where the loss needs them: a few training windows are run through the model to see where that is.
+    """
+    from parbank import runtime
+    from parbank.training.load import pack_checkpoint
+    from parbank.training.metrics import Display
+
+    with runtime.start(device) as place:
+        display = Display(enabled=place.is_main, file=sys.stderr)
+        target, packed = pack_checkpoint(
+            checkpoint, max_bytes, out, settings=tuple(settings or ()), data=data, runtime=place, display=display
+        )
+    print(
+        f"{target}: {packed.size:,} bytes of {max_bytes:,}; matrices as integers -{packed.matrix_q}..{packed.matrix_q}"
+    )
 
 
 def inspect(artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .pbk file.")]) -> None:
@@ -158,3 +188,6 @@ def import_(
     print(
         f"{out}: {result.size:,} bytes; {result.exact} of {result.count} tensors exactly as they were, the rest rounded"
     )
+
+
+COMMANDS = {"pack": pack, "inspect": inspect, "export": export, "import": import_}

@@ -19,6 +19,15 @@ def print_pairs(pairs: dict[str, Any]) -> None:
         print(f"{key:{width}}  {value}")
 
 
+def print_tree(values: dict[str, Any]) -> None:
+    """Nested values one a line: train.tokens  1234."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update({f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value})
+    shown = {int: "{:,}", float: "{:.3f}"}
+    print_pairs({k: shown.get(type(v), "{}").format(v) for k, v in flat.items()})
+
+
 def printable(text: str) -> str:
     """Control characters as the signs Unicode has for them: a model's text must not move the cursor or ring the bell."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: _picture(ord(found[0])), text)

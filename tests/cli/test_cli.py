@@ -6,9 +6,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,56 +16,16 @@ import typer
 
 from parbank import __version__
 from parbank.cli import main as cli
+from parbank.cli.terminal import printable
 from parbank.config import to_dict, walk
 from parbank.data.dataset import open_dataset
 from parbank.data.fineweb import SHARDS_AT, TOKENIZER_AT
 from parbank.data.shards import write_shard
 from parbank.errors import ConfigError, DataError
 from parbank.recipes import RECIPES, get_recipe
+from tests.cli.calls import Answer, Call, train_arguments
 
-ROOT = Path(__file__).parents[1]
-
-
-class Answer(NamedTuple):
-    code: Any
-    out: str
-    err: str
-
-
-Call = Callable[..., Answer]
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs `parbank ARGUMENTS...` in this process. Nothing that is not a terminal may get an escape code."""
-
-    def parbank(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["parbank", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        answer = Answer(ended.value.code or 0, *capsys.readouterr())
-        assert "\x1b" not in answer.err
-        assert "Traceback" not in answer.err
-        return answer
-
-    return parbank
-
-
-@pytest.fixture(scope="module")
-def trained(text_spec: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run made by the command itself, in a folder with a space and an umlaut."""
-    out = tmp_path_factory.mktemp("cli") / "my rün"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["parbank", *train_arguments(text_spec, out)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-    assert not ended.value.code
-    return out
-
-
-def train_arguments(spec: str, out: Path, steps: int = 4) -> list[str]:
-    return ["train", "--recipe", "nano", "--data", spec, "--steps", str(steps), "--out", str(out), "--device", "cpu"]
+ROOT = Path(__file__).parents[2]
 
 
 def commands() -> Iterator[tuple[list[str], Any]]:
@@ -92,6 +52,18 @@ def test_every_command_and_every_option_explains_itself(call: Call) -> None:
         assert (command.help or "").strip(), name
         for parameter in command.params:
             assert getattr(parameter, "help", None), f"{name} {parameter.name} has no help"
+
+
+def test_help_does_not_wait_for_pytorch() -> None:
+    """A process of its own: another test may have imported torch here. Without torch and numpy, help takes 0.2 s."""
+    code = (
+        "import sys\nfrom parbank.cli import main\nsys.argv = ['parbank', 'train', '--help']\n"
+        "try: main.main()\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'sentencepiece', 'pyarrow'} & sys.modules.keys()\nsys.exit(', '.join(heavy))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert ended.stderr.strip() == "", "these are imported for help"
+    assert "Usage: parbank train" in ended.stdout
 
 
 def test_the_options_are_those_that_were_promised() -> None:
@@ -336,8 +308,8 @@ def test_sample_writes_the_prompt_and_goes_on(call: Call, trained: Path) -> None
 
 
 def test_a_sample_reaches_a_terminal_without_its_control_codes() -> None:
-    assert cli._printable("a\tb\nc") == "a\tb\nc"
-    assert cli._printable("\x1b[2J\x07\r\x7f\x9b é∞") == "␛[2J␇␍␡\ufffd é∞"
+    assert printable("a\tb\nc") == "a\tb\nc"
+    assert printable("\x1b[2J\x07\r\x7f\x9b é∞") == "␛[2J␇␍␡\ufffd é∞"
 
 
 def test_a_narrow_output_encoding_is_no_crash(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

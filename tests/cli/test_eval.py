@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.test_cli import Call, call, trained  # noqa: F401 (fixtures)
+
+from tests.cli.calls import Call
 
 METHODS = {
     "chunked": (),
@@ -25,7 +26,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_scores_and_says_what_it_did(call: Call, trained: Path, page: str, method: str) -> None:  # noqa: F811
+def test_every_method_scores_and_says_what_it_did(call: Call, trained: Path, page: str, method: str) -> None:
     common = ("eval", trained, "--data", page, "--method", method, *METHODS[method], "--device", "cpu")
     result = json.loads(call(*common, "--json").out)
     chunked = json.loads(call("eval", trained, "--data", page, "--json").out)
@@ -43,7 +44,7 @@ def test_every_method_scores_and_says_what_it_did(call: Call, trained: Path, pag
     assert f"{result['val_bpb']:.6f}" in call(*common).out
 
 
-def test_results_are_compared_or_refused(call: Call, trained: Path, page: str, tmp_path: Path) -> None:  # noqa: F811
+def test_results_are_compared_or_refused(call: Call, trained: Path, page: str, tmp_path: Path) -> None:
     path = tmp_path / "sliding.json"
     sliding = ("eval", trained, "--data", page, "--method", "sliding", "--stride", 16)
     path.write_text(call(*sliding, "--json").out)
@@ -64,7 +65,7 @@ def test_results_are_compared_or_refused(call: Call, trained: Path, page: str, t
     assert "another one by --compare" in call("eval", path).err
 
 
-def test_a_json_that_is_no_result_is_not_called_one(call: Call, trained: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_json_that_is_no_result_is_not_called_one(call: Call, trained: Path, tmp_path: Path) -> None:
     for name in (trained / "summary.json", tmp_path / "gone.json", tmp_path):
         answer = call("eval", name)
         assert answer.code == 2
@@ -74,7 +75,7 @@ def test_a_json_that_is_no_result_is_not_called_one(call: Call, trained: Path, t
     assert "is no result" in call("eval", trained / "summary.json", "--compare", trained / "summary.json").err
 
 
-def test_the_same_bytes_in_other_documents_do_not_compare(call: Call, trained: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_same_bytes_in_other_documents_do_not_compare(call: Call, trained: Path, tmp_path: Path) -> None:
     found = []
     parts = sorted(
         ["a b c\n", "d e f\n"], key=lambda part: hashlib.sha256(part.encode()).digest()
@@ -92,7 +93,7 @@ def test_the_same_bytes_in_other_documents_do_not_compare(call: Call, trained: P
     assert "scoring" not in answer.err, "refused before the work"
 
 
-def test_a_score_that_came_to_less_than_was_asked_for_says_so(call: Call, trained: Path, page: str) -> None:  # noqa: F811
+def test_a_score_that_came_to_less_than_was_asked_for_says_so(call: Call, trained: Path, page: str) -> None:
     def notes(*arguments: object) -> list[str]:
         answer = call("eval", trained, "--data", page, *arguments, "--json")
         assert json.loads(answer.out)["val_bpb"] > 0
@@ -106,7 +107,7 @@ def test_a_score_that_came_to_less_than_was_asked_for_says_so(call: Call, traine
     assert notes("--method", "sliding", "--stride", 63) == notes() == notes("--method", "ttt", "--chunk", 512) == []
 
 
-def test_the_breakdown_is_tables_and_a_picture(call: Call, trained: Path, page: str, tmp_path: Path) -> None:  # noqa: F811
+def test_the_breakdown_is_tables_and_a_picture(call: Call, trained: Path, page: str, tmp_path: Path) -> None:
     picture = tmp_path / "here.png"
     common = ("eval", trained, "--data", page, "--method", "sliding", "--breakdown", "--picture", picture)
     answer = call(*common)
@@ -121,8 +122,8 @@ def test_the_breakdown_is_tables_and_a_picture(call: Call, trained: Path, page: 
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
-    call: Call,  # noqa: F811
-    trained: Path,  # noqa: F811
+    call: Call,
+    trained: Path,
     page: str,
     tmp_path: Path,
 ) -> None:
@@ -146,8 +147,8 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
 
 
 def test_a_picture_that_fails_does_not_take_the_score_with_it(
-    call: Call,  # noqa: F811
-    trained: Path,  # noqa: F811
+    call: Call,
+    trained: Path,
     page: str,
 ) -> None:
     if not Path("/dev/full").exists():
@@ -174,8 +175,8 @@ def test_a_picture_that_fails_does_not_take_the_score_with_it(
     ],
 )
 def test_settings_are_refused_before_the_text_is_read(
-    call: Call,  # noqa: F811
-    trained: Path,  # noqa: F811
+    call: Call,
+    trained: Path,
     arguments: tuple[object, ...],
     message: str,
 ) -> None:
@@ -185,7 +186,7 @@ def test_settings_are_refused_before_the_text_is_read(
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
-def test_numbers_without_end_are_refused_before_the_model_is_read(call: Call, value: str) -> None:  # noqa: F811
+def test_numbers_without_end_are_refused_before_the_model_is_read(call: Call, value: str) -> None:
     assert (
         f"--lr must be 0 or more and finite, got {value}" in call("eval", "x.pbk", "--method", "ttt", "--lr", value).err
     )
@@ -208,8 +209,8 @@ def test_numbers_without_end_are_refused_before_the_model_is_read(call: Call, va
     ],
 )
 def test_what_cannot_be_done_is_said(
-    call: Call,  # noqa: F811
-    trained: Path,  # noqa: F811
+    call: Call,
+    trained: Path,
     page: str,
     arguments: tuple[object, ...],
     message: str,

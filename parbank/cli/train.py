@@ -1,0 +1,162 @@
+"""Training: `train` and `warmup`."""
+
+import json
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from parbank.cli.terminal import DATA_HELP, DeviceOption, print_pairs, printable
+from parbank.errors import ConfigError
+
+
+def train(
+    recipe: Annotated[
+        str | None, typer.Option(help="demo (if not given), sprint, golf or nano; `parbank recipes` says more.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help=DATA_HELP)] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Budget: training clock; setup and scoring are outside it.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Budget: optimizer steps.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Budget: training tokens.")] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="Cap on the artifact, a promise.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; runs/RECIPE-TIME if not given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes starting weights and data order.")] = None,
+    device: DeviceOption = "auto",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="a.b=v", help="Change one setting; repeatable. `parbank recipes NAME` prints all of them."
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+) -> None:
+    """Train a model, score it, and pack it into one file.
+
+    Examples:
+
+      parbank train --recipe demo
+
+      parbank train --recipe sprint --data text:my_folder --minutes 5 --max-bytes 8000000
+
+      parbank train --resume --out runs/demo-1
+
+      torchrun --nproc_per_node=8 -m parbank train --recipe golf
+
+    Ctrl-C saves a checkpoint; --resume goes on from it.
+    """
+    from parbank import runtime
+    from parbank.config import override
+    from parbank.data.corpora import absolute_spec
+    from parbank.recipes import get_recipe
+    from parbank.training.metrics import Display
+    from parbank.training.run import load_run_config, run
+    from parbank.training.warmup import use_compile_cache
+
+    use_compile_cache()
+    changes = _budget_changes(minutes, steps, tokens)
+    changes += [
+        f"{k}={json.dumps(v)}"
+        for k, v in (("data", data), ("seed", seed), ("budget.max_bytes", max_bytes))
+        if v is not None
+    ]
+    changes += settings or []
+    if resume:
+        if out is None or recipe is not None:
+            raise ConfigError("--resume goes on with an earlier run: give its folder by --out, and no --recipe")
+        config = load_run_config(out, *changes)
+    else:
+        config = override(get_recipe(recipe or "demo"), *changes)
+    config = override(config, f"data={json.dumps(absolute_spec(config.data))}")
+    with runtime.start(device) as place:
+        folder = out or _new_folder(config.recipe, place)
+        display = Display(enabled=place.is_main)
+        result = run(config, place, folder, resume=resume, display=display)
+        if result.summary is not None and place.is_main:
+            _print_summary(result.summary, folder)
+    if result.stop_signal:
+        raise typer.Exit(128 + result.stop_signal)
+
+
+def _budget_changes(minutes: float | None, steps: int | None, tokens: int | None) -> list[str]:
+    """One of the three replaces whatever budget the recipe had."""
+    given = {
+        name: value for name, value in (("minutes", minutes), ("steps", steps), ("tokens", tokens)) if value is not None
+    }
+    if len(given) > 1:
+        raise ConfigError(
+            f"give one of --minutes, --steps and --tokens, not {len(given)}: {', '.join('--' + n for n in given)}"
+        )
+    if not given:
+        return []
+    return [f"budget.{name}={given.get(name, 'none')}" for name in ("minutes", "steps", "tokens")]
+
+
+def _new_folder(recipe: str, place: Any) -> Path:
+    """runs/RECIPE-TIME, the same on every rank: the first rank's clock decides."""
+    (stamp,) = place.agree([time.time() if place.is_main else 0.0])
+    return Path("runs") / f"{recipe}-{datetime.fromtimestamp(stamp):%Y%m%d-%H%M%S}"
+
+
+def _print_summary(summary: dict[str, Any], folder: Path) -> None:
+    bytes_used = summary["artifact_bytes"] + summary["code_bytes"]
+    code = f" with {summary['code_bytes']:,} of code" if summary["code_bytes"] else ""
+    others = ", ".join(f"{name} {bpb:.4f}" for name, bpb in summary["compressors_bpb"].items())
+    seconds = max(summary["train_seconds"], 1e-9)
+    wait = 100 * summary["data_wait_seconds"] / seconds
+    share = 100 * bytes_used / summary["max_bytes"]
+    print_pairs(
+        {
+            "steps": f"{summary['steps']:,} in {seconds:.1f} s ({summary['setup_seconds']:.1f} s of setup before)",
+            "speed": f"{summary['tokens_per_second']:,.0f} tokens/s; {wait:.2f}% of the time waiting for data",
+            "artifact": f"{bytes_used:,} bytes{code}, {share:.1f}% of the cap {summary['max_bytes']:,}",
+            "val bpb": f"{summary['val_bpb']:.4f} ({summary['val_bpb_before_packing']:.4f} before packing)",
+            "compressors": others + " bpb on the same text",
+            "folder": str(folder),
+        }
+    )
+    print("\n--- sample " + "-" * 60)
+    print(printable(summary["sample"]))
+    print("-" * 71)
+
+
+def warmup(
+    recipe: Annotated[str, typer.Option(help="demo, sprint, golf or nano.")] = "demo",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="a.b=v", help="Change one setting, as for the run to come; repeatable."),
+    ] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Compile what a recipe needs on this GPU, once; `parbank train` then starts warm. Needs no data.
+
+    Examples:
+
+      parbank warmup --recipe golf
+
+      torchrun --nproc_per_node=8 -m parbank warmup --recipe golf
+
+    What is compiled stays in parbank's cache ($PARBANK_CACHE, else ~/.cache/parbank), or where TORCHINDUCTOR_CACHE_DIR
+    and TRITON_CACHE_DIR say.
+    """
+    from parbank import runtime
+    from parbank.config import override
+    from parbank.recipes import get_recipe
+    from parbank.training.metrics import Display
+    from parbank.training.warmup import use_compile_cache, warm_up
+
+    use_compile_cache()
+    config = override(get_recipe(recipe), *(settings or []))
+    with runtime.start(device) as place:
+        display = Display(enabled=place.is_main)
+        done = warm_up(config, place, display.say)
+    if done is not None:
+        kept = f"{done.lookups.built} graphs built, {done.lookups.found} found; kept in {os.environ.get('TORCHINDUCTOR_CACHE_DIR')}"
+        display.say(f"ready: {done.train_seconds:.1f} s for training, {done.score_seconds:.1f} s for scoring; {kept}")
+
+
+COMMANDS = {"train": train, "warmup": warmup}
