@@ -5,18 +5,20 @@ Configs are frozen keyword-only dataclasses that live beside their owner. Nothin
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import itertools
 import json
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from parbank.errors import ConfigError
 
 C = TypeVar("C")
+T = TypeVar("T")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -97,6 +99,15 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def choose(table: Mapping[str, T], name: str, setting: str) -> T:
+    """What a table of choices holds under a name; an unknown name is an error that lists the choices."""
+    if name not in table:
+        near = difflib.get_close_matches(name, table, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{setting} must be one of {', '.join(table)}, got {name!r}{hint}")
+    return table[name]
+
+
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
@@ -110,8 +121,6 @@ def _parse(text: str) -> Any:
 
 
 def _raise_unknown(config: Any, key: str) -> typing.NoReturn:
-    import difflib
-
     paths = [path for path, _, _ in walk(config)]
     leaf = key.rsplit(".", 1)[-1]
     near = [p for p in paths if p.rsplit(".", 1)[-1] == leaf] or difflib.get_close_matches(key, paths, n=3, cutoff=0.4)

@@ -32,8 +32,8 @@ def pack(
     The bytes go where the loss needs them: a few training windows are run through the model to see where that is.
     """
     from parbank import runtime
-    from parbank.training.load import pack_checkpoint
-    from parbank.training.metrics import Display
+    from parbank.training.display import Display
+    from parbank.training.pack import pack_checkpoint
 
     with runtime.start(device) as place:
         display = Display(enabled=place.is_main, file=sys.stderr)

@@ -53,8 +53,9 @@ def train(
     from parbank.config import override
     from parbank.data.corpora import absolute_spec
     from parbank.recipes import get_recipe
-    from parbank.training.metrics import Display
-    from parbank.training.run import load_run_config, run
+    from parbank.training.display import Display
+    from parbank.training.folder import load_run_config
+    from parbank.training.run import run
     from parbank.training.warmup import use_compile_cache
 
     use_compile_cache()
@@ -146,7 +147,7 @@ def warmup(
     from parbank import runtime
     from parbank.config import override
     from parbank.recipes import get_recipe
-    from parbank.training.metrics import Display
+    from parbank.training.display import Display
     from parbank.training.warmup import use_compile_cache, warm_up
 
     use_compile_cache()

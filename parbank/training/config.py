@@ -3,11 +3,12 @@
 import math
 from dataclasses import dataclass, field
 
-from parbank.config import require
+from parbank.config import choose, require
 from parbank.model.config import ModelConfig
 from parbank.ops.fp8 import MULTIPLE, Parts
 from parbank.optim.averaging import AverageConfig
 from parbank.quant.config import QuantConfig
+from parbank.training.loggers import LOGGERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +190,9 @@ class TrainConfig:
     warmup_steps: int = 20
     """Steps run before the clock starts, so that everything is compiled, and then undone completely."""
     log_every: int = 10
-    """Steps between rows of metrics.jsonl."""
+    """Steps between rows of metrics."""
+    loggers: tuple[str, ...] = ("jsonl", "tensorboard")
+    """Where rows of metrics are written: jsonl (metrics.jsonl) and tensorboard (event files)."""
     checkpoint_minutes: float = 5.0
     """Minutes between checkpoints; 0 writes one only at the end and when the run is stopped."""
     keep_checkpoints: int = 2
@@ -199,6 +202,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(self.log_every >= 1, f"train.log_every must be at least 1, got {self.log_every}")
+        for name in self.loggers:
+            choose(LOGGERS, name, "train.loggers")
         require(self.keep_checkpoints >= 1, f"train.keep_checkpoints must be at least 1, got {self.keep_checkpoints}")
         require(self.warmup_steps >= 0, f"train.warmup_steps must not be negative, got {self.warmup_steps}")
         require(self.max_skipped >= 1, f"train.max_skipped must be at least 1, got {self.max_skipped}")

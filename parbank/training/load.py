@@ -4,25 +4,19 @@ import json
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
 from parbank.artifact.container import is_artifact
-from parbank.artifact.load import LoadedModel, load_artifact
-from parbank.artifact.pack import Packed
-from parbank.config import from_dict, override
-from parbank.data.dataset import open_dataset
-from parbank.data.shards import TokenSet
+from parbank.artifact.load import LoadedModel, artifact_meta, load_artifact
+from parbank.config import from_dict
 from parbank.data.tokenizer import Tokenizer
-from parbank.errors import CheckpointError, ConfigError, DataError, ParbankError
+from parbank.errors import CheckpointError, ParbankError
 from parbank.model import GPT
 from parbank.optim.averaging import Averages
-from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
 from parbank.training.config import RunConfig
-from parbank.training.metrics import Display
-from parbank.training.run import calibrate_model, describe_run, pack_model
 
 
 def load_model(path: Path, device: torch.device) -> LoadedModel:
@@ -80,56 +74,8 @@ def load_trained(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, RunC
         raise CheckpointError(f"{file} does not hold what its config says: {str(error).splitlines()[0]}") from error
 
 
-def pack_checkpoint(
-    path: Path,
-    max_bytes: int,
-    out: Path | None,
-    *,
-    settings: tuple[str, ...] = (),
-    data: str | None = None,
-    runtime: Runtime | None = None,
-    display: Display | None = None,
-) -> tuple[Path, Packed]:
-    """Packs a checkpoint under a cap of its own, as its run would or with other `settings` of quant. The file appears whole or
-    not at all, and by default beside the run's own artifact, whose score is in the summary, not over it. Calibrated on the
-    run's training text, or on that of `data`."""
-    if max_bytes < 1:
-        raise ConfigError(f"--max-bytes must be positive, got {max_bytes}")
-    if is_artifact(path):
-        raise ConfigError(f"{path} is packed already; give the checkpoint it came from, or its run folder")
-    runtime, display = runtime or Runtime(device=torch.device("cpu")), display or Display(enabled=False)
-    file = find_checkpoint(path)
-    model, tokenizer, config = load_trained(file, runtime.device)
-    for setting in settings:
-        if not setting.startswith("quant."):
-            raise ConfigError(f"--set {setting}: packing has settings of quant alone, such as quant.method=rows")
-    config = override(config, *settings)
-    measured = None
-    if config.quant.method == "solver" and config.quant.calibration_tokens:
-        tokens = _training_tokens(data, config, tokenizer, display)
-        measured = calibrate_model(model, config, tokens, runtime, display) if tokens is not None else None
-    packed = pack_model(model, config, tokenizer, measured, max_bytes=max_bytes, say=display.say)
-    folder = file.parent.parent if file.parent.name == "checkpoint" else file.parent
-    target = out or folder / f"model-{max_bytes}.pbk"
-    packed.write(target)
-    return target, packed
-
-
-def _training_tokens(data: str | None, config: RunConfig, tokenizer: Tokenizer, display: Display) -> TokenSet | None:
-    """Training text in the model's own tokens. Text that was asked for must be there; the run's own may be gone."""
-    try:
-        dataset = open_dataset(data or config.data, vocab_size=config.model.vocab_size, say=display.say)
-        dataset.require_length(config.batch.sequence_length)
-    except DataError as error:
-        if data is not None:
-            raise
-        display.say(f"cannot calibrate on the run's training text ({error}); --data SPEC names other text")
-        return None
-    if dataset.tokenizer.fingerprint == tokenizer.fingerprint:
-        return dataset.train
-    # of text cut by another tokenizer twice the tokens are enough: tokens differ in length, but not by that much
-    tokens = dataset.train.read(0, min(len(dataset.train), 2 * config.quant.calibration_tokens))
-    documents = np.split(tokens, np.flatnonzero(tokens == dataset.tokenizer.bos_id))
-    bos = np.array([tokenizer.bos_id], dtype=np.uint16)
-    pieces = [piece for d in documents for piece in (bos, tokenizer.encode(dataset.tokenizer.decode(d)))]
-    return TokenSet([np.concatenate(pieces)])
+def describe_run(config: RunConfig) -> dict[str, Any]:
+    """What the artifact of a run says about itself."""
+    return artifact_meta(
+        config.model, context=config.batch.sequence_length, data=config.data, recipe=config.recipe, seed=config.seed
+    )

@@ -1,68 +1,75 @@
-"""What a run says while it runs: metrics.jsonl, TensorBoard events, and a progress bar or plain lines."""
+"""Rows of metrics: what a run records about itself, every `train.log_every` steps."""
 
-import json
 import math
-import os
 import resource
-import shutil
 import sys
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TextIO
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-_SECONDS_BETWEEN_LINES = 10.0  # of work that has no natural lines, when piped
+from parbank.training.loggers import LOGGERS
+from parbank.training.telemetry import Reading
+from parbank.training.trainer import Trainer
 
 
-class MetricsWriter:
-    """Appends rows to metrics.jsonl and scalars to TensorBoard. A resumed run drops the rows its checkpoint never saw."""
+@dataclass(frozen=True)
+class _Mark:
+    """Where the trainer stood when the last row was made."""
 
-    def __init__(self, out: Path, *, resume_step: int = 0) -> None:
-        path = out / "metrics.jsonl"
-        kept = _rows_up_to(path, resume_step) if resume_step else []
-        fresh = path.with_suffix(".tmp")  # renamed when complete: a kill here loses no row
-        fresh.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        fresh.replace(path)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open for the whole run)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecations inside tensorboard's own imports
-            from torch.utils.tensorboard import SummaryWriter
-        # Events of an earlier attempt from this step on are void. A new start has none at all: event files of one second
-        # are read in no certain order.
-        if not resume_step:
-            shutil.rmtree(out / "tensorboard", ignore_errors=True)
-        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=resume_step + 1)
+    step: int
+    tokens: int
+    seconds: float
+    wait_seconds: float
 
-    def write(self, row: dict[str, Any]) -> None:
-        """A number that is not finite (the loss of a skipped step) becomes null: NaN is no JSON."""
-        row = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        self._file.write(json.dumps(row) + "\n")
-        for name, value in row.items():
-            if name != "step" and value is not None:
-                self._board.add_scalar(name, value, row["step"])
+
+class Metrics:
+    """Makes one row over the steps since the last row, and gives it to every logger. Other ranks than the first have none."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._last = self._mark(trainer.step, trainer.tokens)
+        self.tokens_per_second = 0.0
+        """Over the steps of the last row."""
+        names = trainer.config.train.loggers if trainer.runtime.is_main else ()
+        self._loggers = [LOGGERS[name](trainer.out, resume_step=trainer.step) for name in names]
+
+    @property
+    def step(self) -> int:
+        """Steps that were done when the last row was made."""
+        return self._last.step
+
+    def add(self, reading: Reading) -> None:
+        """A row that ends with this step."""
+        trainer, last = self._trainer, self._last
+        now = self._last = self._mark(reading.step + 1, reading.tokens)
+        self.tokens_per_second = (now.tokens - last.tokens) / max(now.seconds - last.seconds, 1e-9)
+        row = {
+            "step": now.step,
+            "tokens": now.tokens,
+            "seconds": now.seconds,
+            "loss": reading.loss,
+            "lr": reading.lr_share * trainer.config.optim.matrix_lr,
+            "grad_norm": reading.grad_norm,
+            "tokens_per_second": self.tokens_per_second,
+            "data_wait": (now.wait_seconds - last.wait_seconds) / (now.step - last.step),
+            "memory": memory_bytes(trainer.runtime.device),
+            "skipped": trainer.skipped,
+        }
+        for logger in self._loggers:
+            logger.write(finite(row))
 
     def close(self) -> None:
-        self._file.close()
-        self._board.close()
+        for logger in self._loggers:
+            logger.close()
+
+    def _mark(self, step: int, tokens: int) -> _Mark:
+        return _Mark(step, tokens, self._trainer.clock.seconds(), self._trainer.batches.wait_seconds)
 
 
-def _rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    rows = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-                if row["step"] <= step:
-                    rows.append(row)
-            except (ValueError, KeyError, TypeError):  # the last line of a killed run
-                continue
-    return rows
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with None for every number that is not finite, such as the loss of a skipped step: NaN is no JSON."""
+    return {name: value if math.isfinite(value) else None for name, value in row.items()}
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -71,76 +78,3 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux, bytes on macOS
-
-
-class Display:
-    """A rich progress bar on a terminal, plain lines when piped, silence on every rank but the first."""
-
-    def __init__(self, *, enabled: bool = True, file: TextIO | None = None) -> None:
-        self.enabled = enabled
-        self.file = file or sys.stdout
-        self.console = Console(file=self.file, quiet=not enabled, highlight=False)
-        self._bar: Progress | None = None
-
-    def say(self, text: str) -> None:
-        if self.enabled and self.console.is_terminal:
-            self.console.print(text, markup=False, soft_wrap=True)
-        elif self.enabled:
-            self._print(text)
-
-    def _print(self, text: str) -> None:
-        try:
-            print(text, flush=True, file=self.file)
-        except BrokenPipeError:  # `| head`: who stops reading does not ask the run to stop
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
-            print("nobody reads the output any more; the run goes on", file=sys.stderr)
-
-    def start(self, title: str) -> None:
-        if self.enabled and self.console.is_terminal:
-            columns = [
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                TaskProgressColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[status]}", markup=False),
-            ]
-            # Four times a second is smooth enough, and leaves the interpreter to the training loop.
-            self._bar = Progress(*columns, console=self.console, transient=True, expand=True, refresh_per_second=4)
-            self._bar.start()
-            self._task = self._bar.add_task(title, total=1.0, status="")
-
-    def update(self, share: float, status: str, *, line: bool = False) -> None:
-        """Moves the bar. When piped, `line` prints the status as a line of its own."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=min(share, 1.0), status=status)
-        elif self.enabled and line:
-            self._print(status)
-
-    @contextmanager
-    def progress(self, title: str) -> Iterator[Callable[[float], None]]:
-        """A bar, or now and then a line, for work that only says which share of it is done."""
-        spoke = time.monotonic()
-
-        def move(share: float) -> None:
-            nonlocal spoke
-            due = time.monotonic() - spoke >= _SECONDS_BETWEEN_LINES
-            self.update(share, "" if self._bar else f"{title}: {share:.0%}", line=due)
-            spoke = time.monotonic() if due else spoke
-
-        if not self.console.is_terminal:
-            self.say(title)
-        self.start(title)
-        try:
-            yield move
-        finally:
-            self.stop()
-
-    def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-
-def format_seconds(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"

@@ -17,7 +17,7 @@ from parbank.data.dataset import Dataset
 from parbank.recipes import get_recipe
 from parbank.training.checkpoint import load_checkpoint
 from parbank.training.config import RunConfig
-from parbank.training.metrics import Display
+from parbank.training.display import Display
 from parbank.training.run import run
 from parbank.training.telemetry import Reading
 from parbank.training.trainer import Trainer

@@ -25,9 +25,12 @@ from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from parbank.training.config import RunConfig
-from parbank.training.load import load_model, pack_checkpoint
-from parbank.training.metrics import Display
-from parbank.training.run import Result, check_size, load_run_config, run
+from parbank.training.display import Display
+from parbank.training.folder import load_run_config
+from parbank.training.load import load_model
+from parbank.training.pack import pack_checkpoint
+from parbank.training.run import Result, run
+from parbank.training.sizes import check_size
 
 PLACE = Runtime(device=torch.device("cpu"))
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,9 @@ from parbank.quant.calibration import Calibration
 from parbank.quant.config import QuantConfig
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
-from parbank.training.load import load_trained, pack_checkpoint
-from parbank.training.metrics import Display
+from parbank.training.display import Display
+from parbank.training.load import load_trained
+from parbank.training.pack import pack_checkpoint
 from parbank.training.run import run
 
 CPU = Runtime(device=torch.device("cpu"))

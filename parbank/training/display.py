@@ -1,0 +1,86 @@
+"""What the person who watches a run sees: a progress bar on a terminal, plain lines when piped."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+_SECONDS_BETWEEN_LINES = 10.0  # of work that has no natural lines, when piped
+
+
+class Display:
+    """A rich progress bar on a terminal, plain lines when piped, silence on every rank but the first."""
+
+    def __init__(self, *, enabled: bool = True, file: TextIO | None = None) -> None:
+        self.enabled = enabled
+        self.file = file or sys.stdout
+        self.console = Console(file=self.file, quiet=not enabled, highlight=False)
+        self._bar: Progress | None = None
+
+    def say(self, text: str) -> None:
+        if self.enabled and self.console.is_terminal:
+            self.console.print(text, markup=False, soft_wrap=True)
+        elif self.enabled:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        try:
+            print(text, flush=True, file=self.file)
+        except BrokenPipeError:  # `| head`: who stops reading does not ask the run to stop
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+            print("nobody reads the output any more; the run goes on", file=sys.stderr)
+
+    def start(self, title: str) -> None:
+        if self.enabled and self.console.is_terminal:
+            columns = [
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[status]}", markup=False),
+            ]
+            # Four times a second is smooth enough, and leaves the interpreter to the training loop.
+            self._bar = Progress(*columns, console=self.console, transient=True, expand=True, refresh_per_second=4)
+            self._bar.start()
+            self._task = self._bar.add_task(title, total=1.0, status="")
+
+    def update(self, share: float, status: str, *, line: bool = False) -> None:
+        """Moves the bar. When piped, `line` prints the status as a line of its own."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=min(share, 1.0), status=status)
+        elif self.enabled and line:
+            self._print(status)
+
+    @contextmanager
+    def progress(self, title: str) -> Iterator[Callable[[float], None]]:
+        """A bar, or now and then a line, for work that only says which share of it is done."""
+        spoke = time.monotonic()
+
+        def move(share: float) -> None:
+            nonlocal spoke
+            due = time.monotonic() - spoke >= _SECONDS_BETWEEN_LINES
+            self.update(share, "" if self._bar else f"{title}: {share:.0%}", line=due)
+            spoke = time.monotonic() if due else spoke
+
+        if not self.console.is_terminal:
+            self.say(title)
+        self.start(title)
+        try:
+            yield move
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def format_seconds(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"

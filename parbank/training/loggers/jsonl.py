@@ -1,0 +1,37 @@
+"""metrics.jsonl: one JSON object for each row."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class JsonlLogger:
+    """Appends rows to metrics.jsonl. Each row is on disk as soon as it is written."""
+
+    def __init__(self, out: Path, *, resume_step: int) -> None:
+        path = out / "metrics.jsonl"
+        kept = read_rows(path, last_step=resume_step)
+        fresh = path.with_suffix(".tmp")  # renamed when complete: a kill here loses no row
+        fresh.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        fresh.replace(path)
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open for the whole run)
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rows(path: Path, *, last_step: int) -> list[dict[str, Any]]:
+    """The rows up to a step. A line that is no row, such as the last one of a killed run, is left out."""
+    rows = []
+    if path.exists() and last_step:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+                if row["step"] <= last_step:
+                    rows.append(row)
+            except (ValueError, KeyError, TypeError):
+                continue
+    return rows

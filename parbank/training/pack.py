@@ -1,0 +1,125 @@
+"""The artifact of a run's model: calibrated on its training text, packed under its cap or another."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from parbank.artifact.calibrate import calibrate
+from parbank.artifact.code import code_bytes
+from parbank.artifact.container import is_artifact
+from parbank.artifact.load import TOKENIZER
+from parbank.artifact.pack import Packed, pack_solved, pack_tensors
+from parbank.config import override
+from parbank.data.dataset import open_dataset
+from parbank.data.shards import TokenSet
+from parbank.data.tokenizer import Tokenizer
+from parbank.errors import ConfigError, DataError
+from parbank.model import GPT
+from parbank.quant.calibration import Calibration
+from parbank.runtime import Runtime
+from parbank.training.checkpoint import find_checkpoint
+from parbank.training.config import RunConfig
+from parbank.training.display import Display
+from parbank.training.load import describe_run, load_trained
+
+
+def calibrate_model(
+    model: GPT, config: RunConfig, tokens: TokenSet, runtime: Runtime, display: Display
+) -> Calibration | None:
+    """What the solver needs to know of the loss; nothing where it is not asked for. Every rank takes part."""
+    if config.quant.method != "solver" or not config.quant.calibration_tokens:
+        return None
+    with display.progress("calibrating") as progress:
+        return calibrate(
+            model,
+            tokens,
+            context=config.batch.sequence_length,
+            count=config.quant.calibration_tokens,
+            runtime=runtime,
+            progress=progress,
+        )
+
+
+def pack_model(
+    model: GPT,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    calibration: Calibration | None = None,
+    *,
+    max_bytes: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Packed:
+    """The artifact of a model's current weights, under the run's cap or another."""
+    cap = config.budget.max_bytes if max_bytes is None else max_bytes
+    extra = {TOKENIZER: tokenizer.to_bytes()}
+    code = code_bytes() if config.budget.count_code else 0
+    tensors, meta = model.state_dict(), describe_run(config)
+    if config.quant.method == "rows":
+        return pack_tensors(tensors, config.quant, max_bytes=cap, meta=meta, extra_sections=extra, code_bytes=code)
+    return pack_solved(
+        tensors,
+        config.quant,
+        calibration or Calibration(),
+        max_bytes=cap,
+        meta=meta,
+        extra_sections=extra,
+        code_bytes=code,
+        say=say,
+    )
+
+
+def pack_checkpoint(
+    path: Path,
+    max_bytes: int,
+    out: Path | None,
+    *,
+    settings: tuple[str, ...] = (),
+    data: str | None = None,
+    runtime: Runtime | None = None,
+    display: Display | None = None,
+) -> tuple[Path, Packed]:
+    """Packs a checkpoint under a cap of its own, as its run would or with other `settings` of quant. The file appears whole or
+    not at all, and by default beside the run's own artifact, whose score is in the summary, not over it. Calibrated on the
+    run's training text, or on that of `data`."""
+    if max_bytes < 1:
+        raise ConfigError(f"--max-bytes must be positive, got {max_bytes}")
+    if is_artifact(path):
+        raise ConfigError(f"{path} is packed already; give the checkpoint it came from, or its run folder")
+    runtime, display = runtime or Runtime(device=torch.device("cpu")), display or Display(enabled=False)
+    file = find_checkpoint(path)
+    model, tokenizer, config = load_trained(file, runtime.device)
+    for setting in settings:
+        if not setting.startswith("quant."):
+            raise ConfigError(f"--set {setting}: packing has settings of quant alone, such as quant.method=rows")
+    config = override(config, *settings)
+    measured = None
+    if config.quant.method == "solver" and config.quant.calibration_tokens:
+        tokens = _training_tokens(data, config, tokenizer, display)
+        measured = calibrate_model(model, config, tokens, runtime, display) if tokens is not None else None
+    packed = pack_model(model, config, tokenizer, measured, max_bytes=max_bytes, say=display.say)
+    folder = file.parent.parent if file.parent.name == "checkpoint" else file.parent
+    target = out or folder / f"model-{max_bytes}.pbk"
+    packed.write(target)
+    return target, packed
+
+
+def _training_tokens(data: str | None, config: RunConfig, tokenizer: Tokenizer, display: Display) -> TokenSet | None:
+    """Training text in the model's own tokens. Text that was asked for must be there; the run's own may be gone."""
+    try:
+        dataset = open_dataset(data or config.data, vocab_size=config.model.vocab_size, say=display.say)
+        dataset.require_length(config.batch.sequence_length)
+    except DataError as error:
+        if data is not None:
+            raise
+        display.say(f"cannot calibrate on the run's training text ({error}); --data SPEC names other text")
+        return None
+    if dataset.tokenizer.fingerprint == tokenizer.fingerprint:
+        return dataset.train
+    # of text cut by another tokenizer twice the tokens are enough: tokens differ in length, but not by that much
+    tokens = dataset.train.read(0, min(len(dataset.train), 2 * config.quant.calibration_tokens))
+    documents = np.split(tokens, np.flatnonzero(tokens == dataset.tokenizer.bos_id))
+    bos = np.array([tokenizer.bos_id], dtype=np.uint16)
+    pieces = [piece for d in documents for piece in (bos, tokenizer.encode(dataset.tokenizer.decode(d)))]
+    return TokenSet([np.concatenate(pieces)])

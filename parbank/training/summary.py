@@ -1,0 +1,68 @@
+"""summary.json: what a run was and how it ended."""
+
+from typing import Any
+
+import torch
+
+from parbank.artifact.code import code_bytes
+from parbank.artifact.pack import Packed
+from parbank.eval.compression import compressor_bpb
+from parbank.eval.sampling import sample_tokens
+from parbank.eval.score import Score
+from parbank.runtime import versions
+from parbank.training.metrics import memory_bytes
+from parbank.training.trainer import Trainer
+from parbank.training.warmup import count_lookups
+
+SAMPLE_TOKENS = 120  # enough to see whether the model writes words, lines and indentation
+
+
+def summarise(
+    trainer: Trainer, before: Score, after: Score, setup: dict[str, float], wait_seconds: float
+) -> dict[str, Any]:
+    """What every rank knows. `before` and `after` packing; `setup`: the seconds of each part of it."""
+    config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
+    seconds = trainer.clock.seconds()
+    tokens = trainer.tokens
+    return {
+        "recipe": config.recipe,
+        "val_bpb": after.bpb,
+        "val_loss": after.loss,
+        "val_bpb_before_packing": before.bpb,
+        "val_bytes": after.bytes,
+        "val_tokens": after.tokens,
+        "val_text_sha256": dataset.val_text_sha256,
+        "dataset": dataset.fingerprint,
+        "max_bytes": config.budget.max_bytes,
+        "steps": trainer.step,
+        "skipped_steps": trainer.skipped,
+        "tokens": tokens,
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+        "train_seconds": seconds,
+        "setup_seconds": sum(setup.values()),
+        "setup_parts": setup,
+        "compile_cache": count_lookups().start,
+        "data_wait_seconds": wait_seconds,
+        "memory_bytes": memory_bytes(runtime.device),
+        "params": sum(p.numel() for p in trainer.model.parameters()),
+        "seed": config.seed,
+        "world_size": runtime.world,
+        "device": torch.cuda.get_device_name(runtime.device) if runtime.is_cuda else "cpu",
+        "versions": versions(),
+    }
+
+
+def summarise_packed(trainer: Trainer, packed: Packed) -> dict[str, Any]:
+    """The part of the summary that only the first rank knows."""
+    config, dataset = trainer.config, trainer.dataset
+    code = code_bytes() if config.budget.count_code else 0
+    tokens_out = list(
+        sample_tokens(trainer.model, dataset.tokenizer, tokens=SAMPLE_TOKENS, context=config.batch.sequence_length)
+    )
+    return {
+        "artifact_bytes": packed.size,
+        "code_bytes": code,
+        "matrix_q": packed.matrix_q,
+        "compressors_bpb": compressor_bpb(dataset.val_text()),
+        "sample": dataset.tokenizer.decode(tokens_out),
+    }
