@@ -23,19 +23,19 @@ import harness  # noqa: E402
 
 from parbank.artifact.container import is_artifact, read_artifact  # noqa: E402
 from parbank.artifact.contents import read_contents  # noqa: E402
-from parbank.quant.config import QuantConfig  # noqa: E402
-from parbank.quant.integers import (  # noqa: E402
-    Quantised,
-    quantise_rows,
-)
-from parbank.quant.roles import role  # noqa: E402
-from parbank.quant.streams import (  # noqa: E402
+from parbank.artifact.streams import (  # noqa: E402
     decode_integers,
     encode_halves,
     encode_integers,
     encode_scales,
     entropy_bits,
 )
+from parbank.quant.config import QuantConfig  # noqa: E402
+from parbank.quant.integers import (  # noqa: E402
+    Quantised,
+    quantise_rows,
+)
+from parbank.quant.roles import role  # noqa: E402
 
 Weights = dict[str, np.ndarray]
 

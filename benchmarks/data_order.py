@@ -21,7 +21,7 @@ import harness  # noqa: E402
 from parbank.config import override  # noqa: E402
 from parbank.data import batches  # noqa: E402
 from parbank.data.dataset import Dataset, open_dataset  # noqa: E402
-from parbank.eval.score import score_chunked  # noqa: E402
+from parbank.eval.windows import score_chunked  # noqa: E402
 from parbank.recipes import get_recipe  # noqa: E402
 from parbank.runtime import Runtime, pick_device  # noqa: E402
 from parbank.training.config import RunConfig  # noqa: E402

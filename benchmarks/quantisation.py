@@ -40,10 +40,11 @@ from parbank.artifact.pack import (  # noqa: E402
     plan,
     unpack_tensors,
 )
+from parbank.artifact.streams import Coder  # noqa: E402
 from parbank.data.dataset import open_dataset  # noqa: E402
 from parbank.data.validation import open_validation  # noqa: E402
 from parbank.errors import ArtifactError, ConfigError  # noqa: E402
-from parbank.eval.score import score_chunked  # noqa: E402
+from parbank.eval.windows import score_chunked  # noqa: E402
 from parbank.quant.bank import Contents  # noqa: E402
 from parbank.quant.config import QuantConfig  # noqa: E402
 from parbank.quant.integers import Quantised, dequantise, quantise_rows, to_half  # noqa: E402
@@ -52,7 +53,6 @@ from parbank.quant.solver import (  # noqa: E402
     Solved,
     Solver,
 )
-from parbank.quant.streams import Coder  # noqa: E402
 from parbank.runtime import Runtime, pick_device  # noqa: E402
 from parbank.training.load import load_trained  # noqa: E402
 from parbank.training.run import _meta  # noqa: E402

@@ -32,7 +32,8 @@ from parbank.data.validation import open_validation  # noqa: E402
 from parbank.eval.adaptation import AdaptConfig, restored  # noqa: E402
 from parbank.eval.methods.streaming import score_streaming  # noqa: E402
 from parbank.eval.methods.ttt import score_ttt  # noqa: E402
-from parbank.eval.score import Scored, score_windows  # noqa: E402
+from parbank.eval.score import Scored  # noqa: E402
+from parbank.eval.windows import score_windows  # noqa: E402
 from parbank.model import GPT, ModelConfig  # noqa: E402
 from parbank.ops.backend import use_backend  # noqa: E402
 from parbank.precision import autocast  # noqa: E402

@@ -13,10 +13,7 @@ from typing import Any
 import numpy as np
 
 from parbank.artifact.container import Artifact, encode_artifact
-from parbank.errors import ArtifactError
-from parbank.quant.integers import Halves, Quantised
-from parbank.quant.roles import Role, Shape
-from parbank.quant.streams import (
+from parbank.artifact.streams import (
     Coder,
     decode_bytes,
     decode_halves,
@@ -29,6 +26,9 @@ from parbank.quant.streams import (
     entropy_bits,
     may_hold,
 )
+from parbank.errors import ArtifactError
+from parbank.quant.integers import Halves, Quantised
+from parbank.quant.roles import Role, Shape
 
 Content = Quantised | Halves
 ROLES = ("matrix", "embedding", "other")

@@ -15,6 +15,7 @@ import torch
 
 from parbank.artifact.container import Artifact, decode_artifact
 from parbank.artifact.contents import Content, Spec, pack_contents, read_contents
+from parbank.artifact.streams import entropy_bits, integer_bits
 from parbank.errors import ArtifactError
 from parbank.files import write_file
 from parbank.quant.bank import Contents
@@ -23,7 +24,6 @@ from parbank.quant.config import QuantConfig
 from parbank.quant.integers import Floats, Quantised, dequantise, quantise_rows, to_half
 from parbank.quant.roles import Role, Shape, role
 from parbank.quant.solver import Solver
-from parbank.quant.streams import entropy_bits, integer_bits
 
 
 @dataclass(frozen=True)

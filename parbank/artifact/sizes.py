@@ -17,11 +17,11 @@ import numpy as np
 from parbank.artifact.container import encode_artifact
 from parbank.artifact.contents import HALVES, INTEGERS, SCALES, TABLE, Spec, table_bytes
 from parbank.artifact.pack import plan
+from parbank.artifact.streams import Coder, encode_bytes, encode_integers, encode_scales, fixed_bytes
 from parbank.errors import ConfigError
 from parbank.quant.coders.ans import require_coder
 from parbank.quant.config import QuantConfig
 from parbank.quant.roles import Shape
-from parbank.quant.streams import Coder, encode_bytes, encode_integers, encode_scales, fixed_bytes
 
 # One entry of the container's section table beside its name: field names, punctuation and checksum 76, and two numbers
 # of at most 12 digits.

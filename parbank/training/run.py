@@ -11,7 +11,8 @@ from parbank.artifact.pack import unpack_tensors
 from parbank.config import override, require, to_dict
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.errors import ConfigError, DataError
-from parbank.eval.score import Score, score_chunked
+from parbank.eval.score import Score
+from parbank.eval.windows import score_chunked
 from parbank.files import write_json
 from parbank.model.gpt import MAX_POSITIONS
 from parbank.ops.fp8 import check_device

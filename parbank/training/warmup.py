@@ -21,7 +21,8 @@ import parbank
 from parbank.config import override
 from parbank.data.dataset import Dataset, default_cache
 from parbank.data.shards import TokenSet
-from parbank.eval.score import score_windows, tokens_together
+from parbank.eval.score import tokens_together
+from parbank.eval.windows import score_windows
 from parbank.runtime import Runtime
 from parbank.training.config import RunConfig
 from parbank.training.trainer import Trainer

@@ -19,15 +19,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from parbank.artifact import streams
 from parbank.artifact.container import DIGEST_BYTES, Artifact, decode_artifact, encode_artifact, read_artifact
 from parbank.artifact.contents import HALVES, INTEGERS, SCALES, TABLE, pack_contents
 from parbank.artifact.load import load_artifact
 from parbank.artifact.pack import describe_tensors, pack_tensors, unpack_tensors
+from parbank.artifact.streams import decode_bytes, encode_bytes
 from parbank.errors import ArtifactError
-from parbank.quant import streams
 from parbank.quant.config import QuantConfig
 from parbank.quant.integers import Quantised
-from parbank.quant.streams import decode_bytes, encode_bytes
 
 DATA = Path(__file__).parent / "data"
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "500"))

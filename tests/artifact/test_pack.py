@@ -11,11 +11,11 @@ import torch
 from parbank.artifact.container import Artifact, decode_artifact, encode_artifact, read_artifact
 from parbank.artifact.contents import TABLE, pack_contents
 from parbank.artifact.pack import describe_tensors, pack_tensors, unpack_tensors
+from parbank.artifact.streams import encode_bytes
 from parbank.errors import ArtifactError
 from parbank.quant.config import QuantConfig
 from parbank.quant.integers import Quantised, dequantise, quantise_rows
 from parbank.quant.roles import role
-from parbank.quant.streams import encode_bytes
 
 META = {"kind": "model", "config": {"layers": 2}}
 EXTRA = {"tokenizer": b"pieces of words" * 20}

@@ -15,7 +15,8 @@ from parbank.errors import ConfigError, DataError, ParbankError
 from parbank.eval.adaptation import AdaptConfig
 from parbank.eval.methods.streaming import even_segment, score_streaming
 from parbank.eval.methods.ttt import score_ttt
-from parbank.eval.score import Scored, plan_windows, score_windows
+from parbank.eval.score import Scored
+from parbank.eval.windows import plan_windows, score_windows
 from parbank.model import GPT
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime

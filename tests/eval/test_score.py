@@ -12,7 +12,8 @@ from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ConfigError, DataError
-from parbank.eval.score import Score, score_chunked
+from parbank.eval.score import Score
+from parbank.eval.windows import score_chunked
 from parbank.model import GPT
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime

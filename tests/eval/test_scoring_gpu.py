@@ -12,7 +12,8 @@ from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.eval.adaptation import AdaptConfig, LowRankAdapter, SgdAdapter
 from parbank.eval.methods import EvalConfig, score_text
-from parbank.eval.score import Text, make_window_scorer, run_scorer, score_windows, silent
+from parbank.eval.score import Text, run_scorer, silent
+from parbank.eval.windows import make_window_scorer, score_windows
 from parbank.model import GPT
 from parbank.runtime import Runtime
 from tests.eval.test_score import make_model

@@ -18,7 +18,7 @@ from parbank.errors import ConfigError
 from parbank.eval.adaptation import AdaptConfig, LowRankAdapter, SgdAdapter, plan_steps, restored
 from parbank.eval.methods.streaming import score_streaming
 from parbank.eval.methods.ttt import plan_pieces, score_ttt
-from parbank.eval.score import score_windows
+from parbank.eval.windows import score_windows
 from parbank.model import GPT
 from parbank.runtime import Runtime
 from tests.distributed import run_distributed_test

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parbank.artifact.streams import entropy_bits
 from parbank.errors import ArtifactError
 from parbank.quant.coders import models
 from parbank.quant.coders.ans import (
@@ -22,7 +23,6 @@ from parbank.quant.coders.ans import (
 )
 from parbank.quant.coders.models import choose_model, flat_weights
 from parbank.quant.integers import quantise_rows
-from parbank.quant.streams import entropy_bits
 
 
 def trained_like(rows: int, cols: int, seed: int = 0) -> np.ndarray:

@@ -20,7 +20,7 @@ from parbank.artifact.pack import describe_tensors
 from parbank.config import override, to_dict
 from parbank.data.validation import open_validation
 from parbank.errors import CheckpointError, ConfigError, DataError
-from parbank.eval.score import score_chunked
+from parbank.eval.windows import score_chunked
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint

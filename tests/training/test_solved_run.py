@@ -11,7 +11,7 @@ from parbank.artifact.pack import pack_solved, pack_tensors, unpack_tensors
 from parbank.config import override
 from parbank.data.dataset import open_dataset
 from parbank.errors import DataError
-from parbank.eval.score import score_chunked
+from parbank.eval.windows import score_chunked
 from parbank.quant.calibration import Calibration
 from parbank.quant.config import QuantConfig
 from parbank.recipes import get_recipe

@@ -12,7 +12,8 @@ from parbank.eval.adaptation import AdaptConfig
 from parbank.eval.methods.streaming import score_streaming
 from parbank.eval.methods.ttt import Piece, check_learning, is_learnt_from, plan_pieces, score_ttt
 from parbank.eval.result import in_effect
-from parbank.eval.score import Progress, Scored, check_context, check_windows, plan_windows, score_windows, silent
+from parbank.eval.score import Progress, Scored, check_context, silent
+from parbank.eval.windows import check_windows, plan_windows, score_windows
 from parbank.model import GPT, ModelConfig
 from parbank.runtime import Runtime
 

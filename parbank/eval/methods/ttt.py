@@ -25,10 +25,10 @@ from parbank.eval.score import (
     Scorer,
     Text,
     check_context,
-    make_window_scorer,
     silent,
     tokens_together,
 )
+from parbank.eval.windows import make_window_scorer
 from parbank.model import GPT
 from parbank.model.gpt import MAX_POSITIONS
 from parbank.runtime import Runtime

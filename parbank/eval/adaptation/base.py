@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,7 @@ class Adapter(Protocol):
         """A document begins: forget, if that is what this adapter does."""
 
 
-class _StepwiseAdapter(ABC):
+class StepwiseAdapter(ABC):
     """What the adapters have in common: steps over a chunk, each of them one CUDA graph where one process has the text to
     itself. (Several gather their gradients in between, launch by launch: the same kernels in the same order.)"""
 
@@ -140,110 +140,6 @@ class _StepwiseAdapter(ABC):
         return [grad if mask is None else grad * mask for grad, mask in zip(grads, self._masks)]
 
 
-class SgdAdapter(_StepwiseAdapter):
-    """SGD over the model's own weights, which keep what they learn to the end of the text."""
-
-    def _begin(self, model: GPT) -> None:
-        config, cuda = self._config, self._runtime.is_cuda
-        named = {name: p for name, p in model.named_parameters() if _may_learn(name, config)}
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in named)
-        self._weights = self._parameters = list(named.values())
-        masks = bank_masks(model, config)
-        self._masks = [masks.get(name) for name in named]
-        # A number is part of a graph for good; a tensor is read anew by each replay, and only the fused form takes one.
-        rate = torch.zeros((), device=self._runtime.device) if cuda else 0.0
-        self._optimizer = torch.optim.SGD(
-            self._parameters, lr=rate, momentum=config.momentum, fused=True if cuda else None
-        )
-
-    def learn(self, tokens: Tensor, progress: float) -> None:
-        assert self._config.lr is not None
-        self._set_rate(self._config.lr * 0.5 * (1 + math.cos(math.pi * progress)))
-        self._learn_from(tokens)
-
-    def reset(self) -> None:
-        """Documents are all one text to it."""
-
-    def _set_rate(self, rate: float) -> None:
-        group = self._optimizer.param_groups[0]
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-
-
-class LowRankAdapter(_StepwiseAdapter):
-    """W + left @ right for every matrix, with left and right learnt by Adam; zero again at the start of a document.
-
-    The sum is written to where W stands, so the model that learns is the model that scores, and no more than the model is
-    compiled. With G the gradient by W, left's is G right^T and right's is left^T G.
-    """
-
-    def _begin(self, model: GPT) -> None:
-        config, cuda = self._config, self._runtime.is_cuda
-        model.requires_grad_(False)
-        banks = {f"banks.{key}": model.banks.bank(key).requires_grad_() for key in model.banks.entries}
-        masks = bank_masks(model, config)
-        self._weights, self._masks = list(banks.values()), [masks.get(name) for name in banks]
-        self._base = [bank.detach().clone() for bank in self._weights]
-        generator = torch.Generator().manual_seed(0)  # the same draw on every rank, and for every document
-        self._drawn = [
-            (torch.randn(n, config.rank, cols, generator=generator) / math.sqrt(cols)).to(bank.device, bank.dtype)
-            for bank in self._base
-            for n, _, cols in [bank.shape]
-        ]
-        self._left = [bank.new_zeros(*bank.shape[:2], config.rank) for bank in self._base]
-        self._right = [drawn.clone() for drawn in self._drawn]
-        self._parameters = [*self._left, *self._right]
-        self._optimizer = torch.optim.Adam(
-            self._parameters, lr=config.lr or 0.0, capturable=cuda, fused=True if cuda else None
-        )
-        self._changed = False
-
-    def learn(self, tokens: Tensor, progress: float) -> None:
-        self._learn_from(tokens)
-        self._changed = True
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """In place: a graph knows its tensors by their addresses."""
-        if not self._changed:
-            return
-        for left, right, drawn in zip(self._left, self._right, self._drawn):
-            left.zero_()
-            right.copy_(drawn)
-        for state in self._optimizer.state.values():
-            for tensor in state.values():
-                tensor.zero_()
-        for bank, base in zip(self._weights, self._base):
-            bank.copy_(base)
-        self._changed = False
-
-    @torch.no_grad()
-    def _step(self, *batches: Tensor) -> None:
-        super()._step(*batches)
-        with self._in_full():
-            for bank, base, mask, left, right in zip(self._weights, self._base, self._masks, self._left, self._right):
-                change = left @ right
-                bank.copy_(base + (change if mask is None else change * mask))
-
-    def _gradients(self, inputs: Tensor, targets: Tensor, count: int) -> list[Tensor]:
-        grads = super()._gradients(inputs, targets, count)
-        with self._in_full():
-            of_left = [grad @ right.mT for grad, right in zip(grads, self._right)]
-            return of_left + [left.mT @ grad for grad, left in zip(grads, self._left)]
-
-    def _in_full(self) -> torch.autocast:
-        """Left and right are small and kept in full precision, whatever our caller has switched on."""
-        return torch.autocast(self._runtime.device.type, enabled=False)
-
-
-def make_adapter(model: GPT, runtime: Runtime, config: AdaptConfig, *, context: int, compiled: bool) -> Any:
-    kind = SgdAdapter if config.adapter == "sgd" else LowRankAdapter
-    return kind(model, runtime, config, context=context, compiled=compiled, graph=compiled)
-
-
 def plan_steps(tokens: Tensor, context: int, config: AdaptConfig) -> list[list[Tensor]]:
     """The micro-batches, (rows, width + 1) each, of every step over a chunk: sequences of at most `context` targets that
     cover all. Where they do not come out even the last one reaches back, so that all have one shape."""
@@ -293,7 +189,7 @@ def bank_masks(model: GPT, config: AdaptConfig) -> dict[str, Tensor | None]:
     return found
 
 
-def _may_learn(name: str, config: AdaptConfig) -> bool:
+def may_learn(name: str, config: AdaptConfig) -> bool:
     if name.startswith("blocks."):
         return config.learns(_block_of(name))
     return name.startswith("banks.") or not config.blocks

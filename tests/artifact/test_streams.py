@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from parbank.errors import ArtifactError
-from parbank.quant.integers import quantise_rows
-from parbank.quant.streams import (
+from parbank.artifact.streams import (
     _FILTERS,
     decode_bytes,
     decode_halves,
@@ -26,6 +24,8 @@ from parbank.quant.streams import (
     fixed_bytes,
     may_hold,
 )
+from parbank.errors import ArtifactError
+from parbank.quant.integers import quantise_rows
 
 RANGES = [1, 2, 3, 5, 7, 8, 15, 20, 31, 63, 100, 127]
 CODERS = ["ans", "lzma"]

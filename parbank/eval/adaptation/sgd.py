@@ -1,0 +1,42 @@
+"""SGD over the model's own weights, as published for parameter-golf: see REFERENCES.md."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from parbank.eval.adaptation.base import StepwiseAdapter, bank_masks, may_learn
+from parbank.model import GPT
+
+
+class SgdAdapter(StepwiseAdapter):
+    """SGD over the model's own weights, which keep what they learn to the end of the text."""
+
+    def _begin(self, model: GPT) -> None:
+        config, cuda = self._config, self._runtime.is_cuda
+        named = {name: p for name, p in model.named_parameters() if may_learn(name, config)}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in named)
+        self._weights = self._parameters = list(named.values())
+        masks = bank_masks(model, config)
+        self._masks = [masks.get(name) for name in named]
+        # A number is part of a graph for good; a tensor is read anew by each replay, and only the fused form takes one.
+        rate = torch.zeros((), device=self._runtime.device) if cuda else 0.0
+        self._optimizer = torch.optim.SGD(
+            self._parameters, lr=rate, momentum=config.momentum, fused=True if cuda else None
+        )
+
+    def learn(self, tokens: Tensor, progress: float) -> None:
+        assert self._config.lr is not None
+        self._set_rate(self._config.lr * 0.5 * (1 + math.cos(math.pi * progress)))
+        self._learn_from(tokens)
+
+    def reset(self) -> None:
+        """Documents are all one text to it."""
+
+    def _set_rate(self, rate: float) -> None:
+        group = self._optimizer.param_groups[0]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
