@@ -15,7 +15,7 @@ LEVELS = {
     "eval": 5,
     "training": 6,
     "recipes": 7,
-    "cli": 8, "__main__": 9,
+    "cli": 8, "program": 8, "__main__": 9,
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ class BudgetConfig:
     max_bytes: int = 16_000_000
     """Cap on the artifact."""
     count_code: bool = False
-    """Count parbank's own source, compressed, towards the cap, as the published track does."""
+    """Count the source of training and scoring, compressed, towards the cap, as the published track does."""
 
     def __post_init__(self) -> None:
         given = [n for n in ("minutes", "steps", "tokens") if getattr(self, n) is not None]

@@ -1,0 +1,62 @@
+"""The program of the counted archive (parbank.artifact.code): training and scoring by `name=value`, and nothing else.
+
+    train recipe=NAME out=FOLDER [a.b=value ...]     any setting that `parbank recipes NAME` prints
+    score model=PATH [data=SPEC] [method=NAME ...]   any field of EvalConfig
+
+Both print one line of JSON. The command line with its help, checks and tables is `parbank` (parbank.cli).
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from parbank import runtime
+from parbank.config import override
+from parbank.data.corpora import absolute_spec
+from parbank.data.validation import open_validation
+from parbank.errors import ConfigError
+from parbank.eval.methods import EvalConfig, score_text
+from parbank.recipes import get_recipe
+from parbank.training.load import load_model
+from parbank.training.run import run
+from parbank.training.warmup import use_compile_cache
+
+
+def train(place: runtime.Runtime, recipe: str, out: str, **settings: str) -> dict[str, Any] | None:
+    """Trains, scores and packs; the summary, or None where a signal stopped it."""
+    config = override(get_recipe(recipe), *(f"{name}={value}" for name, value in settings.items()))
+    config = override(config, f"data={json.dumps(absolute_spec(config.data))}")
+    return run(config, place, Path(out)).summary
+
+
+def score(place: runtime.Runtime, model: str, data: str | None = None, **settings: str) -> dict[str, Any]:
+    """The score of a model on the validation text of a data spec: that of its training, if none is given."""
+    loaded = load_model(Path(model), place.device)
+    spec = data or loaded.data
+    if spec is None:
+        raise ConfigError(f"{model} was trained on text without a public name; say by data=SPEC what to score")
+    given = (f"{name}={value}" for name, value in settings.items())
+    config = override(EvalConfig(context=loaded.context), *given)
+    text = place.in_turn(lambda: open_validation(spec, loaded.tokenizer))
+    result = score_text(loaded.model, text.tokens, config, place).total(loaded.tokenizer)
+    return {"val_bpb": result.bpb, "val_loss": result.loss, "tokens": result.tokens, "bytes": result.bytes}
+
+
+def main(words: list[str]) -> None:
+    """Runs a command by its words."""
+    commands: dict[str, Callable[..., dict[str, Any] | None]] = {"train": train, "score": score}
+    if not words or words[0] not in commands or any("=" not in word for word in words[1:]):
+        raise SystemExit(
+            "usage: train recipe=NAME out=FOLDER [a.b=value ...] | score model=PATH [data=SPEC] [name=value ...]"
+        )
+    use_compile_cache()
+    with runtime.start() as place:
+        result = commands[words[0]](place, **dict(word.split("=", 1) for word in words[1:]))
+        if place.is_main:
+            print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,150 @@
+"""The code that counts towards a cap: what is in the archive, what is not, and that it runs with nothing else."""
+
+import ast
+import json
+import lzma
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parbank import program
+from parbank.artifact import code
+from parbank.artifact.code import code_bytes, collect, find_imports, is_left_out, strip
+from parbank.ops.backend import use_backend
+from parbank.runtime import Runtime, pick_device
+
+# Runs the archive in a process where nothing else offers parbank. The archive's own folder goes when it is done, so a module
+# whose file is still there came from elsewhere.
+BARE = """
+import importlib.util, os, runpy, sys
+sys.argv.pop(0)
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+sys.path[:] = [path for path in sys.path if not os.path.exists(os.path.join(path, "parbank"))]
+assert importlib.util.find_spec("parbank") is None, "another parbank is on the path"
+runpy.run_path(sys.argv[0], run_name="__main__")
+ours = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "parbank"}
+assert "parbank.training.run" in ours
+assert not [name for name, file in ours.items() if os.path.exists(file)]
+"""
+
+
+def run_bare(archive: Path, *words: str, **env: str) -> dict[str, Any]:
+    command = [sys.executable, "-I", "-c", BARE, str(archive), *words]
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables |= {"OMP_NUM_THREADS": "1", **env}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("code") / "parbank.pyz"
+    written = subprocess.check_output([sys.executable, "-m", "parbank.artifact.code", str(path)], text=True)
+    assert f"{path.stat().st_size:,} bytes" in written
+    return path
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, ast.Module]:
+    return collect()
+
+
+def test_the_archive_trains_and_scores_alone(archive: Path, tmp_path: Path, text_spec: str) -> None:
+    """In a bare process, with the scores of the package to the last bit: by plain PyTorch and by Triton's kernels."""
+    out, short = tmp_path / "run", tmp_path / "short.txt"
+    short.write_text("It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 4)
+    settings = ("budget.steps=3", "budget.count_code=true", "budget.max_bytes=500000")
+    summary = run_bare(archive, "train", "recipe=nano", f"out={out}", f"data={text_spec}", *settings)
+    assert summary["steps"] == 3
+    assert summary["code_bytes"] == archive.stat().st_size  # the archive, packed from inside itself, is the same again
+    assert summary["artifact_bytes"] == (out / "model.pbk").stat().st_size
+
+    here, artifact = Runtime(device=pick_device("cpu")), str(out / "model.pbk")
+    assert program.score(here, artifact, text_spec)["val_bpb"] == summary["val_bpb"]
+    given = {"model": artifact, "data": f"text:val={short}", "method": "streaming"}
+    words = [f"{name}={value}" for name, value in given.items()]
+    scored = run_bare(archive, "score", *words, TRITON_INTERPRET="1", PARBANK_OPS="triton")
+    with use_backend("triton"):
+        assert program.score(here, **given) == scored
+
+
+def test_documentation_costs_nothing() -> None:
+    documented = '''"""A module."""  # and a comment
+from typing import TYPE_CHECKING, Any
+if TYPE_CHECKING:
+    from parbank.cli import main
+class A:
+    """A class."""
+    x: int = 1
+    """A field."""
+    def f(self):
+        """A method with nothing else."""
+def g(y: Any):  # another
+    """A function."""
+    return "# no comment"
+'''
+    bare = """
+from typing import TYPE_CHECKING, Any
+class A:
+    x: int = 1
+    def f(self):
+        pass
+def g(y: Any):
+    return "# no comment"
+"""
+    assert ast.unparse(strip(documented)) == ast.unparse(ast.parse(bare))
+
+
+def test_stripped_source_means_the_same(counted: dict[str, ast.Module]) -> None:
+    """Writing a tree out and reading it again gives the tree: no f-string and no operator is lost on the way."""
+    for name, tree in counted.items():
+        assert ast.dump(ast.parse(ast.unparse(tree))) == ast.dump(tree), name
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def test_what_is_left_out_is_not_imported_at_once(counted: dict[str, ast.Module]) -> None:
+    """A module may only import a left-out one inside a function, or the archive would not start."""
+    for path, tree in counted.items():
+        functions = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
+        at_once = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and id(n) not in functions]
+        package = module_name(path) if path.endswith("__init__.py") else module_name(path).rpartition(".")[0]
+        wrong = [name for name in find_imports(ast.Module(at_once, []), package) if is_left_out(name)]
+        assert not wrong, f"{path} imports {wrong}, which {code.__name__}.LEFT_OUT leaves out"
+
+
+def test_the_walk_follows_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "__init__": "TABLE = {'later': 'parbank.later'}",
+        "program": "import parbank.one\nfrom parbank.room import thing\ndef f():\n    from parbank import cli, lazy",
+        "one": "import numpy\nfrom . import two",
+        "two": "from .room.deep import name",
+        "room/__init__": "from parbank.room import registered",
+        **dict.fromkeys(["later", "lazy", "room/thing", "room/deep", "room/registered", "room/unused", "cli"], ""),
+    }
+    for name, text in files.items():
+        path = tmp_path / "parbank" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr("parbank.__file__", str(tmp_path / "parbank" / "__init__.py"))
+    assert {*collect()} == {f"parbank/{name}.py" for name in files} - {"parbank/cli.py", "parbank/room/unused.py"}
+
+
+def test_commands_are_not_counted(counted: dict[str, ast.Module]) -> None:
+    names = set(map(module_name, counted))
+    assert {"parbank.training.run", "parbank.eval.methods", "parbank.ops.mlp_hopper", "parbank.recipes"} < names
+    assert not [name for name in names if name.startswith("parbank.cli")]
+
+
+def test_size_is_that_of_the_file(archive: Path) -> None:
+    assert code_bytes() == archive.stat().st_size
+    package = Path(code.__file__).parents[1]
+    everything = b"".join(path.read_bytes() for path in package.rglob("*.py"))
+    assert code_bytes() < 0.7 * len(lzma.compress(everything, preset=9))
