@@ -2,7 +2,7 @@
 
 The same meta and sections always give the same bytes. A reader believes nothing it has not checked: every size is held
 against the size of the file before memory is asked for, every byte is under a checksum, and a file is either returned
-whole or refused by name. docs/artifact.md is the specification.
+whole or refused by name. docs/reference/artifact.md is the specification.
 """
 
 import hashlib

@@ -232,7 +232,7 @@ def _search(packer: _Packer, config: QuantConfig, cap: int | None, code_bytes: i
     """The configured range with clipping if it fits, else the largest unclipped q that does, found in few builds.
 
     Clipping lowers the error at one q, but under an entropy coder it costs more bytes than a larger q would: at equal
-    size the unclipped range had the smaller error in every measurement (docs/quantisation.md), so the ladder has none.
+    size the unclipped range had the smaller error in every measurement (docs/log), so the ladder has none.
 
     A range k times as wide costs log2(k) bits more per weight. From one measured size that law guesses the q that just
     fits; every build then narrows the bracket until two neighbours lie on either side of the cap.

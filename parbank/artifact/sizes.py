@@ -27,7 +27,7 @@ from parbank.quant.roles import Shape
 # of at most 12 digits.
 _ENTRY_BYTES = 100
 # The solver meets caps of fewer bits a weight than this, but the loss then grows fast: 0.03 bits per byte at 2.4 bits, 0.4
-# at 1.2 (docs/quantisation.md). Fewer weights with more bits each are the better buy.
+# at 1.2 (docs/log). Fewer weights with more bits each are the better buy.
 FEW_BITS = 2
 # The coders over the entropy of Gaussian integers: lzma 2.3% at 6 bits, 3.1% at 5, 1.6% at 4; ans hits it.
 _MARGINS = {"ans": 1.0, "lzma": 1.025}

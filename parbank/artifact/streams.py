@@ -19,7 +19,7 @@ Coder = Literal["ans", "lzma"]
 
 # Weights are noise to lzma: there is nothing to find in a dictionary, and a large one makes it pay for false finds.
 # On Gaussian weights at 6 bits preset 9e takes 5.459 bits each and these filters 5.439 in a quarter of the time; at 4
-# bits 3.458 and 3.236, two integers to a byte (docs/quantisation.md). lc = lp = pb = 0: neighbours say nothing either.
+# bits 3.458 and 3.236, two integers to a byte (docs/log). lc = lp = pb = 0: neighbours say nothing either.
 _FILTERS = [
     {
         "id": lzma.FILTER_LZMA2,

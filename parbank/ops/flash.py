@@ -1,7 +1,7 @@
 """Causal attention: FlashAttention 3 where it is installed, PyTorch's own everywhere else.
 
 The kernels are not ours. On Hopper those of FlashAttention 3 take 1.82 ms a layer of golf both ways where cuDNN's, the fastest
-PyTorch has, take 2.20 (docs/ops.md). PyTorch can put them behind scaled_dot_product_attention, but for the whole
+PyTorch has, take 2.20 (docs/log/2026-11-15-ops.md). PyTorch can put them behind scaled_dot_product_attention, but for the whole
 process, and parbank must not choose that for a program which only imports it. So there are two ops of our own around the
 library's two functions, with what a compiler needs to know of them.
 

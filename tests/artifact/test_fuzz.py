@@ -31,7 +31,7 @@ from parbank.quant.integers import Quantised
 
 DATA = Path(__file__).parent / "data"
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "500"))
-# What a reader may take for a file of a few kilobytes: it may hold 8 Mi weights (docs/artifact.md), and a number is 1 byte
+# What a reader may take for a file of a few kilobytes: it may hold 8 Mi weights (docs/reference/artifact.md); a number is 1 byte
 # as an integer, 2 as a symbol, up to 24 in the sums of a rotation of one long row, and 4 as a weight.
 MAX_MEMORY = 400 << 20
 MAX_SECONDS = 10  # a thousand times what the whole file takes; a busy machine has its moments

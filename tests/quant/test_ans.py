@@ -33,7 +33,7 @@ def trained_like(rows: int, cols: int, seed: int = 0) -> np.ndarray:
 
 
 class Reference:
-    """The stack coder of docs/artifact.md in plain whole numbers: no library, no floats."""
+    """The stack coder of docs/reference/artifact.md in plain whole numbers: no library, no floats."""
 
     def __init__(self, stream: bytes) -> None:
         self.words = np.frombuffer(stream, "<u4").tolist()

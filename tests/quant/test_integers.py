@@ -121,7 +121,7 @@ def test_rotation_is_undone_exactly(block):
 
 
 def as_specified(quantised: Quantised) -> np.ndarray:
-    """docs/artifact.md to the letter, without slices or whole numbers."""
+    """docs/reference/artifact.md to the letter, without slices or whole numbers."""
     (rows, cols), groups = quantised.values.shape, quantised.scales.shape[1]
     scales = np.repeat(quantised.scales.astype(np.float32), cols // groups, axis=1)
     wide, half = (quantised.values.astype(np.float32) * scales).astype(np.float64), 1

@@ -2,7 +2,7 @@
 
 Writer and reader must agree on every frequency to the last bit, on any machine. So a model is a handful of small whole
 numbers, and its frequencies follow from them by integer arithmetic alone; logarithms and the like only help the writer
-to choose. docs/artifact.md specifies it.
+to choose. docs/reference/artifact.md specifies it.
 
 Three kinds, over symbols 0..n-1 around a centre, at distance d:
 - DECAY: w(0) = 1, w(d+1) = w(d) r(d), r(0) = 1 - a, r(d+1) = r(d) (1 - b). With b = 0 a discretised Laplace
