@@ -6,7 +6,9 @@ transposed, and read back through a view. What a matrix *is* (its logical shape,
 checkpoints keep plain per-layer names and a shape-dependent learning rate uses the logical shape.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -48,11 +50,16 @@ class Banks(nn.Module):
     def bank(self, key: str) -> nn.Parameter:
         return self.get_parameter(key)
 
-    def matrices(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def matrices(
+        self, dtype: torch.dtype | None = None, gains: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Every matrix in its logical orientation, as views of the banks cast to `dtype`.
 
+        `gains` has a gain per output channel for some of the matrices, by name: those rows are multiplied by it.
+
         A whole bank is cast in one pass, and unbind's backward is one stack: reading `bank[i]` layer by layer would make a
-        full-size zero tensor for every layer's gradient.
+        full-size zero tensor for every layer's gradient. Gains are applied to a run of matrices at a time for the same
+        reason: a layer's own product is a launch of two microseconds with a gap beside it, forward and three times back.
         """
         found = {}
         for key, entries in self.entries.items():
@@ -61,8 +68,9 @@ class Banks(nn.Module):
                 bank = self.fake(key, bank)
             if dtype is not None:
                 bank = bank.to(dtype)
-            for entry, matrix in zip(entries, bank.unbind(0)):
-                found[entry.name] = matrix.mT if entry.transposed else matrix
+            for run, part in _split_runs(entries, bank, gains or {}):
+                for entry, matrix in zip(run, part.unbind(0)):
+                    found[entry.name] = matrix.mT if entry.transposed else matrix
         return found
 
     def quantise_in_training(self, *, bits: int, rounding: Rounding) -> FakeQuantiser:
@@ -91,3 +99,14 @@ class Banks(nn.Module):
                 matrices = [(rest.pop(entry.name), entry.transposed) for entry in entries]
                 rest[prefix + key] = torch.stack([m.mT if transposed else m for m, transposed in matrices])
         return rest
+
+
+def _split_runs(slots: list[Slot], bank: Tensor, gains: Mapping[str, Tensor]) -> Iterator[tuple[list[Slot], Tensor]]:
+    """The neighbours in a bank that are stored one way and have gains, or have none, with their gains applied."""
+    runs = [list(run) for _, run in groupby(slots, key=lambda slot: (slot.name in gains, slot.transposed))]
+    for run, part in zip(runs, bank.split([len(run) for run in runs])):
+        if run[0].name not in gains:
+            yield run, part
+            continue
+        gain = torch.stack([gains[slot.name] for slot in run]).to(bank.dtype)
+        yield run, part * (gain[:, None, :] if run[0].transposed else gain[:, :, None])

@@ -56,7 +56,7 @@ class Block(nn.Module):
         Returns the next x, this one for whoever reads it further on (if `handed_on`), and the values of the attention where a
         later layer needs them.
         """
-        weights, gains = self._fold_gains(weights)
+        gains = (None, None) if folds_gains(x) else (self.attention_gain, self.mlp_gain)
         mix = None if self.residual_mix is None else (x0, self.residual_mix[0], self.residual_mix[1])
         extra = None if extra is None else extra.unflatten(-1, (self.config.kv_heads, -1))
         entry = ops.BlockInput(mix, skip, extra, self.scale, handed_on=handed_on)
@@ -66,18 +66,6 @@ class Block(nn.Module):
         else:
             y = stream + _gained(F.linear(attended, weights["output"]), gains[0])
         return self._add_mlp(y, weights, gains[1]), x, values
-
-    def _fold_gains(self, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor | None, Tensor | None]]:
-        """The weights, and the gains still to be applied to what attention and MLP put out.
-
-        Where the kernels run, gains are folded into the matrices: g * (W x) = (g * W) x. A gain's gradient is then a sum over a
-        matrix; over the outputs it is one over every token of the batch, and reads both them and their gradient once more.
-        """
-        gains = self.attention_gain, self.mlp_gain
-        if gains[0] is None or gains[1] is None or not use_triton(weights["output"]):
-            return weights, gains
-        folded = {name: _gained(weights[name].mT, gain).mT for name, gain in zip(("output", "down"), gains)}
-        return weights | folded, (None, None)
 
     def _add_mlp(self, x: Tensor, weights: dict[str, Tensor], gain: Tensor | None) -> Tensor:
         slope = self.config.activation_slope if self.config.activation == "leaky_relu_squared" else 0.0
@@ -218,15 +206,25 @@ class GPT(nn.Module):
             raise ConfigError(f"a window of {ids.shape[1]} tokens is longer than the model's {MAX_POSITIONS} positions")
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         context = Context(cos, sin, _document_mask(starts) if c.isolate_documents else None)
-        matrices = self.banks.matrices(dtype)
-        x0, first = x, None
+        matrices = self.matrices(x)
+        x, *embedded = ops.fan_out(x, c.layers + 1) if c.residual_mix else (x,) * (c.layers + 1)
+        first = None
         skips = Skips(self.skip_gains, c.layers)
         for layer, block in enumerate(self.blocks):
             skip, keeps, weights = skips.take(layer, x), skips.keeps(layer), _of_layer(matrices, layer)
-            x, before, values = block(x, skip, x0, weights, context, extras.get(layer), first, keeps)
+            x, before, values = block(x, skip, embedded[layer], weights, context, extras.get(layer), first, keeps)
             skips.keep(layer, before)
             first = values if first is None and c.value_residual else first
         return ops.rms_norm(x)
+
+    def matrices(self, x: Tensor) -> dict[str, Tensor]:
+        """Every matrix in the dtype of x, with the gains of what it puts out folded in where `folds_gains`."""
+        gains = {}
+        if self.config.block_gains and folds_gains(x):
+            for layer, block in enumerate(self.blocks):
+                names = _matrix_names(layer)
+                gains |= {names["output"]: block.attention_gain, names["down"]: block.mlp_gain}
+        return self.banks.matrices(x.dtype, cast(dict[str, Tensor], gains))
 
     def _compute_dtype(self, device: torch.device) -> torch.dtype:
         if torch.is_autocast_enabled(device.type):
@@ -282,6 +280,15 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def folds_gains(x: Tensor) -> bool:
+    """Whether a block's gains are folded into its matrices, g * (W x) = (g * W) x: where the kernels run.
+
+    A gain's gradient is then a sum over a matrix. Over the outputs it would be a sum over every token of the batch, which
+    reads both the outputs and their gradient once more.
+    """
+    return use_triton(x)
 
 
 def _gained(x: Tensor, gain: Tensor | None) -> Tensor:

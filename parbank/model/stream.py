@@ -164,7 +164,7 @@ class Stream:
         x, extras = self._embed(model, ids, first_of_text, dtype)
         cos, sin = _rotations(start, length, c.rope_dims, c.rope_base)
         reach = Reach.spread(queries, keys, length)
-        matrices = model.banks.matrices(dtype)
+        matrices = model.matrices(x)
         x0, first = x, None
         skips = Skips(model.skip_gains, c.layers)
         for layer in range(c.layers):

@@ -2,6 +2,7 @@
 
 from parbank.ops.activation import leaky_relu_squared
 from parbank.ops.exclusive import remove_own_value
+from parbank.ops.fan_out import fan_out
 from parbank.ops.flash import causal_attention
 from parbank.ops.linear_loss import linear_softcap_cross_entropy
 from parbank.ops.loss import softcap_cross_entropy
@@ -23,6 +24,7 @@ __all__ = [
     "ax_plus_bx",
     "ba_plus_caa",
     "causal_attention",
+    "fan_out",
     "leaky_relu_squared",
     "linear_softcap_cross_entropy",
     "mix_rms_norm",

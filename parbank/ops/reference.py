@@ -216,6 +216,11 @@ def stream_attention(
     return x, m, attention(q, k, v), v if with_values else None
 
 
+def fan_out(x: Tensor, copies: int) -> tuple[Tensor, ...]:
+    """x, `copies` times."""
+    return (x,) * copies
+
+
 def add_linear(c: Tensor, x: Tensor, w: Tensor) -> Tensor:
     """c + x W^T."""
     return c + F.linear(x, w)
