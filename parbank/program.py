@@ -19,9 +19,9 @@ from parbank.data.validation import open_validation
 from parbank.errors import ConfigError
 from parbank.eval.methods import EvalConfig, score_text
 from parbank.recipes import get_recipe
+from parbank.training.compiled import use_compile_cache
 from parbank.training.load import load_model
 from parbank.training.run import run
-from parbank.training.warmup import use_compile_cache
 
 
 def train(place: runtime.Runtime, recipe: str, out: str, **settings: str) -> dict[str, Any] | None:

@@ -196,9 +196,9 @@ def _score(
     from parbank.eval.breakdown import break_down
     from parbank.eval.methods import EvalConfig, find_idle, score_text
     from parbank.eval.result import refuse_unlike
+    from parbank.training.compiled import use_compile_cache
     from parbank.training.display import Display
     from parbank.training.load import load_model
-    from parbank.training.warmup import use_compile_cache
 
     adapt = AdaptConfig(**adapting) if adapting else None
     use_compile_cache()

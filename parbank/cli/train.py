@@ -53,10 +53,10 @@ def train(
     from parbank.config import override
     from parbank.data.corpora import absolute_spec
     from parbank.recipes import get_recipe
+    from parbank.training.compiled import use_compile_cache
     from parbank.training.display import Display
     from parbank.training.folder import load_run_config
     from parbank.training.run import run
-    from parbank.training.warmup import use_compile_cache
 
     use_compile_cache()
     changes = _budget_changes(minutes, steps, tokens)
@@ -147,8 +147,9 @@ def warmup(
     from parbank import runtime
     from parbank.config import override
     from parbank.recipes import get_recipe
+    from parbank.training.compiled import use_compile_cache
     from parbank.training.display import Display
-    from parbank.training.warmup import use_compile_cache, warm_up
+    from parbank.training.warmup import warm_up
 
     use_compile_cache()
     config = override(get_recipe(recipe), *(settings or []))
@@ -156,7 +157,8 @@ def warmup(
         display = Display(enabled=place.is_main)
         done = warm_up(config, place, display.say)
     if done is not None:
-        kept = f"{done.lookups.built} graphs built, {done.lookups.found} found; kept in {os.environ.get('TORCHINDUCTOR_CACHE_DIR')}"
+        where = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        kept = f"{done.lookups.built} kernels and graphs built, {done.lookups.found} found; kept in {where}"
         display.say(f"ready: {done.train_seconds:.1f} s for training, {done.score_seconds:.1f} s for scoring; {kept}")
 
 

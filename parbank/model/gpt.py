@@ -1,7 +1,7 @@
 """The GPT: embeddings, blocks over parameter banks, and the loss."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -219,12 +219,14 @@ class GPT(nn.Module):
 
     def matrices(self, x: Tensor) -> dict[str, Tensor]:
         """Every matrix in the dtype of x, with the gains of what it puts out folded in where `folds_gains`."""
-        gains = {}
+        gains: dict[str, Tensor] = {}
         if self.config.block_gains and folds_gains(x):
-            for layer, block in enumerate(self.blocks):
+            for layer, block in enumerate(cast(Iterable[Block], self.blocks)):
                 names = _matrix_names(layer)
-                gains |= {names["output"]: block.attention_gain, names["down"]: block.mlp_gain}
-        return self.banks.matrices(x.dtype, cast(dict[str, Tensor], gains))
+                for matrix, gain in (("output", block.attention_gain), ("down", block.mlp_gain)):
+                    assert gain is not None  # block_gains makes both
+                    gains[names[matrix]] = gain
+        return self.banks.matrices(x.dtype, gains)
 
     def _compute_dtype(self, device: torch.device) -> torch.dtype:
         if torch.is_autocast_enabled(device.type):

@@ -54,6 +54,10 @@ class Passes:
         """Forward and backward of one micro-batch (rows, length + 1)."""
         self._graphs.run(self._run, [batch], key=(self._count,), places=self._places)
 
+    def rehearse(self, batch: Tensor) -> None:
+        """The same launch by launch, and no graph remembers it: see `parbank.ops.rehearsal`."""
+        self._run(batch)
+
     def _run(self, batch: Tensor) -> None:
         with autocast(self._device), use_fp8(self._fp8):
             loss = self._forward(batch[:, :-1], batch[:, 1:]) / self._count

@@ -10,9 +10,9 @@ from parbank.eval.compression import compressor_bpb
 from parbank.eval.sampling import sample_tokens
 from parbank.eval.score import Score
 from parbank.runtime import versions
+from parbank.training.compiled import count_lookups
 from parbank.training.metrics import memory_bytes
 from parbank.training.trainer import Trainer
-from parbank.training.warmup import count_lookups
 
 SAMPLE_TOKENS = 120  # enough to see whether the model writes words, lines and indentation
 

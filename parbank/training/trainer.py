@@ -26,12 +26,14 @@ from parbank.data.prefetch import Prefetcher
 from parbank.errors import CheckpointError, TrainingError
 from parbank.model import GPT
 from parbank.ops.fp8 import check_device
+from parbank.ops.rehearsal import can_rehearse, rehearsal
 from parbank.optim.averaging import Averages
 from parbank.optim.parallel_muon import ParallelMuon
 from parbank.optim.schedules import ramp, warmdown
 from parbank.runtime import Runtime, seed_everything, versions
 from parbank.training.budget import Budget, Clock
 from parbank.training.checkpoint import list_checkpoints, random_state, restore_random_state, save_checkpoint
+from parbank.training.compiled import keep_compiled_graphs
 from parbank.training.config import RunConfig, Stage
 from parbank.training.groups import parameter_groups
 from parbank.training.passes import Passes
@@ -60,8 +62,10 @@ class Trainer:
         self.fake = None
         if quant.qat_share:
             self.fake = self.model.banks.quantise_in_training(bits=quant.qat_bits, rounding=quant.qat_rounding)
-        compiled = config.train.compile and runtime.is_cuda
-        forward: Callable[..., Tensor] = torch.compile(self.model, dynamic=False) if compiled else self.model
+        forward: Callable[..., Tensor] = self.model
+        if config.train.compile and runtime.is_cuda:
+            keep_compiled_graphs()
+            forward = torch.compile(self.model, dynamic=False)
         self.graphed = config.train.cuda_graph and runtime.is_cuda
         self.optimizer = ParallelMuon(
             parameter_groups(self.model, config.optim),
@@ -110,6 +114,8 @@ class Trainer:
         if not self.config.train.warmup_steps:
             return
         before = copy.deepcopy(self.state_dict())
+        if self.runtime.is_cuda and can_rehearse():
+            self._rehearse()
         for stage in self.stages:
             for _ in range(self.config.train.warmup_steps):
                 self._schedule(0.0)
@@ -117,6 +123,14 @@ class Trainer:
                 self._update_weights(1.0)
         self.load_state_dict(before)
         self.runtime.synchronize()
+
+    def _rehearse(self) -> None:
+        """Has every kernel of a step compiled, all at the same time. What it leaves in weights and state is garbage."""
+        with rehearsal():
+            for stage in self.stages:
+                self._schedule(0.0)
+                self.passes.rehearse(cut_windows(self.batches.next(), stage.sequence_length))
+            self.optimizer.step()
 
     def _agree_to_go_on(self, may_save: bool = True) -> float | None:
         """The share of the budget spent, the same on all ranks; None when any rank says that it is time to stop."""

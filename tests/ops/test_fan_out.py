@@ -10,7 +10,6 @@ from parbank import ops
 from parbank.errors import ParbankError
 from parbank.ops import reference
 
-
 module = sys.modules["parbank.ops.fan_out"]  # the package shows the op under this name
 
 
@@ -78,9 +77,9 @@ def test_many_terms_take_few_launches(device, monkeypatch):
 
 
 def test_bad_arguments_are_named(device):
-    with pytest.raises(ParbankError, match="copies is 0; it must be at least 1"):
+    with pytest.raises(ParbankError, match="fan_out: copies is 0"):
         ops.fan_out(torch.zeros(2, device=device), 0)
-    with pytest.raises(ParbankError, match="fan_out: x is torch.int64"):
+    with pytest.raises(ParbankError, match="fan_out: x is torch"):
         ops.fan_out(torch.zeros(2, device=device, dtype=torch.int64), 2)
 
 

@@ -18,9 +18,9 @@ from parbank.model import GPT
 from parbank.ops.fp8 import Parts, use_fp8
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
-from parbank.training import warmup
+from parbank.training.compiled import INDUCTOR, TRITON, Lookups, compile_folder, keep_compiled_graphs, use_compile_cache
 from parbank.training.trainer import Trainer
-from parbank.training.warmup import INDUCTOR, TRITON, Lookups, compile_folder, random_data, use_compile_cache, warm_up
+from parbank.training.warmup import random_data, warm_up
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = Runtime(device=torch.device("cpu"))
@@ -99,7 +99,7 @@ def test_the_functions_marked_cacheable_exist(clean: Path) -> None:
 
     before = config.unsafe_marked_cacheable_functions
     try:
-        warmup._cache_more()
+        keep_compiled_graphs()
         names = config.unsafe_marked_cacheable_functions.keys() - before.keys()
     finally:
         config.unsafe_marked_cacheable_functions = before
@@ -128,7 +128,7 @@ def test_pytorch_agrees_to_cache_the_models_graph(fp8: Parts, clean: Path) -> No
     (graph,) = graphs
     before = config.unsafe_marked_cacheable_functions
     try:
-        warmup._cache_more()
+        keep_compiled_graphs()
         check_cacheable(graph)
     finally:
         config.unsafe_marked_cacheable_functions = before
@@ -189,7 +189,7 @@ def test_a_second_start_is_warm(text_spec: str, tmp_path: Path) -> None:
     said, cold = parbank_in(cache, "warmup", "--recipe", "nano")
     assert " 0 found" in said
     said, warm = parbank_in(cache, "warmup", "--recipe", "nano")
-    assert " 0 graphs built" in said
+    assert " 0 kernels and graphs built" in said
     assert warm < cold
     out = tmp_path / "run"
     parbank_in(cache, "train", "--recipe", "nano", "--data", text_spec, "--out", str(out))

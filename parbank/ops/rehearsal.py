@@ -1,0 +1,54 @@
+"""A rehearsal: work run once so that its Triton kernels are compiled, all of them together, and none is launched.
+
+A step of the golf model has some forty kernels. Compiled one after another, each when it is first launched, they take 34 s on an
+H200's machine; the compiler is C++ that leaves the other cores idle. In a rehearsal a launch only asks for its kernel, and all
+kernels are compiled by a pool of threads at the same time. Everything else runs as ever, on memory that nothing has written: so
+what a rehearsal computes is garbage, and its caller puts the state back.
+
+Work may be rehearsed if no address and no decision of the host depends on what a kernel writes.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from parbank.ops import backend
+
+
+def can_rehearse() -> bool:
+    """Whether this Triton compiles in threads. Where it does not, kernels are compiled as they are met."""
+    if not backend.HAS_TRITON or backend.INTERPRETED:
+        return False
+    try:
+        from triton.runtime import _async_compile  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@contextmanager
+def rehearsal(threads: int | None = None) -> Iterator[None]:
+    """Inside, launches of Triton kernels compile them and do no more; at the end every one of them is ready."""
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    def ask(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *args, warmup=True, **options)
+
+    JITFunction.run = ask
+    try:
+        # Autograd's own threads do not know that a pool is open, so backward runs in this one.
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool,
+            AsyncCompileMode(pool),
+        ):
+            yield
+    finally:
+        JITFunction.run = launch
