@@ -1,0 +1,51 @@
+"""The loader's CUDA path on a machine without a GPU: every wait between its streams is needed, and all of them are there."""
+
+import pytest
+import torch
+
+from parbank.data import prefetch
+from tests.data.fake_gpu import COMPUTE, COPY, FakeGpu
+from tests.data.test_prefetch import expected_batches, open_stream
+
+CUDA = torch.device("cuda")
+LAGS = [set(), {COPY}, {COMPUTE}, {COPY, COMPUTE}]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("lags", LAGS, ids=lambda lags: " and ".join(sorted(lags)) or "none")
+def test_batches_are_right_whichever_stream_lags(lags: set[str], depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch is read when it is handed out, and again at the last moment it is valid."""
+    gpu, count = FakeGpu(lags), 40
+    monkeypatch.setattr(prefetch, "torch", gpu.torch)
+    early, late, last = [], [], None
+    with prefetch.Prefetcher(open_stream(), device=CUDA, depth=depth) as batches:
+        for _ in range(count):
+            batch = batches.next()
+            early.append(gpu.read(batch))
+            if last is not None:
+                late.append(gpu.read(last))
+            last = batch
+        gpu.synchronize()
+    assert torch.equal(torch.stack(early), expected_batches(count))
+    assert torch.equal(torch.stack(late), expected_batches(count)[:-1])
+
+
+def test_memory_belongs_to_the_copy_stream_and_is_kept_for_the_compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory from the compute stream's pool may still be in use there, and freed memory must outlast that stream's reads."""
+    gpu = FakeGpu(set())
+    monkeypatch.setattr(prefetch, "torch", gpu.torch)
+    with prefetch.Prefetcher(open_stream(), device=CUDA, depth=2) as batches:
+        for _ in range(8):
+            batch = batches.next()
+            assert batch.pool is gpu.copier
+            assert batch.users == {COMPUTE}
+
+
+def test_the_loop_never_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With both streams standing still the consumer gets every batch that the ring has room for."""
+    gpu = FakeGpu({COPY, COMPUTE})
+    monkeypatch.setattr(prefetch, "torch", gpu.torch)
+    with prefetch.Prefetcher(open_stream(), device=CUDA, depth=3) as batches:
+        for _ in range(3):
+            batches.next()
+        assert gpu.compute.done == 0
