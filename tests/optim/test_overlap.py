@@ -1,0 +1,55 @@
+"""While the updates of one batch travel, the next batch is worked on: a rank that is late holds nobody up."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parbank.optim import ParallelMuon, parallel_muon
+from tests.distributed import run_distributed_test
+
+PATIENCE_SECONDS = 20.0  # beside other work on the machine; the other rank needs milliseconds
+# Two batches each, the larger first. Even: both ranks own blocks of both batches, and an all-gather shares the updates. Left
+# over: each batch is one block, owned by one rank, which broadcasts its update; the ranks own one batch each.
+CASES = {"even": ((4, 8, 8), (4, 6, 6)), "left over": ((8, 8), (6, 6))}
+
+
+def _step(case: str, folder: Path) -> Tensor:
+    """One step in which one rank stays in Newton-Schulz of the first batch until the other has come to the second."""
+    rank = dist.get_rank()
+    late = 1 if case == "even" else 0  # left over, the first rank owns the first batch
+    iterate, began = parallel_muon.iterate, folder / case
+
+    def watched(X: Tensor, *args: Any, **options: Any) -> Tensor:
+        if X.shape[-1] == 6 and rank != late:
+            began.touch()
+        if X.shape[-1] == 8 and rank == late:
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while not began.exists():
+                assert time.monotonic() < deadline, "the other rank waits for this batch and does not go on to the next"
+                time.sleep(0.001)
+        return iterate(X, *args, **options)
+
+    generator = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in CASES[case]]
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_muon, "iterate", watched)
+        ParallelMuon(weights, max_norm=1.0).step()
+    return torch.cat([weight.detach().flatten() for weight in weights])
+
+
+def _step_every_case(folder: Path) -> dict[str, Tensor]:
+    return {case: _step(case, folder) for case in CASES}
+
+
+def test_updates_travel_while_the_next_batch_is_worked_on(tmp_path: Path) -> None:
+    first, second = run_distributed_test(_step_every_case, 2, args=(tmp_path,))
+    for case in CASES:
+        assert (tmp_path / case).exists(), "the step went through the code that was watched"
+        assert torch.equal(first[case], second[case])
