@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from parbank.ops.backend import use_backend
 from parbank.optim import ParallelMuon, orthogonalize
+from tests.optim.definition import ADAM_TOLERANCE, TOLERANCE, Settings, define, train, worst_error
 
 pytestmark = pytest.mark.gpu
 
@@ -88,33 +89,25 @@ def test_orthogonalize_in_sixteen_bits(method: str, shape: tuple[int, ...]) -> N
     assert (found - expected).norm() / expected.norm() < 6e-3
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_equal_their_definition(dtype: torch.dtype) -> None:
-    results = []
-    for backend in ("reference", "triton"):
-        matrices, small = _params("cuda", dtype)
-        with use_backend(backend):
-            optimizer = _optimizer(matrices, small, cautious=True, method="plain")
-            for step in range(3):
-                _set_gradients([*matrices, *small], step, in_place=False)
-                optimizer.step()
-        results.append([p.detach().float() for p in [*matrices, *small]])
-    for found, expected in zip(*results):
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=2e-4)
+@pytest.mark.parametrize("cautious", [False, True])
+def test_a_step_equals_its_definition(backend: str, dtype: torch.dtype, cautious: bool) -> None:
+    settings = Settings(cautious=cautious)
+    with use_backend(backend):
+        found = train("cuda", dtype, settings, method="plain")
+    matrices, small = worst_error(found, define(dtype, settings), dtype)
+    assert matrices < TOLERANCE
+    assert small < ADAM_TOLERANCE
 
 
+@pytest.mark.parametrize("graphed", [False, True])
 @pytest.mark.parametrize("method", ["auto", "symmetric", "gram"])
-def test_equals_the_cpu(method: str) -> None:
-    results = []
-    for device in ("cpu", "cuda"):
-        matrices, small = _params(device)
-        optimizer = _optimizer(matrices, small, method)
-        for step in range(3):
-            _set_gradients([*matrices, *small], step, in_place=False)
-            optimizer.step()
-        results.append([p.detach().cpu() for p in [*matrices, *small]])
-    for found, expected in zip(*results):
-        torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-3)
+def test_every_method_steps_by_the_definition(method: str, graphed: bool) -> None:
+    found = train("cuda", torch.float32, Settings(), method=method, cuda_graph=graphed)
+    matrices, small = worst_error(found, define(torch.float32, Settings()), torch.float32)
+    assert matrices < TOLERANCE
+    assert small < ADAM_TOLERANCE
 
 
 def test_a_step_waits_for_nothing() -> None:
