@@ -1,6 +1,6 @@
 """The losses that test_golden.py holds the trainer to, and how they are made anew:
 
-    python -m tests.train.golden        # from the root of the repository
+    python -m tests.training.golden        # from the root of the repository
 
 The text is a random walk over the vocabulary, drawn from raw words of a bit generator, which numpy promises never to
 change. It therefore depends on neither the Python version (as the standard library's text does) nor SentencePiece's.

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.train.golden import BOS, RECORDED, STEPS, VOCAB, configs, make_tokens, train
+
+from tests.training.golden import BOS, RECORDED, STEPS, VOCAB, configs, make_tokens, train
 
 # CPUs and PyTorch versions sum in other orders. Without vector instructions (ATEN_CPU_CAPABILITY=default) the losses here
 # differ by 2e-6; a change of the mathematics shows in the first digits within 30 steps.
@@ -19,7 +20,7 @@ def recorded() -> dict[str, list[float]]:
 @pytest.mark.parametrize("name", configs())
 def test_losses_are_the_recorded_ones(name: str, tmp_path: Path) -> None:
     assert train(configs()[name], tmp_path) == pytest.approx(recorded()[name], rel=TOLERANCE), (
-        "if this was meant, record the losses anew: python -m tests.train.golden"
+        "if this was meant, record the losses anew: python -m tests.training.golden"
     )
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.train.test_trainer import CPU, readings_of
 
 from parbank.config import override
 from parbank.data.batches import BatchStream
@@ -21,6 +20,7 @@ from parbank.training.display import Display
 from parbank.training.run import run
 from parbank.training.telemetry import Reading
 from parbank.training.trainer import Trainer
+from tests.training.test_trainer import CPU, readings_of
 
 SECONDS = 6000.0  # of a budget that no test waits for: its clock is set by hand
 

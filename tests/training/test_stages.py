@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.train.test_trainer import CPU, nano, readings_of
 
 from parbank.config import from_dict, to_dict
 from parbank.data.dataset import Dataset, open_dataset
@@ -19,6 +18,7 @@ from parbank.training.checkpoint import load_checkpoint
 from parbank.training.config import RunConfig, Stage
 from parbank.training.trainer import Trainer, cut_windows
 from tests.distributed import run_distributed_test
+from tests.training.test_trainer import CPU, nano, readings_of
 
 STAGES = "batch.stages=[[0.25, 16, 128], [0.25, 32, 256]]"  # nano then has 64 and 512
 TOKENS = [128] * 3 + [256] * 3 + [512] * 6  # of the twelve steps
