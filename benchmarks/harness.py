@@ -7,17 +7,21 @@ numbers when it is hot or shared, and then its bounds move too. So the providers
 the other, the last, which is ours, would be timed on the hottest card.
 """
 
-import datetime
+import argparse
 import functools
+import importlib.util
 import json
 import statistics
-import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import provenance
 import torch
+from provenance import hardware
+
+__all__ = ["hardware"]
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 * 2**20  # five times the L2 of an H200
@@ -190,65 +194,83 @@ def bound_ms(flops: float, bytes_: float) -> float:
     return 1e3 * max(flops / product_rate() if flops else 0.0, bytes_ / copy_rate() if bytes_ else 0.0)
 
 
-def environment() -> dict[str, Any]:
-    """What a result was measured with."""
-    from parbank.ops import flash
-    from parbank.runtime import versions
+def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Adds --out, reads the command line, and notes the load of the machine before the benchmark adds its own."""
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="results go into <out>/<claim>/<date>-<hardware>-<commit>/"
+    )
+    arguments = parser.parse_args()
+    provenance.load_at_start()
+    return arguments
 
-    found: dict[str, Any] = {"date": datetime.date.today().isoformat(), **versions()}
-    found["attention"] = "FlashAttention 3" if flash.AVAILABLE else "PyTorch's own"
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed. Pictures are made of results alone, so that another machine can draw them later."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The command line's options as a result keeps them."""
+    return {name: _plain(value) for name, value in vars(arguments).items() if name != "out"}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path | str):
+        return provenance.without_folders(str(value))
+    return [_plain(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+def write(
+    claim: str,
+    rows: list[Row],
+    *,
+    out: Path,
+    settings: dict[str, Any],
+    measured: Sequence[str],
+    seeds: Sequence[int] = (0,),
+    peers: Sequence[dict[str, Any]] = (),
+    extra: dict[str, Any] | None = None,
+) -> Path:
+    """Writes result.json and the table beside it; returns the path of result.json, beside which pictures and logs belong.
+
+    `measured` names the files and folders whose change makes the result stale. `peers` says where others' code came from.
+    """
+    about = provenance.describe()
+    folder = out / claim / provenance.folder_name(about)
+    folder.mkdir(parents=True, exist_ok=True)
+    result = {"claim": claim, **about, "settings": settings, "seeds": list(seeds), "measured": sorted(measured)}
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found |= {
-            "gpu": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "driver": _driver(),
+        result["rates"] = {
             "copy_TB_per_s": round(copy_rate() / 1e12, 3),
             "bf16_product_TFLOP_per_s": round(product_rate() / 1e12, 1),
         }
-    return found
-
-
-def _driver() -> str:
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
-
-
-def hardware() -> str:
-    """A word for file names: `h200`, `a100-sxm4-80gb`, `cpu`."""
-    if not torch.cuda.is_available():
-        return "cpu"
-    return torch.cuda.get_device_name(0).lower().removeprefix("nvidia ").replace(" ", "-")
-
-
-def write(name: str, rows: list[Row], *, out: Path = RESULTS, extra: dict[str, Any] | None = None) -> Path:
-    """Writes <name>_<hardware>_<date>.json and the table beside it; returns the JSON's path."""
-    env = environment()
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{name}_{hardware()}_{env['date']}.json"
-    path.write_text(json.dumps({"env": env, "rows": [asdict(row) for row in rows], **(extra or {})}, indent=1) + "\n")
-    path.with_suffix(".md").write_text(_markdown(name, env, rows))
+    result |= {"peers": list(peers), "rows": [asdict(row) for row in rows], **(extra or {})}
+    path = folder / "result.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(_markdown(result, rows), encoding="utf-8")
     return path
 
 
-def _markdown(name: str, env: dict[str, Any], rows: list[Row]) -> str:
+def _markdown(result: dict[str, Any], rows: list[Row]) -> str:
     """One line a case, one column a provider, the bound last."""
     columns: dict[str, None] = dict.fromkeys(row.provider for row in rows)
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
         cases.setdefault(row.case, {})[row.provider] = row
-    lines = [f"# {name}: {env.get('gpu', 'cpu')}, {env['date']}", ""]
-    lines += [", ".join(f"{key} {value}" for key, value in env.items() if key not in ("date", "gpu")), ""]
+    machine, versions = result["machine"], result["versions"]
+    dirty = ", changed since" if result["dirty"] else ""
+    lines = [f"# {result['claim']}: {machine.get('gpu', machine['cpu'])}, {result['date']}", ""]
+    lines += [f"Commit {result['commit'][:9]}{dirty}. `{result['command']}`", ""]
+    lines += [", ".join(f"{name} {version}" for name, version in versions.items()), ""]
     lines += ["| case | " + " | ".join(columns) + " | bound | unit |", "| --- |" + " --- |" * (len(columns) + 2)]
     for case, found in cases.items():
         first = next(iter(found.values()))
         cells = [_cell(found.get(column)) for column in columns]
         lines.append(f"| {case} | {' | '.join(cells)} | {_number(first.bound)} | {first.unit} |")
     notes = [f"- {row.case}, {row.provider}: {row.note}" for row in rows if row.note]
+    notes += [
+        f"- {peer['name']} at {peer['commit'][:9]}: {text}" for peer in result["peers"] for text in peer["differs"]
+    ]
     return "\n".join([*lines, *(["", *notes] if notes else []), ""])
 
 

@@ -1,36 +1,38 @@
-"""What an optimizer step costs: ParallelMuon beside torch.optim.Muon, plain forms of Muon, fused AdamW, and the FLOP floor.
+"""What an optimizer step costs: ParallelMuon beside torch.optim.Muon and microsoft/dion, eager and as CUDA graphs.
 
-    python benchmarks/optimizer.py [--quick] [--only ns muon section] [--out DIR]
+    python benchmarks/optimizer.py [--quick] [--only muon section] [--models "golf" ...] [--out DIR]
 
-Two models: the banks of the published recipe (golf), and GPT-2 small as separate Linear weights. Per model:
+One timer for all: the wall time from calling step() on an idle device until the device is idle again. Gradients are random
+and are filled anew before each call, outside the time. Two cases for each model:
 
-- ns: Newton-Schulz alone, each method, as a CUDA graph; the bound is the plain iteration's FLOP at this run's product rate
-- muon: one Muon step on the matrices, fused AdamW on the same matrices for comparison
-- section: clip + AdamW + Muon + EMA: everything between backward and the next forward
+- muon: Muon on all its matrices as separate weights, which is what a user's model has. Eager is compared with eager, a graph
+  with a graph. `as banks` are ours alone: the same matrices stacked by shape, as parbank's own model holds them.
+- section: clip + AdamW + Muon + EMA, everything between backward and the next forward, beside the same written in plain
+  PyTorch: fused AdamW, batched Newton-Schulz, eager and captured as a graph.
 
-Eager times are between events with the host's work inside: what a step costs when the host is not ahead. Graphed times are
-the device's: the host is given a head start, as it has in a training step. `host` rows say what the host does meanwhile.
+Memory is what the optimizer holds beyond parameters and gradients, at its peak.
 """
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import RESULTS, Row, Settings, bound_ms, in_a_line, measure, write
+from harness import Row, Settings, bound_ms, capture, in_a_line, settings_of, start, write
 from optimizer_shapes import MODELS
 from torch import Tensor, nn
 
-from parbank.optim import ParallelMuon, orthogonalize
-from parbank.optim.newton_schulz import count_products, normalize
+from parbank.optim import ParallelMuon
+from parbank.optim.newton_schulz import count_products
 
-HEAD_START_CYCLES = 20_000_000  # about 10 ms of a GPU clock: more than the host needs for any step here
+MEASURED = ("parbank/optim", "parbank/ops/symmetric.py", "parbank/ops/configs.py", "benchmarks/optimizer.py")
 STEPS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)
+LONG_ENOUGH = 2000.0  # milliseconds of timed calls after which ten of them are enough
+Step = Callable[[], Any]
 
 
 def make(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
@@ -58,7 +60,7 @@ def count_numbers(shapes: list[tuple[int, ...]]) -> int:
     return sum(torch.Size(shape).numel() for shape in shapes)
 
 
-# --- the plain forms --------------------------------------------------------------------------------------------------
+# --- Muon in plain PyTorch --------------------------------------------------------------------------------------------
 
 
 def plain_newton_schulz(G: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ def plain_newton_schulz(G: Tensor) -> Tensor:
 
 
 class PlainMuon:
-    """Muon as usually written: over separate matrices it is the sequential form, over banks the batched one."""
+    """Muon as usually written, over banks: the batched form."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
@@ -94,198 +96,157 @@ class PlainMuon:
 # --- timing -----------------------------------------------------------------------------------------------------------
 
 
-def measure_device(call: Callable[[], Any], settings: Settings) -> float:
-    """The device's time for a call whose launches the host has queued in advance."""
-    for _ in range(settings.warmup):
-        call()
-    times = []
-    for _ in range(settings.repeats):
+def wall_ms(step: Step, params: list[nn.Parameter], settings: Settings) -> float:
+    """The median time from the call to an idle device, in milliseconds."""
+    grads = [p.grad for p in params]
+    originals = [g.clone() for g in grads if g is not None]
+    times: list[float] = []
+    for number in range(settings.warmup + settings.repeats):
+        torch._foreach_copy_(grads, originals)
         torch.cuda.synchronize()
-        torch.cuda._sleep(HEAD_START_CYCLES)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in times)
-
-
-def measure_host(call: Callable[[], Any], settings: Settings) -> float:
-    """What the host spends in a call, in milliseconds."""
-    for _ in range(settings.warmup):
-        call()
-    times = []
-    for _ in range(settings.repeats):
+        began = time.perf_counter()
+        step()
         torch.cuda.synchronize()
-        started = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - started))
-    torch.cuda.synchronize()
+        if number >= settings.warmup:
+            times.append(1e3 * (time.perf_counter() - began))
+        if len(times) >= 10 and sum(times) > LONG_ENOUGH:
+            break
     return statistics.median(times)
 
 
-def record(rows: list[Row], case: str, provider: str, bound: float, timer: Callable[[], float]) -> None:
-    """Adds one row; a provider that fails keeps its place, with the reason."""
-    value, note = None, ""
+def record(
+    rows: list[Row],
+    case: str,
+    provider: str,
+    bound: float,
+    shapes: list[tuple[int, ...]],
+    build: Callable[[list[nn.Parameter]], Step],
+    settings: Settings,
+) -> None:
+    """Two rows: time and memory. A provider that fails keeps its place, with the reason."""
+    value, memory, note = None, None, ""
     try:
-        value = timer()
+        params = make(shapes)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step = build(params)
+        for _ in range(6):  # state, compilation, capture
+            step()
+        torch.cuda.synchronize()
+        memory = (torch.cuda.max_memory_allocated() - before) / 2**20
+        value = wall_ms(step, params, settings)
+        del step, params
     except Exception as error:
         note = in_a_line(error)
     rows.append(Row(case, provider, value, "ms", bound, note))
-    print(f"{case:34} {provider:32} {note or f'{value:9.4f} ms'}  bound {bound:.4f}", flush=True)
+    rows.append(Row(f"{case}: memory", provider, memory, "MiB", None, note))
+    print(f"{case:40} {provider:36} {note or f'{value:9.4f} ms {memory:9.0f} MiB'}  bound {bound:.4f}", flush=True)
+    gc.collect()  # graphs and optimizers hold each other
     torch.cuda.empty_cache()
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------
 
 
-def run_ns(name: str, banks: list[tuple[int, int, int]], settings: Settings, rows: list[Row]) -> None:
-    from parbank.optim.coefficients import resolve_coefficients
-    from parbank.optim.newton_schulz import iterate
-
-    triples = resolve_coefficients("quintic", STEPS)
-    whole = {"all": banks} | {f"{count} x {r} x {c}": [(count, r, c)] for count, r, c in banks}
-    for label, some in whole.items():
-        bound = bound_ms(count_flops(some), 0)
-        grads = [torch.randn(shape, device="cuda") for shape in some]
-        inputs = [normalize(G.mT if G.shape[-2] > G.shape[-1] else G, torch.float16).contiguous() for G in grads]
-
-        def usual(grads: list[Tensor] = grads) -> list[Tensor]:
-            return [plain_newton_schulz(G) for G in grads]
-
-        def ours(method: str, inputs: list[Tensor] = inputs) -> list[Tensor]:
-            return [iterate(X, triples, method, graphed=True) for X in inputs]
-
-        def public(graphed: bool, grads: list[Tensor] = grads) -> list[Tensor]:
-            return [orthogonalize(G, graphed=graphed) for G in grads]
-
-        case = f"{name}: NS, {label}"
-        record(rows, case, "usual bfloat16, graph", bound, partial(measure, usual, settings=settings, graph=True))
-        for method in ("plain", "symmetric", "gram", "auto"):
-            record(
-                rows,
-                case,
-                f"{method}, graph",
-                bound,
-                partial(measure, partial(ours, method), settings=settings, graph=True),
-            )
-        record(
-            rows,
-            case,
-            "orthogonalize, graph",
-            bound,
-            partial(measure, partial(public, True), settings=settings, graph=True),
-        )
-        record(rows, case, "orthogonalize, eager", bound, partial(measure, partial(public, False), settings=settings))
-
-
 def run_muon(name: str, banks: list[tuple[int, int, int]], settings: Settings, rows: list[Row]) -> None:
-    shapes: list[tuple[int, ...]] = list(banks)
+    from peers import dion
+
+    weights, stacked = separate(banks), [tuple(bank) for bank in banks]
     # Once over gradient (read), momentum and weights (read and written), 4 bytes each, and the plain iteration's FLOP.
-    bound = bound_ms(count_flops(banks), 0) + bound_ms(0, 20 * count_numbers(shapes))
-    case = f"{name}: Muon step"
-    builders: dict[str, Callable[[], Callable[[], Any]]] = {
-        "torch.optim.Muon": lambda: (
-            torch.optim.Muon(make(separate(banks)), lr=0.02, weight_decay=0.01, momentum=0.95).step
+    bound = bound_ms(count_flops(banks), 0) + bound_ms(0, 20 * count_numbers(weights))
+    case = f"{name}: Muon over {len(weights)} matrices"
+    builders: dict[str, tuple[list[tuple[int, ...]], Callable[[list[nn.Parameter]], Step]]] = {
+        "torch.optim.Muon, eager": (
+            weights,
+            lambda p: torch.optim.Muon(p, lr=0.02, weight_decay=0.01, momentum=0.95).step,
         ),
-        "plain, sequential": lambda: PlainMuon(make(separate(banks))).step,
-        "plain, batched": lambda: PlainMuon(make(shapes)).step,
-        "fused AdamW": lambda: torch.optim.AdamW(make(shapes), lr=1e-3, fused=True).step,
-        "ParallelMuon, eager": lambda: ParallelMuon(make(shapes), weight_decay=0.01).step,
-        "ParallelMuon, eager, 66 weights": lambda: ParallelMuon(make(separate(banks)), weight_decay=0.01).step,
-        "ParallelMuon, polar express": lambda: ParallelMuon(make(shapes), coefficients="polar_express").step,
-        "ParallelMuon, NorMuon": lambda: ParallelMuon(make(shapes), normuon=True).step,
+        "dion, eager": (weights, lambda p: dion.muon(p).step),
+        "ParallelMuon, eager": (weights, lambda p: ParallelMuon(p, weight_decay=0.01).step),
+        "ParallelMuon, eager, as banks": (stacked, lambda p: ParallelMuon(p, weight_decay=0.01).step),
+        "dion, graph": (weights, lambda p: dion.captured(p, compiled=False)),
+        "dion, graph, compiled": (weights, lambda p: dion.captured(p, compiled=True)),
+        "ParallelMuon, graph": (weights, lambda p: ParallelMuon(p, weight_decay=0.01, cuda_graph=True).step),
+        "ParallelMuon, graph, as banks": (stacked, lambda p: ParallelMuon(p, weight_decay=0.01, cuda_graph=True).step),
     }
-    builders = {key.replace("66", str(len(separate(banks)))): build for key, build in builders.items()}
-    for provider, build in builders.items():
-        record(rows, case, provider, bound, lambda build=build: measure(build(), settings=settings))  # type: ignore[misc]
-    for provider, made in (("graph", shapes), (f"graph, {len(separate(banks))} weights", separate(banks))):
-        optimizer = ParallelMuon(make(made), weight_decay=0.01, cuda_graph=True)
-        record(rows, case, f"ParallelMuon, {provider}", bound, partial(measure_device, optimizer.step, settings))
-        record(rows, case, f"ParallelMuon, {provider}: host", bound, partial(measure_host, optimizer.step, settings))
-        del optimizer
+    for provider, (shapes, build) in builders.items():
+        record(rows, case, provider, bound, shapes, build, settings)
 
 
 def run_section(
     name: str, banks: list[tuple[int, int, int]], small: list[tuple[int, ...]], settings: Settings, rows: list[Row]
 ) -> None:
-    shapes: list[tuple[int, ...]] = list(banks)
+    stacked: list[tuple[int, ...]] = [tuple(bank) for bank in banks]
     # Muon as above, AdamW 28 bytes a number, and for all: 4 to measure the norm and 12 for the average.
-    traffic = 20 * count_numbers(shapes) + 28 * count_numbers(small) + 16 * count_numbers([*shapes, *small])
+    traffic = 20 * count_numbers(stacked) + 28 * count_numbers(small) + 16 * count_numbers([*stacked, *small])
     bound = bound_ms(count_flops(banks), 0) + bound_ms(0, traffic)
     case = f"{name}: clip + AdamW + Muon + EMA"
 
-    def usual() -> Callable[[], None]:
-        matrices, rest = make(shapes), make(small)
-        muon, adam = PlainMuon(matrices), torch.optim.AdamW(rest, lr=1e-3, fused=True)
-        everything = [*matrices, *rest]
-        averages = [p.detach().clone() for p in everything]
+    def plain(params: list[nn.Parameter], graph: bool) -> Step:
+        matrices, rest = params[: len(stacked)], params[len(stacked) :]
+        muon, adam = PlainMuon(matrices), torch.optim.AdamW(rest, lr=1e-3, fused=True, capturable=graph)
+        averages = [p.detach().clone() for p in params]
+        live = [p.detach() for p in params]
 
         def call() -> None:
-            torch.nn.utils.clip_grad_norm_(everything, 0.3)
+            torch.nn.utils.clip_grad_norm_(params, 0.3)
             adam.step()
             muon.step()
-            torch._foreach_lerp_(averages, [p.detach() for p in everything], 0.003)
+            torch._foreach_lerp_(averages, live, 0.003)
 
-        return call
+        if not graph:
+            return call
+        for _ in range(3):
+            call()
+        return capture(call)
 
-    def ours(graph: bool) -> Callable[[], Any]:
-        matrices, rest = make(shapes), make(small)
-        everything = [p.detach() for p in [*matrices, *rest]]
-        averages = [p.clone() for p in everything]
+    def ours(params: list[nn.Parameter], graph: bool) -> Step:
+        matrices, rest = params[: len(stacked)], params[len(stacked) :]
+        live = [p.detach() for p in params]
+        averages = [p.clone() for p in live]
         groups = [{"params": matrices, "weight_decay": 0.04}, {"params": rest, "algorithm": "adamw", "lr": 1e-3}]
         return ParallelMuon(
             groups,
             max_norm=0.3,
             cuda_graph=graph,
-            extra_captured=lambda: torch._foreach_lerp_(averages, everything, 0.003),
+            extra_captured=lambda: torch._foreach_lerp_(averages, live, 0.003),
         ).step
 
-    record(rows, case, "clip_grad_norm_, AdamW, batched", bound, lambda: measure(usual(), settings=settings))
-    record(rows, case, "ParallelMuon, eager", bound, lambda: measure(ours(False), settings=settings))
-    record(rows, case, "ParallelMuon, eager: host", bound, lambda: measure_host(ours(False), settings))
-    record(rows, case, "ParallelMuon, graph", bound, lambda: measure_device(ours(True), settings))
-    record(rows, case, "ParallelMuon, graph: host", bound, lambda: measure_host(ours(True), settings))
-
-    # What running AdamW beside the reduce-scatter hides at most, and one pass over all gradients: the price of knowing
-    # before it that they are finite everywhere.
-    case = f"{name}: AdamW on the small parameters"
-    group = {"params": make(small), "algorithm": "adamw", "lr": 1e-3}
-    adam = ParallelMuon([group], cuda_graph=True)
-    bound = bound_ms(0, 28 * count_numbers(small))
-    record(rows, case, "ParallelMuon, graph", bound, lambda: measure_device(adam.step, settings))
-    grads = [p.grad for p in make(shapes)]
-    case = f"{name}: largest magnitude of the gradients"
-    bound = bound_ms(0, 4 * count_numbers(shapes))
-    record(
-        rows,
-        case,
-        "foreach_norm",
-        bound,
-        lambda: measure(lambda: torch._foreach_norm(grads, torch.inf), settings=settings),
-    )
+    shapes = [*stacked, *small]
+    for label, graph in (("eager", False), ("graph", True)):
+        record(rows, case, f"plain PyTorch, batched, {label}", bound, shapes, lambda p, g=graph: plain(p, g), settings)
+        record(rows, case, f"ParallelMuon, {label}", bound, shapes, lambda p, g=graph: ours(p, g), settings)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--only", nargs="*", default=["ns", "muon", "section"], choices=["ns", "muon", "section"])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    parser.add_argument("--only", nargs="*", default=["muon", "section"], choices=["muon", "section"])
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    arguments = start(parser)
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch sees none")
+    from peers import dion
+
     settings = Settings(quick=arguments.quick)
     rows: list[Row] = []
-    for name, (banks, small) in MODELS.items():
+    for name in arguments.models:
+        banks, small = MODELS[name]
         torch.manual_seed(0)
-        if "ns" in arguments.only:
-            run_ns(name, banks, settings, rows)
         if "muon" in arguments.only:
             run_muon(name, banks, settings, rows)
-        if "section" in arguments.only:
+        if "section" in arguments.only and small:
             run_section(name, banks, small, settings, rows)
-        print(write("optimizer", rows, out=arguments.out))
+        torch._dynamo.reset()
+        path = write(
+            "optimizer",
+            rows,
+            out=arguments.out,
+            settings=settings_of(arguments),
+            measured=MEASURED,
+            peers=[dion.PEER.describe(*dion.DIFFERS)],
+        )
+        print(path)
 
 
 if __name__ == "__main__":

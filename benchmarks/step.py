@@ -1,20 +1,28 @@
 """The training step against its floor, and where its time goes.
 
-    python benchmarks/step.py [--variants plain cudnn all ...] [--inductor a=v,...]... [--set a.b=v]... [--quick]
-                              [--name NAME] [--out DIR]
+    python benchmarks/step.py [--variants published ours ...] [--inductor a=v,...]... [--set a.b=v]... [--quick]
+                              [--claim NAME] [--out DIR]
 
 The floor is measured in the same run: every product of the step, forward and both ways back, with cuBLAS, and attention with
 the fastest way this machine has (PyTorch's own, FlexAttention, FlashAttention 3 where installed), each alone, summed. Then, for
-the golf recipe and each variant (`plain`: every op in plain PyTorch under Inductor; `kernels`: ours; `all`: ours, with passes and
-optimizer replayed as CUDA graphs; `cudnn`: as `all`, without FlashAttention 3 where it is installed; `fp8` and `fp8+head`: as
-`all`, with the MLP, or MLP and head, in 8 bits): forward + backward of one micro-batch, the optimizer section, a whole step of
-one micro-batch and of the whole batch, its wait for data, peak memory, and a waterfall by kernel class with its picture.
+the golf recipe, each variant:
+
+- `published`: the published recipe's own script (parameter-golf #549), its own loop on random tokens, on the attention that
+  PyTorch has: the baseline, plain PyTorch under Inductor
+- `ours`: as it is shipped, passes and optimizer replayed as CUDA graphs
+- `cudnn`: as `ours`, without FlashAttention 3 where it is installed
+- `kernels`: our kernels without CUDA graphs; `reference`: our model with every op in its plain-PyTorch definition, which is
+  written to be read and not a baseline
+- `fp8`, `fp8+head`: as `ours`, with the MLP, or MLP and head, in 8 bits
+
+Measured: forward + backward of one micro-batch, the optimizer section, a whole step of one micro-batch and of the whole
+batch, its wait for data, peak memory, and for ours a waterfall by kernel class with its picture.
 
 A GPU that is kept busy lowers its clock when it reaches its power limit, which a few short calls never do. So the floor and
 each variant are also held for some seconds, all products and attention queued one after another as a graph, and what they
 take at the end is written down beside clock and power.
 
-Each --inductor adds a variant: as `all`, compiled with these settings of torch._inductor.config. Larger micro-batches come by
+Each --inductor adds a variant: as `ours`, compiled with these settings of torch._inductor.config. Larger micro-batches come by
 --set batch.micro_batch_tokens=196608.
 
 Random tokens, and random values in the matrices that a new model has at zero: products of zeros are faster than life.
@@ -36,7 +44,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from clocks import Watch
-from harness import RESULTS, Row, Settings, capture, hardware, in_a_line, measure, write
+from harness import Row, Settings, can_draw, capture, hardware, in_a_line, measure, settings_of, start, write
+from peers import golf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -56,8 +65,8 @@ from parbank.training.groups import parameter_groups
 from parbank.training.passes import Passes
 from parbank.training.warmup import random_data
 
-# The published recipe's own figures on one H200, random data: forward + backward at 98,304 tokens, optimizer section.
-REFERENCE_TOKENS, REFERENCE_MICRO, REFERENCE_SECTION = 98_304, 69.6, 8.9
+MEASURED = ("parbank/model", "parbank/ops", "parbank/optim", "parbank/graphs.py", "benchmarks/step.py")
+PUBLISHED = "published"
 DEVICE = torch.device("cuda")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 HELD = "forward + backward, held for seconds"
@@ -77,10 +86,10 @@ class Variant:
 
 
 VARIANTS = {
-    "plain": Variant(("train.cuda_graph=false",), "reference"),
+    "reference": Variant(("train.cuda_graph=false",), "reference"),
     "kernels": Variant(("train.cuda_graph=false",)),
     "cudnn": Variant(flash=False),
-    "all": Variant(),
+    "ours": Variant(),
     "fp8": Variant(("train.cuda_graph=true", "train.fp8=mlp")),
     "fp8+head": Variant(("train.cuda_graph=true", "train.fp8=mlp+head")),
 }
@@ -323,20 +332,41 @@ def measure_variant(
     return {"micro": profile(step.accumulate), "whole": profile(lambda: step.whole(1))}
 
 
+def measure_published(tokens: int, length: int, floor: float, rows: list[Row], seconds: float = 8.0) -> None:
+    """The peer's own loop: its first steps after the warm-up beside `short` timings of ours, its last beside the held ones."""
+    steps = max(40, round(1e3 * seconds / 80))  # about 80 ms a step on an H200
+    with Watch() as watch:
+        times = golf.time_steps(tokens, length, steps)
+    first, section = times.medians(slice(0, 15))
+    held, _ = times.medians(slice(steps // 2, -1))
+    found: list[tuple[str, float | None, str, float | None]] = [
+        (f"forward + backward, {tokens:,} tokens", first, "ms", floor),
+        ("optimizer section", section, "ms", None),
+        (f"whole step, {tokens:,} tokens", first + section, "ms", floor),
+        ("peak memory", times.peak_bytes / 2**30, "GiB", None),
+        (f"{HELD}: time", held, "ms", None),
+        (f"{HELD}: clock", watch.clock, "MHz", None),
+        (f"{HELD}: power", watch.power, "W", None),
+    ]
+    for case, value, unit, bound in found:
+        rows.append(Row(case, PUBLISHED, value, unit, bound, "" if value is not None else "nvidia-smi does not tell"))
+        print(f"{case:44} {PUBLISHED:12} {value or math.nan:10.3f} {unit}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="*", default=["plain", "cudnn", "all"], choices=list(VARIANTS))
+    shipped = [PUBLISHED, "ours", *(["cudnn"] if flash.AVAILABLE else [])]
+    parser.add_argument("--variants", nargs="*", default=shipped, choices=[PUBLISHED, *VARIANTS])
     parser.add_argument(
         "--inductor", action="append", default=[], metavar="a=v,...", help="one more variant, with Inductor's settings"
     )
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="a.b=v")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--name", default="step", help="of the result files")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    parser.add_argument("--claim", default="step", help="the result's folder")
+    arguments = start(parser)
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch sees none")
-    variants = {name: VARIANTS[name] for name in arguments.variants}
+    variants = {name: VARIANTS[name] for name in arguments.variants if name != PUBLISHED}
     variants |= {text: Variant(options=read_options(text)) for text in arguments.inductor}
     config = override(get_recipe("golf"), *arguments.settings)
     settings = Settings(quick=arguments.quick)
@@ -347,18 +377,31 @@ def main() -> None:
     rows += [Row(f"attention: {name}", "floor", ms) for name, ms in attention.items()]
     floor = sum(gemms.values()) + min(attention.values())
     rows += [Row("all products", "floor", sum(gemms.values())), Row("products + attention", "floor", floor)]
-    published = tokens / REFERENCE_TOKENS * REFERENCE_MICRO  # by the token, where passes are of another size
-    rows.append(Row(f"forward + backward, {tokens:,} tokens", "published", published, "ms", floor))
-    rows.append(Row("optimizer section", "published", REFERENCE_SECTION))
-    for passes in pass_counts(config):
-        whole = passes * published + REFERENCE_SECTION
-        rows.append(Row(f"whole step, {passes * tokens:,} tokens", "published", whole, "ms", passes * floor))
     fastest = attention_backends(length)[min(attention, key=lambda name: attention[name])]
     for what, value, unit in hold(floor_in_a_row(config.model, tokens // length, length, fastest)):
         rows.append(Row(f"{HELD}: {what}", "floor", value, unit))
     for row in rows:
         print(f"{row.case:44} {row.provider:12} {row.value or math.nan:10.3f} {row.unit}", flush=True)
     falls: dict[str, dict[str, Waterfall]] = {}
+
+    def save() -> Path:
+        """After every variant, so that a run that is cut off leaves what it has."""
+        kernels = {name: {part: fall.kernels[:40] for part, fall in found.items()} for name, found in falls.items()}
+        peers = [golf.describe("random tokens, one micro-batch a step")] if PUBLISHED in arguments.variants else []
+        options = settings_of(arguments)
+        return write(arguments.claim, rows, out=arguments.out, settings=options, measured=MEASURED, peers=peers,
+                     extra={"kernels": kernels})  # fmt: skip
+
+    if PUBLISHED in arguments.variants:
+        try:
+            measure_published(tokens, length, floor, rows)
+        except Exception as error:  # the peer's script may not run here; ours still has its columns
+            rows.append(Row(f"forward + backward, {tokens:,} tokens", PUBLISHED, None, "ms", floor, in_a_line(error)))
+            print(f"{PUBLISHED}: {in_a_line(error)}", flush=True)
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        save()
     has_flash = flash.AVAILABLE
     for name, variant in variants.items():
         flash.AVAILABLE = has_flash and variant.flash
@@ -374,17 +417,11 @@ def main() -> None:
         torch.cuda.empty_cache()
         for part, fall in falls.get(name, {}).items():
             rows += [Row(f"waterfall, {part}: {label}", name, ms) for label, ms in fall.classes.items()]
-        extra = {
-            "settings": arguments.settings,
-            "kernels": {
-                name: {part: fall.kernels[:40] for part, fall in found.items()} for name, found in falls.items()
-            },
-        }
-        path = write(arguments.name, rows, out=arguments.out, extra=extra)
-        title = f"forward + backward, {tokens:,} tokens, {hardware().upper()}"
-        if not falls:
-            continue
-        draw({name: found["micro"] for name, found in falls.items()}, path.with_suffix(".png"), title, floor)
+        path = save()
+        if falls and can_draw():
+            title = f"forward + backward, {tokens:,} tokens, {hardware().upper()}"
+            draw({name: found["micro"] for name, found in falls.items()}, path.with_name("waterfall.png"), title, floor)
+    path = save()
     print(path.with_suffix(".md").read_text())
     for name, found in falls.items():
         print(name)
