@@ -37,6 +37,7 @@ from parbank.quant.integers import (  # noqa: E402
 )
 from parbank.quant.roles import role  # noqa: E402
 
+MEASURED = ("parbank/quant", "benchmarks/coding.py")
 Weights = dict[str, np.ndarray]
 
 
@@ -136,9 +137,8 @@ def cases(name: str, weights: Weights) -> dict[str, dict[str, Quantised]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    parser.add_argument("--name", default="coding", help="of the result files")
-    arguments = parser.parse_args()
+    parser.add_argument("--claim", default="coding", help="the result's folder")
+    arguments = harness.start(parser)
     if arguments.model:
         found = load(arguments.model)
     else:
@@ -146,7 +146,9 @@ def main() -> None:
     each: dict[str, dict[str, list[float]]] = {}
     rows = [row for case, tensors in found.items() for row in measure(case, tensors, each)]
     extra = {"bits a weight, coded and entropy, by tensor": each}
-    print("written:", harness.write(arguments.name, rows, out=arguments.out, extra=extra))
+    settings = harness.settings_of(arguments)
+    path = harness.write(arguments.claim, rows, out=arguments.out, settings=settings, measured=MEASURED, extra=extra)
+    print("written:", path)
 
 
 if __name__ == "__main__":

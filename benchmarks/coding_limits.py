@@ -261,9 +261,8 @@ class Limits:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    parser.add_argument("--name", default="coding_limits", help="of the result files")
-    arguments = parser.parse_args()
+    parser.add_argument("--claim", default="coding_limits", help="the result's folder")
+    arguments = harness.start(parser)
     case, named = next(iter(coding.load(arguments.checkpoint).items()))
     _, _, config = load_trained(arguments.checkpoint, pick_device("cpu"))
     seed_everything(config.seed)
@@ -272,7 +271,9 @@ def main() -> None:
     for idea, kinds in Limits(named, began).bytes().items():
         print(f"{case}: {idea:32} {kinds['all']:>12,.0f} bytes", flush=True)
         rows += [harness.Row(f"{case}: {idea}", name, value, "bytes") for name, value in sorted(kinds.items())]
-    print("written:", harness.write(arguments.name, rows, out=arguments.out))
+    measured = ("parbank/quant", "benchmarks/coding.py", "benchmarks/coding_limits.py")
+    settings = harness.settings_of(arguments)
+    print("written:", harness.write(arguments.claim, rows, out=arguments.out, settings=settings, measured=measured))
 
 
 if __name__ == "__main__":

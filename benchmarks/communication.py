@@ -1,6 +1,6 @@
 """When does communication, and not Newton-Schulz, limit ParallelMuon? A model of the step for 1 to 1024 ranks.
 
-    python benchmarks/communication.py [--model "golf banks"] [--ns-tflops T] [--link NVLINK,INFINIBAND,ETHERNET] [--out DIR]
+    python benchmarks/communication.py [--model golf] [--ns-tflops T] [--link NVLINK,INFINIBAND,ETHERNET] [--out DIR]
 
 What is measured: the rate of Newton-Schulz (FLOP/s on this GPU, at the model's own batches) and the rate of a copy. Without
 a GPU both are assumed, and the output says so. What is given: the links' bandwidth and latency. What is modelled: the step
@@ -17,10 +17,8 @@ hide nothing of this here, and AdamW's small sum are left out.
 """
 
 import argparse
-import json
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 RANKS = [2**n for n in range(11)]
@@ -170,29 +168,27 @@ def report(name: str, banks: list[tuple[int, int, int]], links: list[str], devic
 
 
 def main() -> None:
+    import harness
     from optimizer_shapes import MODELS  # the same models as benchmarks/optimizer.py
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(MODELS), default=None, help="default: all of them")
     parser.add_argument("--ns-tflops", type=float, help="rate of Newton-Schulz, instead of measuring it")
     parser.add_argument("--link", default=",".join(LINKS), help="comma-separated: " + ", ".join(LINKS))
-    parser.add_argument("--out", type=Path, help="also write the rows as JSON into this folder")
-    arguments = parser.parse_args()
+    arguments = harness.start(parser)
     print(f"the published figure: {intensity(768, 3072, 8):,.0f} FLOP per byte (8 matrices of 768 x 3072 on 8 ranks)\n")
-    rows = []
+    rows: list[harness.Row] = []
     for name in [arguments.model] if arguments.model else MODELS:
         banks = merge_shapes(MODELS[name][0])
         device = pick_device(banks, arguments.ns_tflops)
-        rows += report(name, banks, arguments.link.split(","), device)
+        for step in report(name, banks, arguments.link.split(","), device):
+            case = f"{name}, {step['link']}, {step['ranks']} ranks"
+            parts = ("reduce", "compute", "gather", "exposed", "apply", "total")
+            rows += [harness.Row(case, part, step[part], note=device.source) for part in parts]
         print()
-    if arguments.out:
-        from harness import environment, hardware
-
-        found = environment()
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        path = arguments.out / f"communication_{hardware()}_{found['date']}.json"
-        path.write_text(json.dumps({"env": found, "device": asdict(device), "rows": rows}, indent=1) + "\n")
-        print(path)
+    options = harness.settings_of(arguments)
+    measured = ("parbank/optim", "benchmarks/communication.py")
+    print(harness.write("communication", rows, out=arguments.out, settings=options, measured=measured))
 
 
 def pick_device(banks: list[tuple[int, int, int]], given: float | None) -> Device:

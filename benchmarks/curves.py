@@ -6,7 +6,7 @@
 On is the recipe as it is: Triton ops, torch.compile, CUDA graphs. Off is plain PyTorch, run launch by launch. A seed fixes
 the starting weights and the order of the data, so on and off of one seed should differ by rounding alone, which training
 amplifies; two seeds differ in everything. Two more ways, fp8 and fp8+head, are on with the MLP, or MLP and head, in 8 bits:
-not the same mathematics, but how far from it. Writes curves_<hardware>_<date>.json, the table beside it, and a picture.
+not the same mathematics, but how far from it.
 """
 
 import argparse
@@ -37,6 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 # Every step's loss; and a quick packing, because the file is not the point.
 SHARED = ["train.log_every=1", "train.checkpoint_minutes=0", "quant.method=rows"]
+MEASURED = ("parbank/model", "parbank/ops", "parbank/optim", "parbank/training", "benchmarks/curves.py")
 TAIL = 20  # steps over which the end of a curve is averaged: one step's loss is mostly that of its batch
 
 Run = dict[str, Any]
@@ -146,9 +147,8 @@ def main() -> None:
     parser.add_argument(
         "--together", action="store_true", help="all runs at once: sooner done, but speeds mean nothing"
     )
-    parser.add_argument("--name", default="curves", help="of the result files")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    arguments = parser.parse_args()
+    parser.add_argument("--claim", default="curves", help="the result's folder")
+    arguments = harness.start(parser)
     ways = arguments.ways.split(",")
     if set(ways) - WAYS.keys():
         parser.error(f"--ways {arguments.ways}: there are {', '.join(WAYS)}")
@@ -159,10 +159,17 @@ def main() -> None:
         for call in calls:
             runs.append(call.result())
             # after every run, so that a benchmark that is cut off still leaves what it has
-            extra = {"recipe": arguments.recipe, "data": arguments.data.partition(":")[0], "runs": runs}
-            extra["together"] = arguments.together
-            path = harness.write(arguments.name, rows_of(runs, arguments.together), out=arguments.out, extra=extra)
-            draw(runs, arguments.recipe, path.with_suffix(".png"))
+            path = harness.write(
+                arguments.claim,
+                rows_of(runs, arguments.together),
+                out=arguments.out,
+                settings=harness.settings_of(arguments),
+                seeds=list(dict.fromkeys(run["seed"] for run in runs)),
+                measured=MEASURED,
+                extra={"runs": runs},
+            )
+            if harness.can_draw():
+                draw(runs, arguments.recipe, path.with_name("curves.png"))
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
 
 

@@ -51,14 +51,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    arguments = parser.parse_args()
+    arguments = harness.start(parser)
     settings = ["budget.minutes=none", f"budget.tokens={arguments.tokens}"]
     settings += ["batch.batch_tokens=2048", "batch.micro_batch_tokens=2048"]
     config = override(get_recipe("demo"), *settings)
     dataset = open_dataset(arguments.data, vocab_size=config.model.vocab_size)
     rows = [train(config, dataset, order) for order in ("contiguous", "shuffled")]
-    print("written:", harness.write("data_order", rows, out=arguments.out))
+    measured = ("parbank/data/batches.py", "benchmarks/data_order.py")
+    options = harness.settings_of(arguments)
+    print("written:", harness.write("data_order", rows, out=arguments.out, settings=options, measured=measured))
 
 
 if __name__ == "__main__":

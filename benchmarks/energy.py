@@ -14,12 +14,11 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from clocks import Watch
-from harness import RESULTS, Row, capture, write
+from harness import Row, capture, settings_of, start, write
 from step import attention_backends, attention_both_ways, random
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from parbank.ops.exclusive import _remove_own_value, _remove_own_value_backward
 from parbank.ops.mlp import _mlp_down_backward, _mlp_up
 from parbank.recipes import get_recipe
 
+MEASURED = ("parbank/ops", "benchmarks/energy.py")
 TOKENS, LENGTH = 98_304, 2048
 Build3 = Callable[[], tuple[Tensor, Tensor, Tensor | None]]
 
@@ -173,8 +173,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="how long each part is held")
     parser.add_argument("--candidates", action="store_true", help="all of cuBLASLt's algorithms for the products")
     parser.add_argument("--only", default="", help="parts whose names have this in them")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = start(parser)
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch sees none")
     rows: list[Row] = []
@@ -198,7 +197,8 @@ def main() -> None:
             flush=True,
         )
         torch.cuda.empty_cache()
-    print(write("energy", rows, out=arguments.out, extra={"seconds": arguments.seconds}).with_suffix(".md").read_text())
+    path = write("energy", rows, out=arguments.out, settings=settings_of(arguments), measured=MEASURED)
+    print(path.with_suffix(".md").read_text())
 
 
 if __name__ == "__main__":

@@ -17,14 +17,15 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import harness  # noqa: E402
 
+MEASURED = ("parbank/ops", "parbank/optim/newton_schulz.py", "benchmarks")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="comma-separated ops, by the beginning of their names")
     parser.add_argument("--quick", action="store_true", help="fewer repeats and sizes")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    parser.add_argument("--name", default="ops", help="the result's name")
-    arguments = parser.parse_args()
+    parser.add_argument("--claim", default="ops", help="the result's folder")
+    arguments = harness.start(parser)
     if not torch.cuda.is_available():
         sys.exit("benchmarks/ops.py needs a CUDA device")
     torch.manual_seed(0)
@@ -32,8 +33,12 @@ def main() -> None:
     rows: list[harness.Row] = []
     for file in sorted(HERE.glob("ops_*.py")):
         module = importlib.import_module(file.stem)
-        rows += harness.run_cases(module.cases(settings.quick), settings)
-        print("written:", harness.write(arguments.name, rows, out=arguments.out))
+        found = harness.run_cases(module.cases(settings.quick), settings)
+        if not found:
+            continue
+        rows += found
+        options = harness.settings_of(arguments)
+        print("written:", harness.write(arguments.claim, rows, out=arguments.out, settings=options, measured=MEASURED))
 
 
 if __name__ == "__main__":

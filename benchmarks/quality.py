@@ -5,8 +5,8 @@
 
 A run that --runs already holds, finished, is not run again: a benchmark that was cut off goes on with the next seed.
 
-Writes <recipe>_<hardware>_<date>.json with every run's summary and loss curve, the table beside it, and a picture. The
-bounds are the figures to beat: `REFERENCE` holds the published recipe's own numbers on the shared corpus and one H200.
+The result holds every run's summary and loss curve. `command` is the whole of `parbank train`: data, compilation, training,
+scores and packing.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,9 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import harness  # noqa: E402
+from provenance import without_folders  # noqa: E402
 
-# The published 11-layer recipe in 120 s on the shared corpus, one H200: chunked bpb, before and after int6 + lzma.
-REFERENCE = {
-    "val_bpb_before_packing": 1.2154,
-    "val_bpb": 1.2186,
-    "tokens_per_second": 1.31e6,
-    "artifact_bytes": 15_226_196,
-}
+MEASURED = ("parbank", "benchmarks/quality.py")
 UNITS = {
     "val_bpb_before_packing": "bits/byte",
     "val_bpb": "bits/byte",
@@ -40,6 +36,7 @@ UNITS = {
     "steps": "steps",
     "train_seconds": "s",
     "setup_seconds": "s",
+    "command_seconds": "s",
     "data_wait_share": "of the time",
     "memory_bytes": "bytes",
 }
@@ -49,22 +46,29 @@ def train(recipe: str, data: str, seed: int, out: Path, settings: list[str]) -> 
     """One run, or what an earlier call left of it; its summary with the loss curve in it."""
     command = [sys.executable, "-m", "parbank", "train", "--recipe", recipe, "--data", data, "--seed", str(seed)]
     command += ["--out", str(out), *(part for setting in settings for part in ("--set", setting))]
+    timing = out / "command_seconds.json"
     if not (out / "summary.json").exists():
+        began = time.perf_counter()
         subprocess.run(command, check=True, cwd=HERE.parent)
+        timing.write_text(json.dumps(time.perf_counter() - began))
     summary = json.loads((out / "summary.json").read_text())
+    summary["command_seconds"] = json.loads(timing.read_text())
     summary["data_wait_share"] = summary["data_wait_seconds"] / summary["train_seconds"]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     summary["curve"] = [[row["seconds"], row["step"], row["loss"]] for row in rows]
     return summary
 
 
-def rows_of(runs: list[dict[str, Any]], recipe: str) -> list[harness.Row]:
+def without_paths(run: dict[str, Any]) -> dict[str, Any]:
+    return {name: without_folders(value) if isinstance(value, str) else value for name, value in run.items()}
+
+
+def rows_of(runs: list[dict[str, Any]]) -> list[harness.Row]:
     rows = []
     for name, unit in UNITS.items():
-        bound = REFERENCE.get(name) if recipe == "sprint" else None
         for run in runs:
-            rows.append(harness.Row(name, f"seed {run['seed']}", run[name], unit, bound))
-        rows.append(harness.Row(name, "median", statistics.median(run[name] for run in runs), unit, bound))
+            rows.append(harness.Row(name, f"seed {run['seed']}", run[name], unit))
+        rows.append(harness.Row(name, "median", statistics.median(run[name] for run in runs), unit))
     others = runs[0]["compressors_bpb"].items()
     return rows + [harness.Row(f"{name} on the same text", "median", bpb, "bits/byte") for name, bpb in others]
 
@@ -98,18 +102,26 @@ def main() -> None:
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="a.b=v")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS)
+    parser.add_argument("--claim", default=None, help="the result's folder; the recipe's name if not given")
     parser.add_argument("--runs", type=Path, default=None, help="keep the runs' folders here; else they are deleted")
-    arguments = parser.parse_args()
-    runs = []
+    arguments = harness.start(parser)
+    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in map(int, arguments.seeds.split(",")):
             out = (arguments.runs or Path(folder)) / str(seed)
             runs.append(train(arguments.recipe, arguments.data, seed, out, arguments.settings))
             # after every seed, so that a run that is cut off still leaves what it has
-            extra = {"runs": runs, "settings": arguments.settings}
-            path = harness.write(arguments.recipe, rows_of(runs, arguments.recipe), out=arguments.out, extra=extra)
-            draw(runs, arguments.recipe, path.with_suffix(".png"))
+            path = harness.write(
+                arguments.claim or arguments.recipe,
+                rows_of(runs),
+                out=arguments.out,
+                settings=harness.settings_of(arguments),
+                seeds=[run["seed"] for run in runs],
+                measured=MEASURED,
+                extra={"runs": [without_paths(run) for run in runs]},
+            )
+            if harness.can_draw():
+                draw(runs, arguments.recipe, path.with_name("curve.png"))
     print(path.with_suffix(".md").read_text())
 
 

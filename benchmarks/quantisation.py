@@ -1,7 +1,7 @@
 """What every way to spend bytes on weights costs: method x bytes x bits per byte x seconds, on one trained checkpoint.
 
     python benchmarks/quantisation.py CHECKPOINT --data SPEC [--calibrate text:val=PATH] [--caps 16000000,8000000]
-                                      [--qat CHECKPOINT]... [--only NAME,NAME] [--rows-only] [--name NAME] [--device cuda]
+                                      [--qat CHECKPOINT]... [--only NAME,NAME] [--rows-only] [--claim NAME] [--device cuda]
                                       [--out DIR]
 
 Integers per row at 8 and 6 bits first, then each technique alone on the 6-bit rows, then the solver at several caps, one of
@@ -11,7 +11,7 @@ see the matrices alone.
 Training that knew of the rounding needs checkpoints of its own: `--qat` names one of the same run that went on from an
 earlier checkpoint with `parbank train --resume --set quant.qat_share=0.2 --set quant.qat_rounding=straight` (or soft), so
 that its last steps are the only difference.
-Writes quantisation_<hardware>_<date>.json, the table beside it, and a picture of bpb against bytes.
+At each cap, `rows + lzma` are the finest integers per row that fit it under lzma: the usual way to the same size.
 """
 
 import argparse
@@ -36,10 +36,7 @@ from parbank.artifact.calibrate import calibrate  # noqa: E402
 from parbank.artifact.container import decode_artifact  # noqa: E402
 from parbank.artifact.contents import pack_contents  # noqa: E402
 from parbank.artifact.load import TOKENIZER  # noqa: E402
-from parbank.artifact.pack import (  # noqa: E402
-    plan,
-    unpack_tensors,
-)
+from parbank.artifact.pack import pack_tensors, plan, unpack_tensors  # noqa: E402
 from parbank.artifact.streams import Coder  # noqa: E402
 from parbank.data.dataset import open_dataset  # noqa: E402
 from parbank.data.validation import open_validation  # noqa: E402
@@ -55,8 +52,9 @@ from parbank.quant.solver import (  # noqa: E402
 )
 from parbank.runtime import Runtime, pick_device  # noqa: E402
 from parbank.training.load import load_trained  # noqa: E402
-from parbank.training.run import _meta  # noqa: E402
+from parbank.training.run import describe_run  # noqa: E402
 
+MEASURED = ("parbank/quant", "parbank/artifact", "benchmarks/quantisation.py")
 CAPS = (16_000_000, 12_000_000, 8_000_000, 4_000_000)
 GOLF_WEIGHTS = 26_900_000  # of the golf model: a smaller model gets caps in proportion
 ROWS = QuantConfig(method="rows")  # 6 bits a matrix, 8 an embedding, clip by search
@@ -89,9 +87,14 @@ class Bench:
     """One model on one device, with everything the methods share."""
 
     def __init__(
-        self, checkpoint: Path, data: str | None, calibrate: str | None, device: torch.device, out: Path, name: str
+        self,
+        checkpoint: Path,
+        data: str | None,
+        calibrate: str | None,
+        device: torch.device,
+        arguments: argparse.Namespace,
     ) -> None:
-        self.runtime, self.out, self.name = Runtime(device=device), out, name
+        self.runtime, self.arguments = Runtime(device=device), arguments
         self.model, self.tokenizer, self.config = load_trained(checkpoint, device)
         data = data or self.config.data
         self.val = open_validation(data, self.tokenizer).tokens
@@ -116,7 +119,7 @@ class Bench:
 
     def build(self, contents: Contents, coder: Coder = "ans") -> bytes:
         roles, extra = {name: self.roles[name] for name in contents}, {TOKENIZER: self.tokenizer.to_bytes()}
-        return pack_contents(contents, roles, _meta(self.config), extra, coder=coder)
+        return pack_contents(contents, roles, describe_run(self.config), extra, coder=coder)
 
     def record(self, method: str, contents: Contents, began: float, *, coder: Coder = "ans", note: str = "") -> Result:
         """Codes the contents and scores what a reader gets."""
@@ -135,8 +138,17 @@ class Bench:
     def save(self) -> Path:
         """Writes what there is: after every row, so that a run that is cut off leaves it."""
         extra = {"results": [asdict(result) for result in self.results], "float32_bpb": self.base}
-        path = harness.write(self.name, rows_of(self), out=self.out, extra=extra)
-        draw(self.results, self.base, path.with_suffix(".png"))
+        path = harness.write(
+            self.arguments.claim,
+            rows_of(self),
+            out=self.arguments.out,
+            settings=harness.settings_of(self.arguments),
+            seeds=[self.config.seed],
+            measured=MEASURED,
+            extra=extra,
+        )
+        if harness.can_draw():
+            draw(self.results, self.base, path.with_name("sizes.png"))
         page = path.with_suffix(".md")
         page.write_text(page.read_text() + table(self.results))
         return path
@@ -227,6 +239,31 @@ def stored_rows(bench: Bench) -> dict[str, RowMaker]:
     return found | {f"int6 rows, {name}": partial(store, config=config) for name, config in SETTINGS.items()}
 
 
+def choose_caps(bench: Bench, given: list[int]) -> list[int]:
+    """Those of the golf model, or in proportion for a smaller one."""
+    share = min(1.0, sum(array.size for array in bench.arrays.values()) / GOLF_WEIGHTS)
+    return given or [cap if share > 0.9 else round(share * cap) for cap in CAPS]
+
+
+def capped_rows(bench: Bench, caps: list[int]) -> dict[str, RowMaker]:
+    """Integers per row under lzma, as fine as a cap allows."""
+
+    def store(method: str, cap: int) -> None:
+        began, config = time.perf_counter(), replace(ROWS, coder="lzma")
+        extra = {TOKENIZER: bench.tokenizer.to_bytes()}
+        try:
+            packed = pack_tensors(
+                bench.tensors, config, max_bytes=cap, meta=describe_run(bench.config), extra_sections=extra
+            )
+        except ArtifactError as error:
+            print(f"{method}: {error}", flush=True)
+            return
+        seconds = time.perf_counter() - began
+        bench.add(method, len(packed.data), unpack_tensors(decode_artifact(packed.data)), seconds)
+
+    return {f"rows + lzma at {cap:,}": partial(store, cap=cap) for cap in caps}
+
+
 def qat_rows(bench: Bench, checkpoint: Path) -> dict[str, RowMaker]:
     """Another checkpoint's weights as they are and as 6-bit rows, each against the first one's float32."""
     model, _, trained = load_trained(checkpoint, bench.runtime.device)
@@ -263,8 +300,6 @@ def calibrated_rows(bench: Bench, caps: list[int]) -> dict[str, RowMaker]:
         except ArtifactError as error:  # a small model's tokenizer and floats may leave nothing of a small cap
             print(f"{method}: {error}", flush=True)
 
-    share = min(1.0, sum(array.size for array in bench.arrays.values()) / GOLF_WEIGHTS)
-    caps = caps or [cap if share > 0.9 else round(share * cap) for cap in CAPS]
     found: dict[str, RowMaker] = {
         "solver at the size of int6 + lzma": lambda method: add_solved(bench, method, *bench.solved)
     }
@@ -340,7 +375,7 @@ def main() -> None:
     parser.add_argument(
         "--rows-only", action="store_true", help="leave out what needs calibration: GPTQ, the solver, ..."
     )
-    parser.add_argument("--name", default="quantisation", help="of the result files")
+    parser.add_argument("--claim", default="quantisation", help="the result's folder")
     parser.add_argument(
         "--qat",
         type=Path,
@@ -349,15 +384,15 @@ def main() -> None:
         help="a checkpoint of the same run that ended with QAT; repeatable",
     )
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    arguments = parser.parse_args()
+    arguments = harness.start(parser)
     device = pick_device(arguments.device)
-    bench = Bench(arguments.checkpoint, arguments.data, arguments.calibrate, device, arguments.out, arguments.name)
-    rows = stored_rows(bench)
+    bench = Bench(arguments.checkpoint, arguments.data, arguments.calibrate, device, arguments)
+    caps = choose_caps(bench, [int(cap) for cap in arguments.caps.split(",") if cap])
+    rows = stored_rows(bench) | capped_rows(bench, caps)
     for checkpoint in arguments.qat:
         rows |= qat_rows(bench, checkpoint)
     if not arguments.rows_only:
-        rows |= calibrated_rows(bench, [int(cap) for cap in arguments.caps.split(",") if cap])
+        rows |= calibrated_rows(bench, caps)
     for name, make in choose(rows, [word for word in arguments.only.split(",") if word]).items():
         make(name)
     print(bench.save().with_suffix(".md").read_text())

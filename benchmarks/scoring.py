@@ -1,7 +1,7 @@
 """What a score costs: every method on one text in one run, beside the published way to do it.
 
     python benchmarks/scoring.py ARTIFACT_OR_CHECKPOINT --data SPEC [--stride 64] [--segments 0,32768] [--windows 1536,...]
-                                 [--only sliding,...] [--tokens N] [--name NAME] [--out DIR]
+                                 [--only sliding,...] [--tokens N] [--claim NAME] [--out DIR]
 
 The reference is the published protocol as it is published: sliding windows in batches of 32 through the compiled model in
 plain PyTorch, each window's scores picked out on the host's word; and for ttt the recipe on top of it, chunk by chunk,
@@ -40,6 +40,7 @@ from parbank.precision import autocast  # noqa: E402
 from parbank.runtime import Runtime, pick_device  # noqa: E402
 from parbank.training.load import load_model  # noqa: E402
 
+MEASURED = ("parbank/eval", "parbank/model", "parbank/ops", "benchmarks/scoring.py")
 ROWS = 32  # windows a batch, as published
 CHUNK, EPOCHS, RATE = 32_768, 3, 0.002  # the published ttt
 SLIDING, TTT = "sliding, as published", "ttt, as published"
@@ -114,16 +115,16 @@ class Bench:
         about: dict[str, Any],
         stride: int,
         place: Runtime,
-        out: Path,
-        name: str,
+        arguments: argparse.Namespace,
     ) -> None:
-        self.loaded, self.tokens, self.stride, self.place, self.out = loaded, tokens, stride, place, out
-        self.name, self.about = name, about
+        self.loaded, self.tokens, self.stride, self.place = loaded, tokens, stride, place
+        self.arguments, self.about = arguments, about
         self.context, self.model = loaded.context, loaded.model
         self.forward: Callable[..., torch.Tensor] = (
             torch.compile(self.model, dynamic=False) if place.is_cuda else self.model
         )
         self.rows: list[harness.Row] = []
+        self.path = Path()
         self.speed: dict[str, float] = {}
         self.bpb: dict[str, float] = {}
         self.seconds: dict[str, list[float]] = {}
@@ -192,7 +193,14 @@ class Bench:
             "tokens": len(self.tokens) - 1,
             "seconds": self.seconds,
         }
-        harness.write(self.name, self.rows, out=self.out, extra=extra)
+        self.path = harness.write(
+            self.arguments.claim,
+            self.rows,
+            out=self.arguments.out,
+            settings=harness.settings_of(self.arguments),
+            measured=MEASURED,
+            extra=extra,
+        )
 
 
 def flops_per_token(model: GPT, context: int, kind: str) -> float:
@@ -256,9 +264,8 @@ def main() -> None:
     parser.add_argument("--windows", default="", help="more rows of streaming, over windows of so many tokens")
     parser.add_argument("--only", default="", help="reference, chunked, streaming, sliding, ttt; all if not given")
     parser.add_argument("--tokens", type=int, default=0, help="score only so many; 0 is all")
-    parser.add_argument("--name", default="scoring", help="of the result files")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    arguments = parser.parse_args()
+    parser.add_argument("--claim", default="scoring", help="the result's folder")
+    arguments = harness.start(parser)
     device = pick_device("auto")
     place = Runtime(device=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device)
     loaded = load_model(arguments.model, place.device)
@@ -271,10 +278,10 @@ def main() -> None:
         "tokenizer": loaded.tokenizer.fingerprint,
     }
     tokens = text.read(0, min(len(text), arguments.tokens + 1) if arguments.tokens else len(text))
-    bench = Bench(loaded, tokens, about, arguments.stride, place, arguments.out, arguments.name)
+    bench = Bench(loaded, tokens, about, arguments.stride, place, arguments)
     numbers = {name: [int(n) for n in getattr(arguments, name).split(",") if n] for name in ("segments", "windows")}
     run_all(bench, [part for part in arguments.only.split(",") if part], **numbers)
-    print(next(arguments.out.glob(f"{arguments.name}_{harness.hardware()}_*.md")).read_text())
+    print(bench.path.with_suffix(".md").read_text())
 
 
 if __name__ == "__main__":

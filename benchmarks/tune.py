@@ -200,8 +200,7 @@ def main() -> None:
     parser.add_argument("--skip", default="", help="comma-separated words: leave out cases with one in their names")
     parser.add_argument("--without", default="", help="leave out candidates with this in their descriptions")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    arguments = parser.parse_args()
+    arguments = harness.start(parser)
     if not torch.cuda.is_available():
         sys.exit("benchmarks/tune.py needs a CUDA device")
     only, skip = (tuple(filter(None, words.split(","))) for words in (arguments.only, arguments.skip))
@@ -215,16 +214,23 @@ def main() -> None:
     for tunable in collect(choice):
         more, winners = tune(tunable, failed, arguments.quick)
         rows, best = rows + more, best | winners
-        write(rows, best, failed, arguments.out)
+        write(rows, best, failed, arguments)
     for key, reason in failed.items():
         print(f"failed: {key}: {reason}")
-    print(f"written: {write(rows, best, failed, arguments.out)} after {time.monotonic() - start:.0f} s")
+    print(f"written: {write(rows, best, failed, arguments)} after {time.monotonic() - start:.0f} s")
 
 
-def write(rows: list[harness.Row], best: dict[str, str], failed: dict[str, str], out: Path) -> Path:
+def write(rows: list[harness.Row], best: dict[str, str], failed: dict[str, str], arguments: argparse.Namespace) -> Path:
     """The JSON holds every candidate; the table only the best of each case, since the columns would be hundreds."""
     finite = [row for row in rows if row.value != float("inf")]
-    path = harness.write("tune", finite, out=out, extra={"best": best, "failed": failed})
+    path = harness.write(
+        "tune",
+        finite,
+        out=arguments.out,
+        settings=harness.settings_of(arguments),
+        measured=("parbank/ops",),
+        extra={"best": best, "failed": failed},
+    )
     lines = [f"# tune: {harness.hardware()}", "", "| case | config | ms | bound |", "| --- | --- | --- | --- |"]
     for case in dict.fromkeys(row.case for row in finite):
         for row in [row for row in finite if row.case == case][:FINALISTS]:

@@ -21,6 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".peers"
 
 
+class PeerError(RuntimeError):
+    """A peer's code is missing, or is not what a driver was written for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Peer:
     name: str
@@ -42,11 +46,11 @@ class Peer:
             listed = json.loads((self.folder / "PEER.json").read_text(encoding="utf-8"))
             content = (self.folder / file).read_bytes()
         except OSError as error:
-            raise SystemExit(
+            raise PeerError(
                 f"{self.title} is not in {self.folder}: {error.strerror}; run python benchmarks/peers/catalogue.py {self.name}"
             ) from error
         if listed["commit"] != self.commit or listed["files"].get(file) != hashlib.sha256(content).hexdigest():
-            raise SystemExit(
+            raise PeerError(
                 f"{self.folder / file} is not the file of commit {self.commit[:9]}; run python benchmarks/peers/catalogue.py "
                 f"{self.name} again"
             )
@@ -108,7 +112,7 @@ def substitute(source: str, changes: dict[str, str]) -> str:
     """The source with each text replaced; a text that does not occur exactly once is an error, not a silent no-op."""
     for old, new in changes.items():
         if (count := source.count(old)) != 1:
-            raise SystemExit(f"a driver expects {old!r} once in the peer's source and finds it {count} times")
+            raise PeerError(f"a driver expects {old!r} once in the peer's source and finds it {count} times")
         source = source.replace(old, new)
     return source
 

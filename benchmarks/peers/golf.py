@@ -98,9 +98,12 @@ class Tee(io.TextIOBase):
 def call_main(module: types.ModuleType) -> str:
     """Runs main() in an empty folder, because it writes files where it stands; returns what it printed."""
     printed = io.StringIO()
-    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place), _flags_restored():
-        with contextlib.redirect_stdout(Tee(sys.stdout, printed)), contextlib.suppress(Stop):
-            module.main()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))
+        stack.enter_context(_flags_restored())
+        stack.enter_context(contextlib.redirect_stdout(Tee(sys.stdout, printed)))
+        stack.enter_context(contextlib.suppress(Stop))
+        module.main()
     return printed.getvalue()
 
 

@@ -157,7 +157,8 @@ def main() -> None:
     steps = find(r"stopping_early: wallclock_cap train_time:\d+ms step:(\d+)/", log)
     seconds = find(r"stopping_early: wallclock_cap train_time:(\d+)ms", log) / 1e3
     name = "published recipe"
-    rows = [harness.Row(f"bits per byte, {stage}", name, score.bpb, "bits/byte") for stage, score in zip(STAGES, hooks.scores, strict=True)]  # fmt: skip
+    scores = zip(STAGES, hooks.scores, strict=True)
+    rows = [harness.Row(f"bits per byte, {stage}", name, score.bpb, "bits/byte") for stage, score in scores]
     if hooks.sliding:
         rows += [
             harness.Row("bits per byte, packed, sliding windows", name, hooks.sliding["bpb"], "bits/byte"),
@@ -180,7 +181,8 @@ def main() -> None:
         f"the learning rate falls over the last {warmdown:.0%} of the time, as ours; published: over 3,500 steps",
         f"{arguments.seconds:g} s on one GPU; published 600 s on eight",
     )
-    curve = [[float(ms) / 1e3, int(step), float(loss)] for step, loss, ms in re.findall(r"step:(\d+)/\d+ train_loss:([\d.]+) train_time:(\d+)ms", log)]  # fmt: skip
+    logged = re.findall(r"step:(\d+)/\d+ train_loss:([\d.]+) train_time:(\d+)ms", log)
+    curve = [[float(ms) / 1e3, int(step), float(loss)] for step, loss, ms in logged]
     path = harness.write(
         "peer_golf",
         rows,

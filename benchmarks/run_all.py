@@ -1,0 +1,167 @@
+"""Runs the benchmarks behind the claims one after another, inside a time limit.
+
+    python benchmarks/run_all.py --list
+    python benchmarks/run_all.py --only sprint,peer_golf --data SPEC --minutes 9 --out DIR [--seed 7]
+
+Each benchmark is a process of its own. Before one starts, its estimate must fit what is left of --minutes; one that does
+not fit is left out, and the end says so. After each, everything written so far goes into DIR/results.tar.gz, so that a run
+that is cut off leaves what it has: unpack it in benchmarks/results. `sprint` also leaves its artifact there.
+
+`quantisation` takes the weights that `sprint` has trained in the same call, or an earlier one on the same machine; `scoring`
+takes the artifact, which --model may name.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+WORK = ROOT / "runs"  # git ignores it
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    command: str
+    """{data}, {seed}, {runs}, {run} and {model} are filled in."""
+    minutes: float
+    """On one H200, with nothing compiled before."""
+    about: str
+
+
+BENCHMARKS = {
+    "sprint": Benchmark(
+        "quality.py --recipe sprint --data {data} --seeds {seed} --runs {runs}",
+        4.3,
+        "our recipe: 120 s of training, scored and packed",
+    ),
+    "peer_golf": Benchmark(
+        "peers/golf_train.py --data {data} --seed {seed}",
+        4.0,
+        "the published recipe's own script on our tokens, with our windows and schedules",
+    ),
+    "quantisation": Benchmark(
+        "quantisation.py {run} --data {data} --caps 16000000,8000000 --only lzma_at_16,solver_at_16,solver_at_8",
+        2.0,
+        "bytes against bits per byte, at caps",
+    ),
+    "step": Benchmark("step.py --quick", 3.2, "forward + backward and optimizer section, beside the published recipe"),
+    "optimizer": Benchmark("optimizer.py", 3.0, "ParallelMuon beside dion and torch.optim.Muon, three models"),
+    "newton_schulz": Benchmark(
+        "ops.py --only newton_schulz --quick --claim newton_schulz",
+        0.8,
+        "Newton-Schulz over the golf banks, beside compiled PyTorch and dion's kernels",
+    ),
+    "scoring": Benchmark(
+        "scoring.py {model} --data {data} --segments 0",
+        3.0,
+        "every method's speed and score, beside the published protocols",
+    ),
+    "peer_autoresearch": Benchmark(
+        "peers/autoresearch.py --data {data} --seed {seed}", 3.7, "karpathy/autoresearch's train.py on our tokens"
+    ),
+    "ops": Benchmark("ops.py --quick", 5.0, "every op beside PyTorch, eager and compiled"),
+}
+
+
+def trained(arguments: argparse.Namespace) -> Path:
+    """The folder of sprint's run."""
+    return WORK / "sprint" / str(arguments.seed)
+
+
+def artifact(arguments: argparse.Namespace) -> Path:
+    return arguments.model or trained(arguments) / "model.pbk"
+
+
+def command_of(name: str, arguments: argparse.Namespace) -> list[str]:
+    values = {
+        "data": arguments.data,
+        "seed": arguments.seed,
+        "runs": WORK / "sprint",
+        "run": trained(arguments),
+        "model": artifact(arguments),
+    }
+    script, *words = BENCHMARKS[name].command.split()
+    # --only of a benchmark may hold spaces, written as underscores above
+    words = [word.replace("_", " ") if before == "--only" else word for before, word in zip(["", *words], words)]
+    words = [word.format(**values) for word in words]
+    return [sys.executable, str(HERE / script), *words, "--out", str(WORK / "results")]
+
+
+def obstacle(name: str, arguments: argparse.Namespace, left: float) -> str:
+    """Why a benchmark cannot run now; nothing where it can."""
+    benchmark = BENCHMARKS[name]
+    if 60 * benchmark.minutes > left:
+        return f"it takes {60 * benchmark.minutes:.0f} s, and {left:.0f} s are left"
+    if "{run}" in benchmark.command and not (trained(arguments) / "summary.json").exists():
+        return f"{trained(arguments)} holds no finished run: run sprint first"
+    if "{model}" in benchmark.command and not artifact(arguments).exists():
+        return f"{artifact(arguments)} is missing: run sprint first, or name it by --model"
+    return ""
+
+
+def run(name: str, arguments: argparse.Namespace, left: float) -> str:
+    """Runs one benchmark; returns what became of it."""
+    command = command_of(name, arguments)
+    print(f"\n=== {name}: {' '.join(command)}", flush=True)
+    began = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        code = process.wait(timeout=left)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+        process.wait()
+        return f"cut off after {time.monotonic() - began:.0f} s"
+    return f"{'done' if code == 0 else f'failed with {code}'} after {time.monotonic() - began:.0f} s"
+
+
+def save(arguments: argparse.Namespace) -> None:
+    """Everything so far in one file: machines that lend a GPU may send only a few back."""
+    if (WORK / "results").is_dir():
+        with tarfile.open(arguments.out / "results.tar.gz", "w:gz") as archive:
+            archive.add(WORK / "results", arcname=".")
+    if (trained(arguments) / "model.pbk").exists():
+        shutil.copy(trained(arguments) / "model.pbk", arguments.out / f"sprint-{arguments.seed}.pbk")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="what there is, with estimates")
+    parser.add_argument("--only", default="", help="names separated by commas, run in this order; all if not given")
+    parser.add_argument("--data", default="", help="the text for what trains and scores, as in parbank train --data")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--minutes", type=float, default=600.0, help="when to stop")
+    parser.add_argument("--model", type=Path, default=None, help="the artifact for scoring; sprint's if not given")
+    parser.add_argument("--out", type=Path, default=WORK, help="where results.tar.gz goes")
+    arguments = parser.parse_args()
+    if arguments.list:
+        for name, benchmark in BENCHMARKS.items():
+            print(f"{name:18} {benchmark.minutes:4.1f} min  {benchmark.about}")
+        return
+    names = [name for name in arguments.only.split(",") if name] or list(BENCHMARKS)
+    if unknown := sorted(set(names) - set(BENCHMARKS)):
+        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
+    if readers := [name for name in names if "{data}" in BENCHMARKS[name].command and not arguments.data]:
+        parser.error(f"--data SPEC is needed for {', '.join(readers)}")
+    began = time.monotonic()
+    ends: dict[str, str] = {}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        left = 60 * arguments.minutes - (time.monotonic() - began)
+        reason = obstacle(name, arguments, left)
+        ends[name] = f"left out: {reason}" if reason else run(name, arguments, left)
+        save(arguments)
+    print("\n" + "\n".join(f"{name:18} {end}" for name, end in ends.items()))
+    if not all(end.startswith("done") for end in ends.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
