@@ -51,8 +51,7 @@ from parbank.quant.solver import (  # noqa: E402
     Solver,
 )
 from parbank.runtime import Runtime, pick_device  # noqa: E402
-from parbank.training.load import load_trained  # noqa: E402
-from parbank.training.run import describe_run  # noqa: E402
+from parbank.training.load import describe_run, load_trained  # noqa: E402
 
 MEASURED = ("parbank/quant", "parbank/artifact", "benchmarks/quantisation.py")
 CAPS = (16_000_000, 12_000_000, 8_000_000, 4_000_000)

@@ -335,22 +335,19 @@ def measure_variant(
 def measure_published(tokens: int, length: int, floor: float, rows: list[Row], seconds: float = 8.0) -> None:
     """The peer's own loop: its first steps after the warm-up beside `short` timings of ours, its last beside the held ones."""
     steps = max(40, round(1e3 * seconds / 80))  # about 80 ms a step on an H200
-    with Watch() as watch:
-        times = golf.time_steps(tokens, length, steps)
+    times = golf.time_steps(tokens, length, steps)
     first, section = times.medians(slice(0, 15))
     held, _ = times.medians(slice(steps // 2, -1))
-    found: list[tuple[str, float | None, str, float | None]] = [
+    found: list[tuple[str, float, str, float | None]] = [
         (f"forward + backward, {tokens:,} tokens", first, "ms", floor),
         ("optimizer section", section, "ms", None),
         (f"whole step, {tokens:,} tokens", first + section, "ms", floor),
         ("peak memory", times.peak_bytes / 2**30, "GiB", None),
         (f"{HELD}: time", held, "ms", None),
-        (f"{HELD}: clock", watch.clock, "MHz", None),
-        (f"{HELD}: power", watch.power, "W", None),
     ]
     for case, value, unit, bound in found:
-        rows.append(Row(case, PUBLISHED, value, unit, bound, "" if value is not None else "nvidia-smi does not tell"))
-        print(f"{case:44} {PUBLISHED:12} {value or math.nan:10.3f} {unit}", flush=True)
+        rows.append(Row(case, PUBLISHED, value, unit, bound))
+        print(f"{case:44} {PUBLISHED:12} {value:10.3f} {unit}", flush=True)
 
 
 def main() -> None:
