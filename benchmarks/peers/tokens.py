@@ -50,7 +50,7 @@ def score_chunked(
     ignored: int,
     device: torch.device,
 ) -> ChunkedScore:
-    """What `parbank.eval.score.score_chunked` computes, for any model: every target once, bytes counted by our tokenizer.
+    """What `parbank.eval.windows.score_chunked` computes, for any model: every target once, bytes counted by our tokenizer.
 
     `total_nats(inputs, targets)` is the sum over the targets that are not `ignored`. Every batch has the same shape, so
     that a compiled model is compiled once; the last one is filled up with ignored targets.

@@ -1,0 +1,59 @@
+"""A result says which code made it, also where git is missing, and never calls changed code clean."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture
+def provenance(benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    module = benchmark("provenance")
+    monkeypatch.setattr(module, "STAMP", tmp_path / "STAMP.json")
+    return module
+
+
+def test_git_is_believed_where_it_is(provenance: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "read_git", lambda: {"commit": "a" * 40, "dirty": False})
+    assert provenance.read_commit() == {"commit": "a" * 40, "dirty": False, "source": "git"}
+
+
+@pytest.mark.parametrize("dirty", [False, True])
+def test_a_stamp_stands_in_for_git(provenance: ModuleType, monkeypatch: pytest.MonkeyPatch, dirty: bool) -> None:
+    monkeypatch.setattr(provenance, "read_git", lambda: {"commit": "b" * 40, "dirty": dirty})
+    provenance.write_stamp()
+    monkeypatch.setattr(provenance, "read_git", lambda: None)
+    assert provenance.read_commit() == {"commit": "b" * 40, "dirty": dirty, "source": "stamp"}
+
+
+def test_code_that_changed_after_the_stamp_is_dirty(provenance: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "read_git", lambda: {"commit": "c" * 40, "dirty": False})
+    provenance.write_stamp()
+    stamp = json.loads(provenance.STAMP.read_text())
+    provenance.STAMP.write_text(json.dumps({**stamp, "code": "0" * 64}))
+    monkeypatch.setattr(provenance, "read_git", lambda: None)
+    found = provenance.read_commit()
+    assert found["dirty"]
+    assert "changed" in found["source"]
+
+
+def test_without_git_and_stamp_nothing_is_claimed(provenance: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "read_git", lambda: None)
+    found = provenance.read_commit()
+    assert found["commit"] == "unknown"
+    assert found["dirty"]
+
+
+def test_the_digest_covers_what_is_measured(provenance: ModuleType) -> None:
+    names = {path.relative_to(provenance.ROOT).as_posix() for path in provenance._code_files()}
+    assert {"pyproject.toml", "parbank/__init__.py", "benchmarks/harness.py", "benchmarks/peers/golf.py"} <= names
+
+
+def test_commands_keep_no_folders(provenance: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = provenance.ROOT
+    words = [f"{root}/benchmarks/step.py", "--out", "/somewhere/deep/out", "--data", "text:train=/a/b.xz,val=c/d.xz"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert provenance.command_line() == "python benchmarks/step.py --out .../out --data text:train=.../b.xz,val=c/d.xz"
