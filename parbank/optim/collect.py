@@ -6,8 +6,8 @@ parameters everywhere, in one flat sum that also carries one flag a parameter, "
 that no rank has a gradient for is left alone, and none needs to know on the host.
 
 The flat sum goes first, since nccl does what it is asked in order, and the batches fly while the small parameters are stepped.
-For that the sum carries one flag more, "a gradient of this rank is not finite": without a clip that is all AdamW has to know
-of the others. With one it waits for the norm, and so for every batch.
+For that the sum carries one flag more, "a gradient of this rank is not finite": without a clip that is all they have to know
+of the others. With a clip they wait for the norm, and so for every batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ConfigError
+from parbank.optim.algorithm import is_matrix_group
 from parbank.optim.communication import Ranks, wait
+from parbank.optim.dtensor import is_sharded, local_of
 from parbank.optim.layout import Batch, Member, Piece, name_of
-from parbank.optim.sharded import count_replicas, is_sharded, local_of
+from parbank.optim.sharded import count_replicas
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass
 class Small:
-    """The AdamW parameters of one group that take part in this step."""
+    """The parameters of one group with an element-wise algorithm that take part in this step."""
 
     group: int
     params: list[Tensor] = field(default_factory=list)
@@ -50,9 +52,10 @@ class Collected:
     shared: list[Tensor] = field(default_factory=list)
     """What counts towards the norm and is the same on every rank."""
     active: Tensor | None = None
-    """Per Muon parameter: how many ranks have a gradient; None where that is all of them."""
+    """Per parameter of a matrix algorithm: how many ranks have a gradient; None where that is all of them."""
     squares: Tensor | None = None
-    """The sum of squares of what is the same on every rank, where it had to be taken already: AdamW scales what it reads."""
+    """The sum of squares of what is the same on every rank, where it had to be taken already: an update may scale what it
+    reads, as AdamW does."""
     spoilt: Tensor | None = None
     """On the device: whether some rank has a gradient that is not finite. None: the norm will tell."""
     flying: list[Any] = field(default_factory=list)
@@ -85,13 +88,13 @@ def collect(
         found.pieces.append([blocks[id(p.member.param)][p.block : p.block + p.count] for p in mine])
         found.shared += [m.param.grad for m in batch.members if m.param.grad is not None]
     grads = [grad for small in found.small for grad in small.grads]
-    grads += [p.grad for group in groups if group["algorithm"] == "muon" for p in group["params"] if is_sharded(p)]
+    grads += [p.grad for group in groups if is_matrix_group(group) for p in group["params"] if is_sharded(p)]
     found.shared += [grad for grad in grads if grad is not None and not is_sharded(grad)]
     sharded = [grad for grad in grads if grad is not None and is_sharded(grad)]
     found.split = [local for local in map(local_of, sharded) if local.numel()]
     found.copies = count_replicas(sharded[0]) if sharded else 1
     if ranks.world > 1:
-        found.active = constant(_flags(groups, "muon")).clone()
+        found.active = constant(_flags(groups, matrices=True)).clone()
         ranks.sum(found.active)
     return found
 
@@ -106,16 +109,11 @@ def _reduce(
     early: bool,
 ) -> Collected:
     found = Collected(divisor=ranks.world)
-    adam = [
-        (number, param)
-        for number, group in enumerate(groups)
-        if group["algorithm"] == "adamw"
-        for param in group["params"]
-    ]
-    muon = sum(len(group["params"]) for group in groups if group["algorithm"] == "muon")
+    rest = [(n, param) for n, group in enumerate(groups) if not is_matrix_group(group) for param in group["params"]]
+    matrices = sum(len(group["params"]) for group in groups if is_matrix_group(group))
     device = groups[0]["params"][0].device
-    parts = [torch.zeros(p.numel(), device=device) if p.grad is None else p.grad.reshape(-1).float() for _, p in adam]
-    parts.append(constant([*_flags(groups, "muon"), *_flags(groups, "adamw")]))
+    parts = [torch.zeros(p.numel(), device=device) if p.grad is None else p.grad.reshape(-1).float() for _, p in rest]
+    parts.append(constant([*_flags(groups, matrices=True), *_flags(groups, matrices=False)]))
     if early:
         parts.append(_is_spoilt(groups, device))
     flat = torch.cat(parts)
@@ -125,20 +123,20 @@ def _reduce(
         flats.append(flatten_batch(batch, staging))
         found.flying += ranks.reduce(flats[-1], batch)
     wait(summing)
-    sizes = [p.numel() for _, p in adam]
-    *grads, found.active, present, spoilt = flat.split([*sizes, muon, len(adam), int(early)])
+    sizes = [p.numel() for _, p in rest]
+    *grads, found.active, present, spoilt = flat.split([*sizes, matrices, len(rest), int(early)])
     small_ones = flat[: sum(sizes)]
     if early:
-        found.squares = _sum_of_squares([small_ones] if adam else [], device)
+        found.squares = _sum_of_squares([small_ones] if rest else [], device)
         found.spoilt = (spoilt[0] > 0) | ~torch.isfinite(found.squares)
     by_group: dict[int, Small] = {}
-    for position, ((number, param), grad) in enumerate(zip(adam, grads)):
+    for position, ((number, param), grad) in enumerate(zip(rest, grads)):
         small = by_group.setdefault(number, Small(number))
         small.params.append(param)
         small.grads.append(grad.view(param.shape))
         small.flags.append(present[position] if param.grad is None else None)
     found.small = list(by_group.values())
-    found.shared = [small_ones] if adam and not early else []
+    found.shared = [small_ones] if rest and not early else []
     for mine, summed in zip(pieces, flats):
         found.pieces.append(
             [summed[p.slot : p.slot + p.count].view(p.count, p.member.rows, p.member.cols) for p in mine]
@@ -186,7 +184,7 @@ def grad_of(member: Member) -> Tensor:
 def _find_small(groups: Sequence[dict[str, Any]]) -> list[Small]:
     found = []
     for number, group in enumerate(groups):
-        if group["algorithm"] != "adamw":
+        if is_matrix_group(group):
             continue
         params = [param for param in group["params"] if param.grad is not None]
         if params:
@@ -194,9 +192,10 @@ def _find_small(groups: Sequence[dict[str, Any]]) -> list[Small]:
     return found
 
 
-def _flags(groups: Sequence[dict[str, Any]], algorithm: str) -> list[float]:
-    """1.0 for each parameter with a gradient here, 0.0 for the others."""
-    return [float(p.grad is not None) for group in groups if group["algorithm"] == algorithm for p in group["params"]]
+def _flags(groups: Sequence[dict[str, Any]], *, matrices: bool) -> list[float]:
+    """1.0 for each parameter with a gradient here, 0.0 for the others: of matrix algorithms, or of the rest."""
+    chosen = [group for group in groups if is_matrix_group(group) == matrices]
+    return [float(p.grad is not None) for group in chosen for p in group["params"]]
 
 
 def measure(

@@ -2,7 +2,7 @@
 
 A graph replays the same kernels on the same memory. What may change between replays is what it reads from memory: gradients,
 weights, state, and the table of hyperparameters. What may not is in the key: every address, the layout, and the few numbers
-that PyTorch's fused AdamW takes by value (betas, eps). When the key changes the step runs without a graph until it has been
+that an algorithm takes by value (`Algorithm.constants`). When the key changes the step runs without a graph until it has been
 the same for CALM steps, and is then captured anew; those steps also compile kernels, fill tables and make the state.
 
 Gradients that are set to None and made anew by every backward may come back elsewhere each time. Then, after PATIENCE
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parbank.errors import DeviceError
 from parbank.graphs import recording
+from parbank.optim.algorithm import find_algorithm
 
 if TYPE_CHECKING:
     from parbank.optim.parallel_muon import ParallelMuon
@@ -102,11 +103,7 @@ class GraphedStep:
             addresses.append(None if param.grad is None else param.grad.data_ptr())
             if param in optimizer.state:
                 addresses += [v.data_ptr() for v in optimizer.state[param].values() if isinstance(v, Tensor)]
-        numbers = [
-            (group["betas"], group["eps"], bool(group["weight_decay"]))
-            for group in optimizer.param_groups
-            if group["algorithm"] == "adamw"
-        ]
+        numbers = [find_algorithm(group).constants(group) for group in optimizer.param_groups]
         clips = optimizer.max_norm is not None  # decides the order of the step
         fixed = (optimizer.reduce_gradients, clips, id(optimizer.extra_captured), optimizer.fixed_addresses())
         return tuple(addresses), tuple(numbers), optimizer.layout_key(), fixed

@@ -248,6 +248,6 @@ def apply(
     table, owner, aligned = tables.get((id(batch), "apply"), entries, params, low_bits)
     _muon_apply_kernel[(owner.numel(),)](
         table, owner, control.hyper, control.active, control.values, scales, updates,
-        WIDTH=WIDTH, LR=LR, DECAY=DECAY, CAUTIOUS=batch.options.cautious, LOW_BITS=low_bits[0] is not None,
+        WIDTH=WIDTH, LR=LR, DECAY=DECAY, CAUTIOUS=batch.cautious, LOW_BITS=low_bits[0] is not None,
         BLOCK=TILE, ALIGNED=aligned,
     )  # fmt: skip

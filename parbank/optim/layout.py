@@ -21,19 +21,35 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ConfigError
-from parbank.optim.coefficients import Triple, resolve_coefficients
+from parbank.optim.algorithm import MatrixAlgorithm, find_algorithm
+from parbank.optim.dtensor import is_sharded
+
+LAYOUT_OPTIONS = ("cautious", "num_heads", "transposed", "flatten", "lr_scale")
+"""Options of a group that a layout depends on, besides those of its algorithm."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What every block of a batch must have in common."""
+@dataclass(frozen=True, eq=False)
+class MatrixParam:
+    """A parameter of a group whose algorithm works on matrices."""
 
-    triples: tuple[Triple, ...]
-    method: str
-    nesterov: bool
-    cautious: bool
-    normuon: bool
-    dtype: torch.dtype
+    param: Tensor
+    name: str
+    group: int
+    """Which parameter group: the row of the hyperparameters."""
+    index: int
+    """Which of all these parameters: the row of the flags that say whether any rank has a gradient for it."""
+    algorithm: MatrixAlgorithm
+
+
+def find_matrices(groups: Sequence[dict[str, Any]]) -> list[MatrixParam]:
+    """All parameters of matrix algorithms, in the order of the groups."""
+    found: list[MatrixParam] = []
+    for number, group in enumerate(groups):
+        algorithm = find_algorithm(group)
+        if isinstance(algorithm, MatrixAlgorithm):
+            for position, param in enumerate(group["params"]):
+                found.append(MatrixParam(param, name_of(group, position), number, len(found), algorithm))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +58,8 @@ class Member:
 
     param: Tensor
     group: int
-    """Which parameter group: the row of the hyperparameters."""
+    """As in MatrixParam, like the next."""
     index: int
-    """Which of all Muon parameters: the row of the flags that say whether any rank has a gradient for it."""
     first: int
     """Its first slot in the batch."""
     count: int
@@ -94,11 +109,16 @@ class Piece:
 
 @dataclass(eq=False)
 class Batch:
-    """Blocks (count, rows, cols) with rows <= cols that go through Newton-Schulz together."""
+    """Blocks (count, rows, cols) with rows <= cols that an algorithm works on together."""
 
     rows: int
     cols: int
-    options: Options
+    algorithm: MatrixAlgorithm
+    options: Any
+    """What `algorithm.batch_options` made of a group's options: the same for all blocks."""
+    cautious: bool
+    dtype: torch.dtype
+    """Of the weights."""
     world: int
     first_owner: int
     """Who takes the first of the left-over blocks; the next ones go to the ranks that follow."""
@@ -140,6 +160,11 @@ class Batch:
         return found
 
     @cached_property
+    def state_shapes(self) -> dict[Member, dict[str, tuple[int, ...]]]:
+        """Per member: the state of each block, by name."""
+        return {member: self.algorithm.state_shapes(member, self.options) for member in self.members}
+
+    @cached_property
     def scales(self) -> list[float]:
         """The learning-rate factor of each slot."""
         return [scale for member in self.members for scale in member.scales]
@@ -157,36 +182,23 @@ def logical_scale(kind: str | None, rows: int, cols: int, transposed: bool) -> f
 
 
 def plan_batches(groups: Sequence[dict[str, Any]], params: Sequence[Tensor] | None, world: int) -> list[Batch]:
-    """Sorts the Muon parameters (those in `params`, or all) into batches, the largest first."""
+    """Sorts the parameters of matrix algorithms (those in `params`, or all) into batches, the largest first."""
     chosen = None if params is None else {id(param) for param in params}
-    found: dict[tuple[int, int, Options], Batch] = {}
-    index = -1
-    for number, group in enumerate(groups):
-        if group["algorithm"] != "muon":
-            continue
-        for position, param in enumerate(group["params"]):
-            index += 1
-            if (chosen is not None and id(param) not in chosen) or hasattr(param, "to_local"):
-                continue  # DTensors are stepped elsewhere (`sharded`), but keep their index
-            count, rows, cols, order = block_shape(param, group, name_of(group, position))
-            options = Options(
-                triples=resolve_coefficients(group["coefficients"], group["ns_steps"]),
-                method=group["method"],
-                nesterov=group["nesterov"],
-                cautious=group["cautious"],
-                normuon=group["normuon"],
-                dtype=param.dtype,
+    found: dict[Any, Batch] = {}
+    for item in find_matrices(groups):
+        param, group = item.param, groups[item.group]
+        if (chosen is not None and id(param) not in chosen) or is_sharded(param):
+            continue  # DTensors are stepped elsewhere (`sharded`), but keep their index
+        count, rows, cols, order = block_shape(param, group, item.name)
+        short, long, options = min(rows, cols), max(rows, cols), item.algorithm.batch_options(group)
+        key = (short, long, item.algorithm, options, group["cautious"], param.dtype)
+        if key not in found:
+            found[key] = Batch(
+                short, long, item.algorithm, options, group["cautious"], param.dtype, world, first_owner=0
             )
-            batch = found.setdefault(
-                (min(rows, cols), max(rows, cols), options),
-                Batch(rows=min(rows, cols), cols=max(rows, cols), options=options, world=world, first_owner=0),
-            )
-            flags = tuple(group["transposed"] or (False,) * count)
-            batch.members.append(
-                Member(
-                    param, number, index, batch.count, count, rows, cols, rows > cols, order, flags, group["lr_scale"]
-                )
-            )
+        batch, flags = found[key], tuple(group["transposed"] or (False,) * count)
+        place = (item.group, item.index, batch.count, count, rows, cols, rows > cols)
+        batch.members.append(Member(param, *place, order, flags, group["lr_scale"]))
     batches = sorted(found.values(), key=lambda batch: -batch.count * batch.rows * batch.cols)
     next_owner = 0
     for batch in batches:

@@ -9,8 +9,8 @@ A step, whatever the number of ranks:
    update can begin before the last gradient has arrived.
 3. apply: every rank subtracts the same updates from the same weights.
 
-Which blocks form a batch and who owns them: `layout`. What is sent: `communication`. The arithmetic: `newton_schulz`,
-`update`, `adamw`. What a checkpoint holds: `state`.
+Which blocks form a batch and who owns them: `layout`. What is sent: `communication`. The arithmetic: `algorithms` (behind
+the interface in `algorithm`), `newton_schulz`, `update`. What a checkpoint holds: `state`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,28 +21,26 @@ from torch import Tensor
 
 from parbank.errors import ConfigError
 from parbank.ops.backend import use_triton
-from parbank.optim import adamw, kernels, state, update
+from parbank.optim import kernels, state, update
+from parbank.optim.algorithm import ElementwiseAlgorithm, MatrixAlgorithm, Settings, Work, find_algorithm
+from parbank.optim.algorithms import ALGORITHMS
 from parbank.optim.banking import zero_bank_grads
 from parbank.optim.collect import Collected, Small, check_gradients, collect, measure
 from parbank.optim.communication import Ranks, wait
+from parbank.optim.dtensor import is_sharded
 from parbank.optim.groups import check_group, complete_group
-from parbank.optim.hyper import HyperTable, send
-from parbank.optim.layout import Batch, Piece, plan_batches
-from parbank.optim.newton_schulz import Coefficients, iterate
-from parbank.optim.sharded import is_sharded, step_sharded
+from parbank.optim.hyper import DECAY, LR, HyperTable, send
+from parbank.optim.layout import LAYOUT_OPTIONS, Batch, Piece, find_matrices, plan_batches
+from parbank.optim.newton_schulz import Coefficients
 from parbank.optim.update import Control
-
-LAYOUT_OPTIONS = (
-    "ns_steps", "coefficients", "method", "nesterov", "cautious", "normuon", "num_heads", "transposed", "flatten", "lr_scale",
-)  # fmt: skip
 
 
 class ParallelMuon(torch.optim.Optimizer):
     """Muon on batches of matrices, AdamW on everything else, over any number of ranks.
 
     params: parameters or groups, as for any optimizer; `split_parameters(model)` makes the groups. A group has
-    algorithm="muon" (the default) or "adamw", and may set any of the options below for itself. Floats in groups may change
-    before any step.
+    algorithm="muon" (the default), "adamw" or another registered one (see `parbank.optim.algorithm`), and may set any of
+    the options below for itself. Floats in groups may change before any step.
 
     Muon: lr, momentum, nesterov, weight_decay, cautious (decay only where the update shrinks the weight), ns_steps,
     coefficients ("quintic", "polar_express", a triple or a list of triples), method, lr_scale ("spectral", "rms" or None),
@@ -112,6 +110,8 @@ class ParallelMuon(torch.optim.Optimizer):
         self.max_norm = max_norm
         self.reduce_gradients = reduce_gradients
         self.extra_captured = extra_captured
+        for name in ("muon", "adamw"):  # whose options these are
+            ALGORITHMS[name].check_options(defaults)
         self._start(process_group)
         super().__init__(params, defaults)
         self._graph = None
@@ -206,12 +206,15 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def layout_key(self) -> tuple[Any, ...]:
         """Everything a layout depends on but for the gradients, to notice a change."""
-        return tuple(
-            (*(group[name] for name in LAYOUT_OPTIONS), tuple((id(p), p.dtype, p.stride()) for p in group["params"]))
-            if group["algorithm"] == "muon"
-            else len(group["params"])
-            for group in self.param_groups
-        )
+        key: list[Any] = []
+        for group in self.param_groups:
+            algorithm = find_algorithm(group)
+            if isinstance(algorithm, MatrixAlgorithm):
+                options = tuple(group[name] for name in (*LAYOUT_OPTIONS, *algorithm.layout_options))
+                key.append((algorithm, options, tuple((id(p), p.dtype, p.stride()) for p in group["params"])))
+            else:
+                key.append(len(group["params"]))
+        return tuple(key)
 
     def fixed_addresses(self) -> tuple[int, ...]:
         """Memory that a captured step reads and that is neither a parameter's nor its state's; the layout's by its number."""
@@ -276,7 +279,8 @@ class ParallelMuon(torch.optim.Optimizer):
         """The step itself, on gradients and hyperparameters as they are: what a CUDA graph captures."""
         batches = self.batches()
         pieces = [batch.pieces(self._ranks.rank) for batch in batches]
-        reduce = self.reduce_gradients and not self._sharded()
+        sharded = self._sharded()
+        reduce = self.reduce_gradients and not sharded
         staging = None if self._graph is None else self._staging
         early = self.max_norm is None
         found = collect(self.param_groups, batches, pieces, self._ranks, reduce, self._constant, staging, early)
@@ -287,11 +291,12 @@ class ParallelMuon(torch.optim.Optimizer):
         control = self._measure(found)
         flying = []
         for batch, mine, grads in zip(batches, pieces, found.pieces):
-            updates = self._orthogonalize(batch, mine, grads, control)
+            updates = self._find_updates(batch, mine, grads, control)
             flying.append(self._ranks.gather(updates, batch))
         if found.spoilt is None:
             self._step_small(found, control.values)
-        step_sharded(self.param_groups, self.state, control)
+        if sharded:
+            self._step_sharded(control)
         for batch, (updates, works) in zip(batches, flying):
             wait(works)
             self._apply(batch, updates, control)
@@ -318,41 +323,45 @@ class ParallelMuon(torch.optim.Optimizer):
             active = self._constant([1.0] * sum(len(group["params"]) for group in self.param_groups))
         return Control(values, self._hyper.values, active)
 
-    def _orthogonalize(self, batch: Batch, pieces: list[Piece], grads: list[Tensor], control: Control) -> Tensor:
-        """Momentum and Newton-Schulz on the blocks of a batch that this rank owns."""
+    def _find_updates(self, batch: Batch, pieces: list[Piece], grads: list[Tensor], control: Control) -> Tensor:
+        """The updates of the blocks of a batch that this rank owns."""
         state.init_state(self.state, batch, pieces)
-        buffers = [state.blocks_of(self.state[p.member.param], "momentum_buffer", p, batch.world) for p in pieces]
-        if use_triton(control.values):
-            X = kernels.prepare(batch, pieces, grads, buffers, control, self._tables)
-        else:
-            X = update.prepare(batch, pieces, grads, buffers, control)
-        if pieces:
-            X = iterate(X, batch.options.triples, batch.options.method, graphed=self._graph is not None)
-        if batch.options.normuon:
-            moments = [state.blocks_of(self.state[p.member.param], "row_moment", p, batch.world) for p in pieces]
-            update.normalize_rows(X, pieces, moments, control)
-        return X
+
+        def blocks(key: str) -> list[Tensor]:
+            return [state.blocks_of(self.state[piece.member.param], key, piece, batch) for piece in pieces]
+
+        work = Work(batch, pieces, grads, control, blocks, self._tables, captured=self._graph is not None)
+        return batch.algorithm.directions(work)
+
+    def _step_sharded(self, control: Control) -> None:
+        """The matrices that FSDP2 has sharded."""
+        params = [item for item in find_matrices(self.param_groups) if is_sharded(item.param)]
+        for algorithm in dict.fromkeys(item.algorithm for item in params):
+            mine = [item for item in params if item.algorithm is algorithm]
+            algorithm.step_sharded(mine, self.param_groups, self.state, control)
 
     def _step_small(self, found: Collected, values: Tensor) -> None:
-        """AdamW on all its groups; `values` as in Control."""
+        """The groups of element-wise algorithms; `values` as in Control."""
         for small in found.small:
-            self._step_adamw(small, values)
+            self._step_group(small, values)
 
-    def _step_adamw(self, small: Small, values: Tensor) -> None:
-        """AdamW on one group. A parameter without a gradient here may have one on another rank: then it is stepped alone."""
+    def _step_group(self, small: Small, values: Tensor) -> None:
+        """One group. A parameter without a gradient here may have one on another rank: then it is stepped alone."""
         group, hyper = self.param_groups[small.group], self._hyper.values[small.group]
+        algorithm = find_algorithm(group)
+        assert isinstance(algorithm, ElementwiseAlgorithm)
         for param in small.params:
-            adamw.init_state(self.state[param], param)
+            algorithm.prepare_state(self.state[param], param)
         taken, factor = values
         together = [n for n, flag in enumerate(small.flags) if flag is None]
         alone = [n for n, flag in enumerate(small.flags) if flag is not None]
         for numbers in [together, *([n] for n in alone)]:
             flag = small.flags[numbers[0]] if numbers else None
-            skip = 1 - (taken if flag is None else taken * (flag > 0))
+            mine = taken if flag is None else taken * (flag > 0)
+            settings = Settings(hyper[LR], hyper[DECAY], factor, mine, captured=self._graph is not None)
             params = [small.params[n] for n in numbers]
             grads = [small.grads[n] for n in numbers]
-            states = [self.state[param] for param in params]
-            adamw.step_adamw(params, grads, states, group, hyper, 1 / factor, skip, self._graph is not None)
+            algorithm.step(params, grads, [self.state[param] for param in params], group, settings)
 
     def _apply(self, batch: Batch, updates: Tensor, control: Control) -> None:
         """Subtracts the updates of a batch from the weights."""

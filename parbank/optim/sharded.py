@@ -17,21 +17,12 @@ from torch import Tensor
 
 from parbank.errors import ConfigError
 from parbank.optim.coefficients import resolve_coefficients
+from parbank.optim.dtensor import local_of
 from parbank.optim.hyper import DECAY, LR, MOMENTUM, send
-from parbank.optim.layout import block_shape, logical_scale, name_of
+from parbank.optim.layout import MatrixParam, block_shape, logical_scale
 from parbank.optim.master import join_master, split_master
 from parbank.optim.newton_schulz import NORM_EPS, iterate, orthogonalize, working_dtype
 from parbank.optim.update import Control
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; asked this way, importing parbank does not import torch.distributed.tensor."""
-    return hasattr(tensor, "to_local")
-
-
-def local_of(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 @dataclass(eq=False)
@@ -65,9 +56,9 @@ def check_sharded(param: Any, group: dict[str, Any], name: str) -> None:
         )
 
 
-def step_sharded(groups: Sequence[dict[str, Any]], state: Any, control: Control) -> None:
-    """Momentum, Newton-Schulz and update of every sharded Muon weight."""
-    for items in plan(groups):
+def step_sharded(params: Sequence[MatrixParam], groups: Sequence[dict[str, Any]], state: Any, control: Control) -> None:
+    """Momentum, Newton-Schulz and update of sharded Muon weights."""
+    for items in plan(params, groups):
         group = groups[items[0].group]
         updates = [_move_momentum(item, group, state[item.param], control) for item in items]
         mesh_group, rank, world = _ranks(items[0].param)
@@ -79,30 +70,17 @@ def step_sharded(groups: Sequence[dict[str, Any]], state: Any, control: Control)
             _apply(item, direction, groups[item.group], state[item.param], control)
 
 
-def plan(groups: Sequence[dict[str, Any]]) -> list[list[Sharded]]:
+def plan(params: Sequence[MatrixParam], groups: Sequence[dict[str, Any]]) -> list[list[Sharded]]:
     """Weights that go through Newton-Schulz together, with an owner for each."""
     batches: dict[Any, list[Sharded]] = {}
-    index = -1
-    for number, group in enumerate(groups):
-        if group["algorithm"] != "muon":
-            continue
-        for position, param in enumerate(group["params"]):
-            index += 1
-            if not is_sharded(param):
-                continue
-            _, rows, cols, _ = block_shape(param, group, name_of(group, position))
-            stacked = param.ndim == 3 and not group["flatten"]
-            key = (
-                stacked,
-                rows,
-                cols,
-                group["ns_steps"],
-                group["coefficients"],
-                group["method"],
-                group["nesterov"],
-                id(param.device_mesh),
-            )
-            batches.setdefault(key, []).append(Sharded(param, number, index, stacked, rows, cols))
+    for given in params:
+        param: Any = given.param
+        group = groups[given.group]
+        _, rows, cols, _ = block_shape(param, group, given.name)
+        stacked = param.ndim == 3 and not group["flatten"]
+        options = tuple(group[name] for name in ("ns_steps", "coefficients", "method", "nesterov"))
+        key = (stacked, rows, cols, *options, id(param.device_mesh))
+        batches.setdefault(key, []).append(Sharded(param, given.group, given.index, stacked, rows, cols))
     owner = 0
     for items in batches.values():
         world = _ranks(items[0].param)[2]

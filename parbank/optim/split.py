@@ -13,7 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from parbank.config import choose
 from parbank.errors import ConfigError
+from parbank.optim.algorithm import MatrixAlgorithm
+from parbank.optim.algorithms import ALGORITHMS
 
 _log = logging.getLogger("parbank")
 
@@ -54,14 +57,16 @@ def split_parameters(
 ) -> list[dict[str, Any]]:
     """Groups for ParallelMuon, from any module.
 
-    overrides: {name or pattern: "muon" or "adamw"} for what the roles get wrong or cannot tell; patterns are those of a
-    shell ("blocks.*.gate.weight"). Norms, biases, gates and scalars get no weight decay; embeddings and heads take the
-    optimizer's. Each group says its "role"; what went where is logged at level INFO. Frozen parameters are left out.
+    overrides: {name or pattern: algorithm} for what the roles get wrong or cannot tell: "muon", "adamw", or another one in
+    `parbank.optim.algorithm.ALGORITHMS`. Patterns are those of a shell ("blocks.*.gate.weight").
+
+    Norms, biases, gates and scalars get no weight decay; embeddings and heads take the optimizer's. Each group says its
+    "role"; what went where is logged at level INFO. Frozen parameters are left out.
     """
     overrides = dict(overrides or {})
     found = [item for item in _find(model) if item.param.requires_grad]
-    roles = {item.name: _override(item, overrides) for item in found}
-    settled = {name for name, role in roles.items() if role is not None}
+    chosen = {item.name: algorithm for item in found if (algorithm := _override(item, overrides)) is not None}
+    roles = {item.name: _role_under(item, chosen[item.name]) for item in found if item.name in chosen}
     unused = [
         pattern for pattern in overrides if not any(fnmatchcase(n, pattern) for item in found for n in item.names)
     ]
@@ -72,7 +77,7 @@ def split_parameters(
     heads = _find_heads(found)
     unclear = []
     for item in found:
-        if roles[item.name] is None:
+        if item.name not in chosen:
             role = "head" if any(item is head for head in heads) else _role(item)
             roles[item.name] = role
             if role.startswith("?"):
@@ -85,8 +90,8 @@ def split_parameters(
             + f'\nsay so, for instance split_parameters(model, overrides={{"{example}": "adamw"}}); '
             'patterns like "*.gate.weight" work too'
         )
-    _check_last_linear(found, roles, settled)  # type: ignore[arg-type]
-    return _group(found, roles, lr, adam_lr)  # type: ignore[arg-type]
+    _check_last_linear(found, roles, chosen)
+    return _group(found, roles, chosen, lr, adam_lr)
 
 
 def _find(model: nn.Module) -> list[_Found]:
@@ -101,15 +106,20 @@ def _find(model: nn.Module) -> list[_Found]:
 
 
 def _override(item: _Found, overrides: Mapping[str, str]) -> str | None:
+    """The algorithm that the first matching pattern names."""
     for pattern, algorithm in overrides.items():
-        if algorithm not in ("muon", "adamw"):
-            raise ConfigError(f"overrides[{pattern!r}] must be 'muon' or 'adamw', got {algorithm!r}")
+        choose(ALGORITHMS, algorithm, f"overrides[{pattern!r}]")
         if any(fnmatchcase(name, pattern) for name in item.names):
-            if algorithm == "adamw":
-                return "small" if _is_vector(item.param) else "other"
-            role = _role_of_module(item, item.owners[0])
-            return role if role in ("flattened", "transposed", "triple") else "matrix"
+            return algorithm
     return None
+
+
+def _role_under(item: _Found, algorithm: str) -> str:
+    """The role of a parameter whose algorithm was given."""
+    if not isinstance(ALGORITHMS[algorithm], MatrixAlgorithm):
+        return "small" if _is_vector(item.param) else "other"
+    role = _role_of_module(item, item.owners[0])
+    return role if role in ("flattened", "transposed", "triple") else "matrix"
 
 
 def _is_vector(param: Tensor) -> bool:
@@ -166,35 +176,41 @@ def _role_of_module(item: _Found, owner: nn.Module) -> str:
     return f"?a bare parameter of {type(owner).__name__}"
 
 
-def _group(found: list[_Found], roles: dict[str, str], lr: float | None, adam_lr: float | None) -> list[dict[str, Any]]:
-    kinds: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-        "matrices": (("matrix",), {"algorithm": "muon"}),
-        "convolutions": (("flattened",), {"algorithm": "muon", "flatten": True}),
-        "transposed matrices": (("transposed",), {"algorithm": "muon", "transposed": (True,)}),
-        "joint query, key and value": (("triple",), {"algorithm": "muon", "num_heads": 3}),
-        "embeddings and heads": (("embedding", "head", "other"), {"algorithm": "adamw"}),
-        "norms, biases, gates and scalars": (("small",), {"algorithm": "adamw", "weight_decay": 0.0}),
+def _group(
+    found: list[_Found], roles: dict[str, str], chosen: Mapping[str, str], lr: float | None, adam_lr: float | None
+) -> list[dict[str, Any]]:
+    """One group for each kind of parameter and algorithm."""
+    kinds: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
+        "matrices": (("matrix",), "muon", {}),
+        "convolutions": (("flattened",), "muon", {"flatten": True}),
+        "transposed matrices": (("transposed",), "muon", {"transposed": (True,)}),
+        "joint query, key and value": (("triple",), "muon", {"num_heads": 3}),
+        "embeddings and heads": (("embedding", "head", "other"), "adamw", {}),
+        "norms, biases, gates and scalars": (("small",), "adamw", {"weight_decay": 0.0}),
     }
     groups = []
-    for role, (members, options) in kinds.items():
-        items = [item for item in found if roles[item.name] in members]
-        if not items:
-            continue
-        rate = lr if options["algorithm"] == "muon" else adam_lr
-        group = {"params": [(item.name, item.param) for item in items], "role": role, **options}
-        groups.append(group if rate is None else {**group, "lr": rate})
-        total = sum(item.param.numel() for item in items)
-        names = ", ".join(item.name for item in items[:4]) + (", ..." if len(items) > 4 else "")
-        _log.info("%s: %d %s, %s numbers (%s)", options["algorithm"], len(items), role, f"{total:,}", names)
+    for role, (members, usual, options) in kinds.items():
+        by_algorithm: dict[str, list[_Found]] = {}
+        for item in found:
+            if roles[item.name] in members:
+                by_algorithm.setdefault(chosen.get(item.name, usual), []).append(item)
+        rate = lr if usual == "muon" else adam_lr
+        for algorithm, items in by_algorithm.items():
+            params = [(item.name, item.param) for item in items]
+            group = {"params": params, "role": role, "algorithm": algorithm, **options}
+            groups.append(group if rate is None else {**group, "lr": rate})
+            total = sum(item.param.numel() for item in items)
+            names = ", ".join(item.name for item in items[:4]) + (", ..." if len(items) > 4 else "")
+            _log.info("%s: %d %s, %s numbers (%s)", algorithm, len(items), role, f"{total:,}", names)
     return groups
 
 
-def _check_last_linear(found: list[_Found], roles: dict[str, str], settled: set[str]) -> None:
+def _check_last_linear(found: list[_Found], roles: dict[str, str], chosen: Mapping[str, str]) -> None:
     """A model without a known head may still end in one: the last Linear, if no other has its shape, could be either."""
     if any(role in ("head", "other") for role in roles.values()) or any(len(item.names) > 1 for item in found):
         return
     linears = [item for item in found if isinstance(item.owners[0], nn.Linear) and item.param.ndim == 2]
-    if not linears or roles[linears[-1].name] != "matrix" or linears[-1].name in settled:
+    if not linears or roles[linears[-1].name] != "matrix" or linears[-1].name in chosen:
         return
     last = linears[-1]
     shapes = [item.param.shape for item in linears]

@@ -9,6 +9,7 @@ state dict would save the gather, but they cut every parameter into equal chunks
 how whole matrices are dealt out, and they need a device mesh to be read. No arithmetic touches a value on the way.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,30 +17,27 @@ import torch
 from torch import Tensor
 
 from parbank.optim.communication import wait
+from parbank.optim.dtensor import is_sharded
 from parbank.optim.layout import Batch, Member, Piece
-from parbank.optim.sharded import is_sharded
 
 if TYPE_CHECKING:
     from parbank.optim.parallel_muon import ParallelMuon
-
-SHARDED = ("momentum_buffer", "row_moment")
 
 
 def init_state(state: Any, batch: Batch, pieces: Sequence[Piece]) -> None:
     """Makes what is missing, for every parameter of a batch."""
     for member in batch.members:
         held = state[member.param]
-        if "momentum_buffer" not in held:
-            held["momentum_buffer"] = _zeros(member, pieces, batch.world, (member.rows, member.cols))
-        if batch.options.normuon and "row_moment" not in held:
-            held["row_moment"] = _zeros(member, pieces, batch.world, (_neurons(member),))
+        for key, shape in batch.state_shapes[member].items():
+            if key not in held:
+                held[key] = _zeros(member, pieces, batch.world, shape)
         if member.param.dtype == torch.bfloat16 and "low_bits" not in held:
             held["low_bits"] = torch.zeros_like(member.param, dtype=torch.int16)
 
 
-def blocks_of(held: dict[str, Tensor], key: str, piece: Piece, world: int) -> Tensor:
+def blocks_of(held: dict[str, Tensor], key: str, piece: Piece, batch: Batch) -> Tensor:
     """The blocks of a piece in the state of its parameter."""
-    if world == 1 and key == "momentum_buffer":
+    if batch.world == 1 and len(batch.state_shapes[piece.member][key]) == 2:
         return piece.member.blocks(held[key])
     return held[key][piece.offset : piece.offset + piece.count]
 
@@ -49,12 +47,6 @@ def _zeros(member: Member, pieces: Sequence[Piece], world: int, shape: tuple[int
         return torch.zeros_like(member.param, dtype=torch.float32)
     owned = sum(piece.count for piece in pieces if piece.member is member)
     return torch.zeros(owned, *shape, device=member.param.device)
-
-
-def _neurons(member: Member) -> int:
-    """Rows of the logical matrix; of the longer side where some matrices of a stack are transposed and some are not."""
-    sides = {member.cols if flag else member.rows for flag in member.transposed}
-    return max(sides)
 
 
 def save(optimizer: "ParallelMuon", plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -69,36 +61,38 @@ def save(optimizer: "ParallelMuon", plain: Callable[[], dict[str, Any]]) -> dict
 
 
 def gather(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> dict[Tensor, dict[str, Any]]:
-    """The whole state of every Muon parameter that has one. Collective."""
+    """The whole state of every parameter of the batches that has one. Collective."""
     whole: dict[Tensor, dict[str, Any]] = {}
     ranks = optimizer.ranks
     for batch in batches:
         members = [m for m in batch.members if m.param in optimizer.state]
+        shapes = batch.state_shapes
         for member in members:
-            whole[member.param] = {k: v for k, v in optimizer.state[member.param].items() if k not in SHARDED}
+            held = optimizer.state[member.param].items()
+            whole[member.param] = {key: value for key, value in held if key not in shapes[member]}
         pieces = batch.pieces(ranks.rank)
-        for key in SHARDED:
+        for key in dict.fromkeys(key for found in shapes.values() for key in found):
             having = [m for m in members if key in optimizer.state[m.param]]
             if not having:
                 continue
-            width = batch.rows * batch.cols if key == "momentum_buffer" else batch.cols
+            width = max(math.prod(found[key]) for found in shapes.values() if key in found)
             local = torch.zeros(sum(p.count for p in pieces), width, device=having[0].param.device)
             for piece in pieces:
                 if piece.member in having:
-                    values = blocks_of(optimizer.state[piece.member.param], key, piece, ranks.world).flatten(1)
+                    values = blocks_of(optimizer.state[piece.member.param], key, piece, batch).reshape(piece.count, -1)
                     local[piece.local : piece.local + piece.count, : values.shape[1]] = values
             everything, works = ranks.gather(local, batch)
             wait(works)
             for member in having:
                 rows = everything[member.first : member.first + member.count]
-                whole[member.param][key] = _assemble(member, key, rows)
+                whole[member.param][key] = _assemble(member, shapes[member][key], rows)
     return whole
 
 
-def _assemble(member: Member, key: str, rows: Tensor) -> Tensor:
-    if key == "row_moment":
-        return rows[:, : _neurons(member)].clone()
-    return member.unblocks(rows.clone())
+def _assemble(member: Member, shape: tuple[int, ...], rows: Tensor) -> Tensor:
+    """A state of all blocks of a member, from flat rows: in the parameter's shape where it has a number for each weight."""
+    blocks = rows[:, : math.prod(shape)].clone()
+    return member.unblocks(blocks) if len(shape) == 2 else blocks.view(-1, *shape)
 
 
 def scatter(optimizer: "ParallelMuon", whole: dict[Tensor, dict[str, Any]]) -> None:
@@ -111,10 +105,10 @@ def scatter(optimizer: "ParallelMuon", whole: dict[Tensor, dict[str, Any]]) -> N
             if values is None:
                 continue
             mine = [piece for piece in pieces if piece.member is member]
-            for key in SHARDED:
+            for key, shape in batch.state_shapes[member].items():
                 if key not in values:
                     continue
-                rows = member.blocks(values[key]) if key == "momentum_buffer" else values[key]
+                rows = member.blocks(values[key]) if len(shape) == 2 else values[key]
                 parts = [rows[piece.block : piece.block + piece.count] for piece in mine]
                 values = {**values, key: torch.cat(parts) if parts else rows[:0].clone()}
             optimizer.state[member.param] = dict(values)

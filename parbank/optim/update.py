@@ -28,7 +28,7 @@ class Control:
     hyper: Tensor
     """The table of hyperparameters, one row a group."""
     active: Tensor
-    """(Muon parameters,) float32: above 0 where some rank has a gradient."""
+    """(matrix parameters,) float32: above 0 where some rank has a gradient."""
 
     def taken(self, piece: Piece) -> Tensor:
         return (self.values[0] * self.active[piece.member.index]) > 0
@@ -51,7 +51,7 @@ def prepare(
         buffer.mul_(torch.where(taken, momentum, 1.0)).add_(g)
         update = torch.add(g, buffer * momentum) if batch.options.nesterov else buffer
         X[piece.local : piece.local + piece.count].copy_(update.mT if piece.member.flipped else update)
-    return normalize(X, working_dtype(X)) if local else X
+    return normalize(X, working_dtype(X)) if local else X.to(working_dtype(X))
 
 
 def normalize_rows(X: Tensor, pieces: Sequence[Piece], moments: Sequence[Tensor], control: Control) -> None:
@@ -103,7 +103,7 @@ def apply(
         update = updates[member.first : member.first + member.count]
         update = (update.mT if member.flipped else update).float()
         weight = param if low is None else join_master(param, low)
-        if batch.options.cautious:
+        if batch.cautious:
             weight.sub_(weight * (rate * (update * weight > 0)))
         else:
             weight.mul_(1 - rate)

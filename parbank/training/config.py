@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from parbank.config import choose, require
 from parbank.model.config import ModelConfig
 from parbank.ops.fp8 import MULTIPLE, Parts
+from parbank.optim.algorithm import ALGORITHMS, ElementwiseAlgorithm
 from parbank.optim.averaging import AverageConfig
 from parbank.quant.config import QuantConfig
 from parbank.training.loggers import LOGGERS
@@ -127,8 +128,12 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Muon for matrices, AdamW for everything else."""
+    """Muon for matrices, AdamW for everything else, unless other algorithms are named."""
 
+    matrix_algorithm: str = "muon"
+    """Algorithm of the banks' matrices: muon, adamw, or another one in parbank.optim.algorithm.ALGORITHMS."""
+    other_algorithm: str = "adamw"
+    """Algorithm of everything else; it must be element-wise, as adamw is."""
     matrix_lr: float = 0.025
     """Muon's learning rate, before the factor for a matrix's shape."""
     momentum: float = 0.99
@@ -163,6 +168,12 @@ class OptimConfig:
     """Learning rate at the very end, as a share of the peak."""
 
     def __post_init__(self) -> None:
+        choose(ALGORITHMS, self.matrix_algorithm, "optim.matrix_algorithm")
+        other = choose(ALGORITHMS, self.other_algorithm, "optim.other_algorithm")
+        require(
+            isinstance(other, ElementwiseAlgorithm),
+            f"optim.other_algorithm={self.other_algorithm} works on matrices, and gains and embeddings are none; use adamw",
+        )
         for name in ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr"):
             require(getattr(self, name) >= 0, f"optim.{name} must not be negative, got {getattr(self, name)}")
         for name in ("momentum", "momentum_start", "beta1", "beta2"):

@@ -7,16 +7,17 @@ from parbank.training.config import OptimConfig
 
 
 def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
-    """Banks to Muon, one group each, because a bank says which of its matrices are stored transposed; the rest to AdamW,
-    by role. `peak_lr` is kept in the group: the schedule multiplies it."""
+    """Banks one group each, because a bank says which of its matrices are stored transposed; the rest by role. `peak_lr` is
+    kept in the group: the schedule multiplies it."""
     named = dict(model.named_parameters())
     banks = [
         {
             "params": [named.pop(f"banks.{key}")],
-            "algorithm": "muon",
+            "algorithm": config.matrix_algorithm,
             "peak_lr": config.matrix_lr,
             "weight_decay": config.matrix_weight_decay,
             "ns_steps": config.newton_schulz_steps,
+            "betas": (config.beta1, config.beta2),
             "transposed": model.banks.transposed(key),
         }
         for key in model.banks.entries
@@ -30,14 +31,14 @@ def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
         else:
             lr = config.scalar_lr
         roles.setdefault(lr, []).append(parameter)
-    adam = [
+    others = [
         {
             "params": parameters,
-            "algorithm": "adamw",
+            "algorithm": config.other_algorithm,
             "peak_lr": lr,
             "betas": (config.beta1, config.beta2),
             "weight_decay": config.adam_weight_decay,
         }
         for lr, parameters in roles.items()
     ]
-    return [{**group, "lr": group["peak_lr"]} for group in banks + adam]
+    return [{**group, "lr": group["peak_lr"]} for group in banks + others]

@@ -161,7 +161,7 @@ class Trainer:
             self.fake.turn(spent >= 1 - self.config.quant.qat_share)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * share
-            if group["algorithm"] == "muon":
+            if group["algorithm"] == optim.matrix_algorithm:
                 group["momentum"] = momentum
         return share
 

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parbank.optim import update
 from parbank.optim.layout import plan_batches
 
 DEFAULTS: dict[str, Any] = {
@@ -84,3 +86,16 @@ def test_blocks_are_views() -> None:
             assert blocks.data_ptr() == member.param.data_ptr()
             assert torch.equal(member.unblocks(blocks), member.param)
             assert member.unblocks(blocks).stride() == member.param.stride()
+
+
+def test_a_rank_without_blocks_sends_the_dtype_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU without Triton the others send float16: a collective needs one dtype on every rank."""
+    monkeypatch.setattr(update, "working_dtype", lambda X: torch.float16)
+    (batch,) = plan_batches([group((1, 4, 8))], None, 2)
+    control = update.Control(torch.ones(2), torch.ones(2, 4), torch.ones(1))
+    dtypes = set()
+    for rank in (0, 1):
+        pieces = batch.pieces(rank)
+        blocks = [torch.randn(piece.count, 4, 8) for piece in pieces]
+        dtypes.add(update.prepare(batch, pieces, blocks, [torch.zeros_like(block) for block in blocks], control).dtype)
+    assert dtypes == {torch.float16}

@@ -429,10 +429,10 @@ def test_extra_work_runs_at_the_end_of_each_step() -> None:
     ("group", "message"),
     [
         ({"params": [torch.zeros(3)]}, "algorithm='adamw'"),
-        ({"algorithm": "sgd"}, "'muon' or 'adamw'"),
+        ({"algorithm": "sgd"}, "one of muon, adamw"),
         ({"lr": -1.0}, "lr must not be negative"),
         ({"momentum": 1.0}, "momentum must lie"),
-        ({"betas": (0.9,)}, "betas"),
+        ({"betas": (0.9,), "algorithm": "adamw"}, "betas"),
         ({"ns_steps": 0}, "ns_steps"),
         ({"coefficients": "magic"}, "unknown coefficients"),
         ({"lr_scale": "big"}, "lr_scale"),

@@ -101,9 +101,10 @@ def _unclipped(rank: int, world: int, group: Any, folder: Path) -> dict[str, Any
 
 def _order(rank: int, world: int, group: Any, folder: Path) -> dict[str, list[str]]:
     """What happens in a step without a clip and with one: AdamW on the small parameters, and waiting for the batches."""
-    from parbank.optim import adamw, collect
+    from parbank.optim import collect
+    from parbank.optim.algorithms.adamw import AdamW
 
-    step, wait, found = adamw.step_adamw, collect.wait, {}
+    step, wait, found = AdamW.update, collect.wait, {}
     for name, clip in (("free", None), ("clipped", 0.5)):
         events: list[str] = []
 
@@ -118,11 +119,11 @@ def _order(rank: int, world: int, group: Any, folder: Path) -> dict[str, list[st
 
         model = Banked()
         optimizer = ParallelMuon(model.groups(), process_group=group, max_norm=clip)
-        adamw.step_adamw, collect.wait = stepping, waiting
+        AdamW.update, collect.wait = stepping, waiting  # type: ignore[assignment, method-assign]
         try:
             _train(model, optimizer, rank, world, 0, 1)
         finally:
-            adamw.step_adamw, collect.wait = step, wait
+            AdamW.update, collect.wait = step, wait  # type: ignore[method-assign]
         found[name] = list(dict.fromkeys(events))
     return found
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from parbank.config import override
 from parbank.data.dataset import Dataset, open_dataset
-from parbank.errors import CheckpointError, TrainingError
+from parbank.errors import CheckpointError, ConfigError, TrainingError
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
@@ -329,3 +329,15 @@ def test_a_step_in_flight_that_goes_well_does_not_undo_the_stop(dataset: Dataset
     with pytest.raises(TrainingError, match="10 steps in a row"):
         trainer._end_if_lost()
     trainer.close()
+
+
+def test_algorithms_are_chosen_by_name(dataset: Dataset, tmp_path: Path) -> None:
+    config = nano("optim.matrix_algorithm=adamw", "optim.matrix_lr=0.003", "optim.beta2=0.9", "budget.steps=6")
+    losses, trainer = run(config, dataset, tmp_path)
+    assert {group["algorithm"] for group in trainer.optimizer.param_groups} == {"adamw"}
+    assert {group["betas"] for group in trainer.optimizer.param_groups} == {(0.9, 0.9)}
+    assert losses[-1] < losses[0] - 0.5
+    with pytest.raises(ConfigError, match=r"optim\.matrix_algorithm must be one of muon, adamw, got 'sgd'"):
+        nano("optim.matrix_algorithm=sgd")
+    with pytest.raises(ConfigError, match="works on matrices"):
+        nano("optim.other_algorithm=muon")

@@ -1,0 +1,182 @@
+"""The interface of an algorithm, and the table of algorithms by name.
+
+A group names its algorithm: {"params": [...], "algorithm": "muon"}. There are two kinds:
+
+- Element-wise. Every rank has the whole gradient and the whole state, and does the same arithmetic. AdamW is one.
+- Matrix. Blocks of one shape form a batch. One rank owns a block: it has the block's gradient and state, and sends the
+  update to the others. Muon is one.
+
+A new algorithm is a file in `algorithms/` with a subclass of either kind, and a line in `algorithms/__init__.py`. From
+outside the package: ALGORITHMS["name"] = MyAlgorithm(). The optimizer does the rest for every algorithm: the sum over ranks,
+the global clip, skipped steps, bfloat16 weights, checkpoints and CUDA graphs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from parbank.config import choose
+from parbank.errors import ConfigError
+from parbank.optim.dtensor import local_of
+from parbank.optim.master import join_master, split_master
+
+if TYPE_CHECKING:
+    from parbank.optim.kernels import Tables
+    from parbank.optim.layout import Batch, MatrixParam, Member, Piece
+    from parbank.optim.update import Control
+
+Group = dict[str, Any]
+
+
+class Algorithm:
+    """How the parameters of a group are updated. One object serves all optimizers: it holds nothing of its own."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Options of a group that ParallelMuon does not have itself, or has with another default."""
+
+    def complete(self, group: Group) -> None:
+        """Brings options into their usual form, in place: lists that come back from JSON, for instance."""
+
+    def check_options(self, options: Group) -> None:
+        """Raises ConfigError where an option of this algorithm cannot be used."""
+
+    def constants(self, group: Group) -> Hashable:
+        """What a CUDA graph of the step holds by value: when it changes, the step is captured again."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an element-wise update reads, as 0-d tensors on the device."""
+
+    lr: Tensor
+    weight_decay: Tensor
+    factor: Tensor
+    """What every gradient is multiplied by: the clip, the mean over ranks, the loss scale."""
+    taken: Tensor
+    """1.0, or 0.0 for a step that is skipped: then nothing may change, and gradients may be NaN."""
+    captured: bool
+    """A CUDA graph captures the step: numbers that schedules change must be read from here, not from the group."""
+
+    def scale(self, grad: Tensor) -> Tensor:
+        """The gradient times `factor`; zeros where the step is skipped."""
+        return torch.where(self.taken > 0, grad * self.factor, 0.0)
+
+
+class ElementwiseAlgorithm(Algorithm, ABC):
+    """An update of each number by itself: it also works on the part of a weight that FSDP2 leaves on a rank."""
+
+    @abstractmethod
+    def init_state(self, state: dict[str, Any], param: Tensor) -> None:
+        """Makes what is missing in the state of a parameter."""
+
+    def prepare_state(self, state: dict[str, Any], param: Tensor) -> None:
+        """`init_state`, and the missing bits of a bfloat16 weight (see `master`)."""
+        self.init_state(state, param)
+        if param.dtype == torch.bfloat16 and "low_bits" not in state:
+            state["low_bits"] = torch.zeros_like(param, dtype=torch.int16)
+
+    @abstractmethod
+    def update(
+        self,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        states: Sequence[dict[str, Any]],
+        group: Group,
+        settings: Settings,
+    ) -> None:
+        """One step of some parameters of a group, in place. Weights and gradients are float32, in the same memory order."""
+
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Any]],
+        group: Group,
+        settings: Settings,
+    ) -> None:
+        """`update` on this rank's part of the parameters, with the missing bits of bfloat16 weights joined to them."""
+        if not params:
+            return
+        params = [local_of(param) for param in params]
+        states = [{key: local_of(value) for key, value in state.items()} for state in states]
+        weights = [join_master(p, s["low_bits"]) if p.dtype == torch.bfloat16 else p for p, s in zip(params, states)]
+        self.update(weights, [_like(local_of(g), w) for g, w in zip(grads, weights)], states, group, settings)
+        for param, weight, state in zip(params, weights, states):
+            if weight is not param:
+                split_master(weight, param, state["low_bits"])
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a matrix algorithm works on in one step: the blocks of a batch that this rank owns."""
+
+    batch: "Batch"
+    pieces: Sequence["Piece"]
+    grads: Sequence[Tensor]
+    """Per piece: its blocks (count, rows, cols), as stored. Not yet multiplied by the factor in `control`."""
+    control: "Control"
+    state: Callable[[str], list[Tensor]]
+    """By the name of a state: its blocks, per piece, as stored."""
+    tables: "Tables"
+    captured: bool
+    """A CUDA graph captures the step, so that launches are free."""
+
+
+class MatrixAlgorithm(Algorithm, ABC):
+    """An update of whole matrices, in batches of one shape."""
+
+    layout_options: ClassVar[tuple[str, ...]] = ()
+    """Options of a group that all matrices of a batch must share."""
+
+    def batch_options(self, group: Group) -> Any:
+        """`layout_options` in the form that `directions` reads, as `work.batch.options`. Must be hashable."""
+        return tuple(group[name] for name in self.layout_options)
+
+    @abstractmethod
+    def state_shapes(self, member: "Member", options: Any) -> dict[str, tuple[int, ...]]:
+        """The float32 state of each block, by name: (rows, cols) of the member, or fewer dimensions."""
+
+    @abstractmethod
+    def directions(self, work: Work) -> Tensor:
+        """Updates (owned blocks, rows, cols) of the batch: the optimizer subtracts each one times lr and shape factor.
+
+        The dtype must not depend on the rank: a rank that owns no block returns an empty tensor of the same dtype.
+        """
+
+    def check_sharded(self, param: Tensor, group: Group, name: str) -> None:
+        """Raises ConfigError where a weight that FSDP2 has sharded cannot be used."""
+        raise ConfigError(
+            f"{name} is sharded by FSDP2, and algorithm={group['algorithm']!r} takes whole matrices; use algorithm='muon' or "
+            "an element-wise one, or leave out fully_shard"
+        )
+
+    def step_sharded(
+        self, params: Sequence["MatrixParam"], groups: Sequence[Group], state: Any, control: "Control"
+    ) -> None:
+        """One step of the weights that `check_sharded` let through."""
+        raise NotImplementedError
+
+
+ALGORITHMS: dict[str, Algorithm] = {}
+"""By name; `algorithms/__init__.py` fills it."""
+
+
+def find_algorithm(group: Group) -> Algorithm:
+    """The algorithm of a group."""
+    return choose(ALGORITHMS, group["algorithm"], "algorithm")
+
+
+def is_matrix_group(group: Group) -> bool:
+    return isinstance(find_algorithm(group), MatrixAlgorithm)
+
+
+def _like(grad: Tensor, weight: Tensor) -> Tensor:
+    """The gradient in the dtype and memory order of the weight: kernels walk both in step."""
+    if grad.dtype == weight.dtype and grad.stride() == weight.stride():
+        return grad
+    return torch.empty_like(weight).copy_(grad)

@@ -1,0 +1,68 @@
+"""AdamW: PyTorch's fused kernel, fed so that nothing waits for the device.
+
+The kernel divides gradients by `grad_scale` and does nothing when `found_inf` is 1, both read on the device: that is the
+global clip and the skipped step. It takes the learning rate as a tensor; betas and eps are numbers to it.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parbank.config import require
+from parbank.optim.algorithm import ElementwiseAlgorithm, Group, Settings
+
+
+class AdamW(ElementwiseAlgorithm):
+    """Options: betas, eps."""
+
+    def check_options(self, options: Group) -> None:
+        eps, betas = options["eps"], options["betas"]
+        require(isinstance(eps, Tensor) or eps >= 0, f"eps must not be negative, got {eps}")
+        good = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        require(good, f"betas must be two numbers in 0 <= b < 1, got {betas}")
+
+    def constants(self, group: Group) -> Hashable:
+        return group["betas"], group["eps"], bool(group["weight_decay"])
+
+    def init_state(self, state: dict[str, Any], param: Tensor) -> None:
+        """Moments in float32 whatever the weight, the step count on the device."""
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+
+    def update(
+        self,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        states: Sequence[dict[str, Any]],
+        group: Group,
+        settings: Settings,
+    ) -> None:
+        """A graph must follow a weight decay that changes: then the decay is a pass of its own, else the kernel's work."""
+        lr, skip = settings.lr, 1 - settings.taken
+        decay = group["weight_decay"]
+        if isinstance(decay, Tensor) or (settings.captured and decay):
+            torch._foreach_mul_(weights, 1 - lr * settings.weight_decay * (1 - skip))
+            decay = 0.0
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, [1 - skip] * len(steps))
+        torch._fused_adamw_(
+            weights,
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            steps,
+            lr=lr,
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            weight_decay=float(decay),
+            eps=float(group["eps"]),
+            amsgrad=False,
+            maximize=False,
+            grad_scale=1 / settings.factor,
+            found_inf=skip,
+        )

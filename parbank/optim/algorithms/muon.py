@@ -1,0 +1,78 @@
+"""Muon: momentum, then the nearest orthogonal matrix of each update, and NorMuon's row norms where they are asked for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from parbank.config import require
+from parbank.ops.backend import use_triton
+from parbank.optim import kernels, sharded, update
+from parbank.optim.algorithm import Group, MatrixAlgorithm, Work
+from parbank.optim.coefficients import Triple, resolve_coefficients
+from parbank.optim.layout import MatrixParam, Member
+from parbank.optim.newton_schulz import METHODS, iterate
+from parbank.optim.update import Control
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every block of a batch has in common."""
+
+    triples: tuple[Triple, ...]
+    method: str
+    nesterov: bool
+    normuon: bool
+
+
+class Muon(MatrixAlgorithm):
+    """Options: momentum, nesterov, ns_steps, coefficients, method, normuon, row_beta."""
+
+    layout_options = ("ns_steps", "coefficients", "method", "nesterov", "normuon")
+
+    def complete(self, group: Group) -> None:
+        if not isinstance(group["coefficients"], str):  # lists come back from JSON and from state dicts
+            group["coefficients"] = resolve_coefficients(group["coefficients"], group["ns_steps"])
+
+    def check_options(self, options: Group) -> None:
+        method, steps = options["method"], options["ns_steps"]
+        require(method in METHODS, f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        require(int(steps) >= 1, f"ns_steps must be at least 1, got {steps}")
+        resolve_coefficients(options["coefficients"], steps)
+        for key in ("momentum", "row_beta"):
+            require(0 <= options[key] < 1, f"{key} must lie in 0 <= m < 1, got {options[key]}")
+
+    def batch_options(self, group: Group) -> Options:
+        triples = resolve_coefficients(group["coefficients"], group["ns_steps"])
+        return Options(triples, group["method"], group["nesterov"], group["normuon"])
+
+    def state_shapes(self, member: Member, options: Options) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {"momentum_buffer": (member.rows, member.cols)}
+        return {**shapes, "row_moment": (_neurons(member),)} if options.normuon else shapes
+
+    def directions(self, work: Work) -> Tensor:
+        options, control = work.batch.options, work.control
+        buffers = work.state("momentum_buffer")
+        if use_triton(control.values):
+            X = kernels.prepare(work.batch, work.pieces, work.grads, buffers, control, work.tables)
+        else:
+            X = update.prepare(work.batch, work.pieces, work.grads, buffers, control)
+        if work.pieces:
+            X = iterate(X, options.triples, options.method, graphed=work.captured)
+        if options.normuon:
+            update.normalize_rows(X, work.pieces, work.state("row_moment"), control)
+        return X
+
+    def check_sharded(self, param: Tensor, group: Group, name: str) -> None:
+        sharded.check_sharded(param, group, name)
+
+    def step_sharded(
+        self, params: Sequence[MatrixParam], groups: Sequence[Group], state: Any, control: Control
+    ) -> None:
+        sharded.step_sharded(params, groups, state, control)
+
+
+def _neurons(member: Member) -> int:
+    """Rows of the logical matrix; of the longer side where some matrices of a stack are transposed and some are not."""
+    return max(member.cols if flag else member.rows for flag in member.transposed)
