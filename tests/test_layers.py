@@ -15,7 +15,8 @@ LEVELS = {
     "eval": 5,
     "training": 6,
     "recipes": 7,
-    "cli": 8, "program": 8, "__main__": 9,
+    "api": 8, "program": 8,
+    "cli": 9, "__main__": 10,
 }  # fmt: skip
 
 

@@ -68,6 +68,8 @@ class Packed:
     """Whether the clip search was used: only at the configured range (see `_search`)."""
     attempts: tuple[tuple[int, int], ...]
     """(q, file size) of every range that was tried, in order; the first is clipped."""
+    uncalibrated: tuple[str, ...] = ()
+    """Tensors of integers that calibration found no Hessian for: their errors were taken to matter alike."""
 
     @property
     def size(self) -> int:
@@ -86,7 +88,9 @@ class Packed:
         return write_file(path, self.data)
 
 
-def plan(shapes: Mapping[str, Shape], config: QuantConfig, matrix_q: int) -> list[Spec]:
+def plan(
+    shapes: Mapping[str, Shape], config: QuantConfig, matrix_q: int, roles: Mapping[str, Role] | None = None
+) -> list[Spec]:
     """What every tensor becomes, in the order of the file: by name, so that the order of the dict does not matter."""
     ranges = {"matrix": matrix_q, "embedding": config.embedding_q, "other": 0}
 
@@ -94,7 +98,8 @@ def plan(shapes: Mapping[str, Shape], config: QuantConfig, matrix_q: int) -> lis
         grouped = q and config.method == "rows" and config.group and shape[1] % config.group == 0
         return max(shape[1] // config.group, 1) if grouped else 1
 
-    found = ((name, tuple(shape), role(name, tuple(shape))) for name, shape in sorted(shapes.items()))
+    chosen = roles or {name: role(name, tuple(shape)) for name, shape in shapes.items()}
+    found = ((name, tuple(shape), chosen[name]) for name, shape in sorted(shapes.items()))
     return [Spec(name, shape, kind, ranges[kind], groups(shape, ranges[kind])) for name, shape, kind in found]
 
 
@@ -102,6 +107,7 @@ def pack_tensors(
     tensors: Mapping[str, torch.Tensor],
     config: QuantConfig,
     *,
+    roles: Mapping[str, Role] | None = None,
     max_bytes: int | None = None,
     meta: Mapping[str, Any] | None = None,
     extra_sections: Mapping[str, bytes] | None = None,
@@ -110,9 +116,9 @@ def pack_tensors(
     """Packs a state dict: at the configured bits if that fits, else with the finest matrix range that does.
 
     `max_bytes` caps the file plus `code_bytes`, which a recipe may count. Nothing is written here, so nothing over the
-    cap ever reaches the disk.
+    cap ever reaches the disk. `roles` are those of the tensors' names unless given.
     """
-    packer = _Packer(tensors, config, meta or {}, extra_sections or {})
+    packer = _Packer(tensors, config, meta or {}, extra_sections or {}, roles)
     cap = None if max_bytes is None else max_bytes - code_bytes
     return _search(packer, config, cap, code_bytes)
 
@@ -122,6 +128,7 @@ def pack_solved(
     config: QuantConfig,
     calibration: Calibration,
     *,
+    roles: Mapping[str, Role] | None = None,
     max_bytes: int,
     meta: Mapping[str, Any] | None = None,
     extra_sections: Mapping[str, bytes] | None = None,
@@ -130,7 +137,11 @@ def pack_solved(
 ) -> Packed:
     """Like `pack_tensors`, by the solver. A cap that `check_fits` took is met, whatever the weights are: at worst by
     a file of zeros."""
-    roles = {name: role(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    roles = roles or {name: role(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    whole = sorted(name for name, kind in roles.items() if kind != "other")
+    missing = tuple(name for name in whole if name not in calibration.hessians)
+    if missing and calibration.tokens:
+        say(describe_uncalibrated(missing))
 
     def build(contents: Contents) -> bytes:
         chosen = {name: roles[name] for name in contents}
@@ -139,7 +150,16 @@ def pack_solved(
     solved = Solver(tensors, roles, calibration, config, say=say).solve(build, max_bytes - code_bytes)
     ranges = [c.q for n, c in solved.contents.items() if isinstance(c, Quantised) and roles[n] == "matrix"]
     widest = max(ranges, default=0)
-    return Packed(solved.data, widest, False, tuple((widest, size) for size in solved.builds))
+    return Packed(solved.data, widest, False, tuple((widest, size) for size in solved.builds), missing)
+
+
+def describe_uncalibrated(missing: tuple[str, ...]) -> str:
+    """One line for the person who packs."""
+    names = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    return (
+        f"calibration found no Hessian for {len(missing)} tensors, which are packed as if every error in them mattered alike: "
+        f"{names}"
+    )
 
 
 def unpack_tensors(artifact: Artifact) -> dict[str, torch.Tensor]:
@@ -193,16 +213,20 @@ class _Packer:
         config: QuantConfig,
         meta: Mapping[str, Any],
         extra: Mapping[str, bytes],
+        roles: Mapping[str, Role] | None,
     ) -> None:
         self.weights = {name: _to_numpy(name, tensor) for name, tensor in tensors.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self.config, self.meta, self.extra = config, meta, extra
-        self.matrix_count = sum(spec.count for spec in plan(self.shapes, config, 1) if spec.role == "matrix")
+        self.config, self.meta, self.extra, self.roles = config, meta, extra, roles
+        self.matrix_count = sum(spec.count for spec in self.plan(1) if spec.role == "matrix")
         self._fixed: dict[str, Content] = {}
+
+    def plan(self, matrix_q: int) -> list[Spec]:
+        return plan(self.shapes, self.config, matrix_q, self.roles)
 
     def build(self, matrix_q: int, *, clip: bool) -> bytes:
         """The whole file with matrices in -q..q, with or without the clip search."""
-        specs = plan(self.shapes, self.config, matrix_q)
+        specs = self.plan(matrix_q)
         contents = {spec.name: self._content(spec, clip) for spec in specs}
         roles = {spec.name: spec.role for spec in specs}
         return pack_contents(contents, roles, self.meta, self.extra, coder=self.config.coder)

@@ -218,6 +218,21 @@ def _pack(
         ) from error
 
 
+def save_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Tensors of any dtype as a safetensors file in memory: the same tensors give the same bytes."""
+    return _safetensors().torch.save({name: tensors[name].cpu().contiguous() for name in sorted(tensors)})
+
+
+def load_bytes(data: bytes, source: str) -> dict[str, torch.Tensor]:
+    """Undoes `save_bytes`. `source` names the place in errors."""
+    try:
+        return _safetensors().torch.load(data)
+    except ParbankError:
+        raise
+    except Exception as error:  # the library's own error type, or a dtype torch does not know
+        raise ArtifactError(f"{source} is no sound safetensors file: {error}") from error
+
+
 def _safetensors() -> Any:
     try:
         import safetensors.torch

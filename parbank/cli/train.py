@@ -1,16 +1,13 @@
 """Training: `train` and `warmup`."""
 
-import json
 import os
-import time
-from datetime import datetime
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from parbank.cli.terminal import DATA_HELP, DeviceOption, print_pairs, printable
-from parbank.errors import ConfigError
 
 
 def train(
@@ -49,58 +46,26 @@ def train(
 
     Ctrl-C saves a checkpoint; --resume goes on from it.
     """
-    from parbank import runtime
-    from parbank.config import override
-    from parbank.data.corpora import absolute_spec
-    from parbank.recipes import get_recipe
-    from parbank.training.compiled import use_compile_cache
-    from parbank.training.display import Display
-    from parbank.training.folder import load_run_config
-    from parbank.training.run import run
+    from parbank.api import run as api
 
-    use_compile_cache()
-    changes = _budget_changes(minutes, steps, tokens)
-    changes += [
-        f"{k}={json.dumps(v)}"
-        for k, v in (("data", data), ("seed", seed), ("budget.max_bytes", max_bytes))
-        if v is not None
-    ]
-    changes += settings or []
-    if resume:
-        if out is None or recipe is not None:
-            raise ConfigError("--resume goes on with an earlier run: give its folder by --out, and no --recipe")
-        config = load_run_config(out, *changes)
-    else:
-        config = override(get_recipe(recipe or "demo"), *changes)
-    config = override(config, f"data={json.dumps(absolute_spec(config.data))}")
-    with runtime.start(device) as place:
-        folder = out or _new_folder(config.recipe, place)
-        display = Display(enabled=place.is_main)
-        result = run(config, place, folder, resume=resume, display=display)
-        if result.summary is not None and place.is_main:
-            _print_summary(result.summary, folder)
-    if result.stop_signal:
-        raise typer.Exit(128 + result.stop_signal)
-
-
-def _budget_changes(minutes: float | None, steps: int | None, tokens: int | None) -> list[str]:
-    """One of the three replaces whatever budget the recipe had."""
-    given = {
-        name: value for name, value in (("minutes", minutes), ("steps", steps), ("tokens", tokens)) if value is not None
-    }
-    if len(given) > 1:
-        raise ConfigError(
-            f"give one of --minutes, --steps and --tokens, not {len(given)}: {', '.join('--' + n for n in given)}"
+    try:
+        done = api.train(
+            recipe=recipe,
+            data=data,
+            minutes=minutes,
+            steps=steps,
+            tokens=tokens,
+            max_bytes=max_bytes,
+            out=out,
+            seed=seed,
+            device=device,
+            settings=settings or (),
+            resume=resume,
         )
-    if not given:
-        return []
-    return [f"budget.{name}={given.get(name, 'none')}" for name in ("minutes", "steps", "tokens")]
-
-
-def _new_folder(recipe: str, place: Any) -> Path:
-    """runs/RECIPE-TIME, the same on every rank: the first rank's clock decides."""
-    (stamp,) = place.agree([time.time() if place.is_main else 0.0])
-    return Path("runs") / f"{recipe}-{datetime.fromtimestamp(stamp):%Y%m%d-%H%M%S}"
+    except api.Stopped:  # the run has said where its checkpoint is
+        raise typer.Exit(128 + signal.SIGINT) from None
+    if os.environ.get("RANK", "0") == "0":
+        _print_summary(done.summary, done.folder)
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:

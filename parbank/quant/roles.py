@@ -1,16 +1,32 @@
 """How a tensor is stored: as integers per row, or as float16 numbers."""
 
+from collections.abc import Mapping
 from typing import Literal
+
+from torch import nn
 
 Role = Literal["matrix", "embedding", "other"]
 Shape = tuple[int, ...]
+# What GPT-2 calls its tables; every other model at hand has "embed" in the name (embed_tokens, tok_embeddings, ...).
+TABLES = ("wte", "wpe")
 
 
 def role(name: str, shape: Shape) -> Role:
     """By what the tensor is called, and whether a scale per row would pay."""
     if len(shape) != 2 or 0 in shape:
         return "other"
-    if name.endswith("embedding.weight"):
+    parts = name.split(".")
+    owner = parts[-2].lower() if parts[-1] == "weight" and len(parts) > 1 else ""
+    if "embed" in owner or owner in TABLES:
         return "embedding"
     # Gates and per-head gains are 2-D but thin; at 16 columns the scale is already an eighth of a 6-bit row.
     return "matrix" if min(shape) >= 16 else "other"
+
+
+def roles_in(module: nn.Module) -> dict[str, Role]:
+    """The roles that a module's structure tells, by name: tables that are looked up, heads tied to one, and buffers, which
+    are no weights. The rest goes by `role`."""
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    found: Mapping[str, Role] = {name: "other" for name, _ in module.named_buffers(remove_duplicate=False)}
+    named = module.named_parameters(remove_duplicate=False)
+    return {**found, **{name: "embedding" for name, parameter in named if id(parameter) in tables}}

@@ -13,6 +13,7 @@ from parbank.artifact.load import TOKENIZER
 from parbank.artifact.pack import Packed, pack_solved, pack_tensors
 from parbank.config import override
 from parbank.data.dataset import open_dataset
+from parbank.data.progress import Say
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ConfigError, DataError
@@ -107,18 +108,24 @@ def pack_checkpoint(
 
 def _training_tokens(data: str | None, config: RunConfig, tokenizer: Tokenizer, display: Display) -> TokenSet | None:
     """Training text in the model's own tokens. Text that was asked for must be there; the run's own may be gone."""
+    context, count = config.batch.sequence_length, config.quant.calibration_tokens
     try:
-        dataset = open_dataset(data or config.data, vocab_size=config.model.vocab_size, say=display.say)
-        dataset.require_length(config.batch.sequence_length)
+        return open_training_tokens(data or config.data, tokenizer, context=context, count=count, say=display.say)
     except DataError as error:
         if data is not None:
             raise
         display.say(f"cannot calibrate on the run's training text ({error}); --data SPEC names other text")
         return None
+
+
+def open_training_tokens(spec: str, tokenizer: Tokenizer, *, context: int, count: int, say: Say) -> TokenSet:
+    """The training part of a data spec in the tokens of `tokenizer`: at least `context` of them, and enough for `count`."""
+    dataset = open_dataset(spec, vocab_size=tokenizer.vocab_size, say=say)
+    dataset.require_length(context)
     if dataset.tokenizer.fingerprint == tokenizer.fingerprint:
         return dataset.train
     # of text cut by another tokenizer twice the tokens are enough: tokens differ in length, but not by that much
-    tokens = dataset.train.read(0, min(len(dataset.train), 2 * config.quant.calibration_tokens))
+    tokens = dataset.train.read(0, min(len(dataset.train), 2 * count))
     documents = np.split(tokens, np.flatnonzero(tokens == dataset.tokenizer.bos_id))
     bos = np.array([tokenizer.bos_id], dtype=np.uint16)
     pieces = [piece for d in documents for piece in (bos, tokenizer.encode(dataset.tokenizer.decode(d)))]

@@ -1,0 +1,304 @@
+"""`parbank.load`, and the `Model` it gives back."""
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from parbank.artifact.container import decode_artifact, is_artifact, read_artifact
+from parbank.artifact.load import TOKENIZER, LoadedModel
+from parbank.artifact.pack import unpack_tensors
+from parbank.artifact.safetensors import export_model
+from parbank.artifact.state_dict import KIND as FOREIGN
+from parbank.artifact.state_dict import unpack_state_dict
+from parbank.config import require
+from parbank.data.shards import TokenSet
+from parbank.data.tokenizer import Tokenizer
+from parbank.data.validation import open_validation
+from parbank.errors import ArtifactError, ConfigError, DataError
+from parbank.eval.adaptation import AdaptConfig
+from parbank.eval.methods import EvalConfig, Method, find_idle, score_text
+from parbank.eval.sampling import continuation, sample_tokens
+from parbank.eval.score import Score
+from parbank.files import write_file
+from parbank.model import GPT
+from parbank.model.protocol import LanguageModel, PlainModel
+from parbank.precision import autocast
+from parbank.runtime import Runtime, pick_device
+from parbank.training.load import load_model
+from parbank.training.warmup import use_compile_cache
+
+NAMES = ("stdlib", "fineweb")  # data specs that are a word,
+KINDS = ("text", "shards", "fineweb")  # and what the others have before the colon
+
+
+def load(path: str | os.PathLike[str], device: str = "auto") -> "Model":
+    """A model from an artifact (.pbk), a checkpoint (step_N.pt), or the folder of a run.
+
+    A folder means its artifact, or its newest checkpoint where there is no artifact yet. A checkpoint gives the averaged
+    weights, those that would be packed. Of an artifact that `pack` made of somebody else's module there are the weights, by
+    `state_dict()`, and its tokenizer if it had one.
+
+        >>> import parbank
+        >>> model = parbank.load("runs/first/model.pbk")
+        >>> model.context
+        64
+    """
+    file, place = Path(path), _place(device)
+    if place.type == "cuda":
+        use_compile_cache()
+    if is_artifact(file) and (artifact := read_artifact(file)).meta.get("kind") == FOREIGN:
+        found = {name: tensor.to(place) for name, tensor in unpack_state_dict(artifact).items()}
+        pieces = artifact.sections.get(TOKENIZER)
+        tokenizer = None if pieces is None else Tokenizer.from_bytes(pieces)
+        return Model(found, tokenizer, context=artifact.meta.get("context") or 1, source=file)
+    loaded = load_model(file, place)
+    return Model(
+        loaded.model, loaded.tokenizer, context=loaded.context, data=loaded.data, meta=loaded.meta, source=loaded.source
+    )
+
+
+class Model:
+    """A language model with its tokenizer: ready to score, to write, and to save.
+
+    `load` makes one from a file. Around a module of your own, make one yourself: `Model(module, tokenizer, context=512)`,
+    where the module is a `parbank.model.protocol.LanguageModel`. Such a model has `score` (chunked and sliding), `sample`
+    and `logits`.
+
+        >>> import parbank
+        >>> model = parbank.load("runs/first")
+        >>> score = model.score("The sea was calm.")
+        >>> score.bytes, 1 < score.bpb < 10
+        (17, True)
+        >>> text = model.sample("The sea", tokens=5, seed=1)
+        >>> model.logits(model.tokenizer.encode("The sea")).shape[-1]
+        320
+    """
+
+    context: int
+    """The window it was trained on, in tokens; `score` and `sample` take it unless told otherwise."""
+    data: str | None
+    """The data spec it was trained on, where that is known."""
+    meta: dict[str, Any]
+    """What its artifact says about itself, or would say."""
+    source: Path | None
+    """The file it came from."""
+
+    def __init__(
+        self,
+        module: LanguageModel | Mapping[str, Tensor],
+        tokenizer: Tokenizer | None,
+        *,
+        context: int,
+        data: str | None = None,
+        meta: Mapping[str, Any] | None = None,
+        source: Path | None = None,
+    ) -> None:
+        """Around a module. `load` gives the rest: what an artifact says of itself, and the file it came from."""
+        if not isinstance(module, nn.Module | Mapping):
+            raise ConfigError(f"a Model is made around a torch.nn.Module, got {type(module).__name__}")
+        require(context >= 1, f"a model's context has at least 1 token, got {context}")
+        self._module, self._tokenizer = module, tokenizer
+        self.context, self.data = context, data
+        self.meta, self.source = dict(meta or {}), source
+
+    @property
+    def module(self) -> nn.Module:
+        """The network. A call with token ids (B, T) gives logits (B, T, vocabulary)."""
+        if isinstance(self._module, nn.Module):
+            return self._module
+        raise ArtifactError(
+            f"{self.source} holds the weights of a module that parbank did not build; build it, load state_dict() into it, and "
+            "make parbank.Model(module, tokenizer, context=...)"
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text to tokens and back."""
+        if self._tokenizer is None:
+            raise ArtifactError(f"{self.source} holds no tokenizer: it was packed from a module alone")
+        return self._tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.state_dict().values())).device
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights by name."""
+        return self._module.state_dict() if isinstance(self._module, nn.Module) else dict(self._module)
+
+    def score(
+        self,
+        text: str | bytes | os.PathLike[str] | None = None,
+        *,
+        method: Method = "chunked",
+        context: int | None = None,
+        stride: int | None = None,
+        segment: int | None = None,
+        adapt: Mapping[str, Any] | None = None,
+    ) -> Score:
+        """Bits per byte of a text: `.bpb`, from `.bits`, `.bytes` and `.tokens`.
+
+        text: a string is the text itself, unless it is a data spec ("stdlib", or one that begins with "text:", "shards:" or
+        "fineweb:"); the validation part of a spec is scored, as by `parbank eval --data`. A Path is a file or folder of text,
+        all of it scored. A string that names an existing file is refused: it could be meant either way. Bytes are always
+        the text, in UTF-8. Nothing means the validation text of the data that the model was trained on.
+        method: chunked, sliding, streaming or ttt; `stride` is for sliding windows, `segment` for streaming, and `adapt`
+        holds the settings of ttt, such as {"lr": 0.002}. docs/scoring.md says what each method measures.
+        """
+        config = EvalConfig(
+            method=method,
+            context=self.context if context is None else context,
+            stride=stride,
+            segment=segment,
+            adapt=None if adapt is None else AdaptConfig(**adapt),
+        )
+        model = self._scorable(method)
+        scored = score_text(model, self._open_text(text), config, Runtime(device=self.device))
+        if (idle := find_idle(scored.tokens, config, model.config)) is not None:
+            warnings.warn(idle, stacklevel=2)
+        return scored.total(self.tokenizer)
+
+    def sample(
+        self,
+        prompt: str = "",
+        *,
+        tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        seed: int = 0,
+        context: int | None = None,
+    ) -> str:
+        """Text that continues the prompt, without the prompt. The same seed writes the same text.
+
+        It ends after `tokens` tokens, or where the model ends the document. Temperature 0 takes the likeliest token.
+        """
+        written = sample_tokens(
+            self._gpt("sampling"), self.tokenizer, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed,
+            context=self.context if context is None else context,
+        )  # fmt: skip
+        return continuation(self.tokenizer, prompt, list(written))
+
+    @torch.inference_mode()
+    def logits(self, ids: Tensor | np.ndarray | Iterable[int]) -> Tensor:
+        """The logits of the next token at every place, float32: ids (T,) -> (T, vocabulary), (B, T) -> (B, T, vocabulary)."""
+        given = ids if isinstance(ids, Tensor) else torch.from_numpy(np.asarray(ids, dtype=np.int64))
+        batch = given.to(self.device, torch.int64)
+        if batch.ndim not in (1, 2) or not batch.numel():
+            raise ConfigError(f"ids have shape (T,) or (B, T), with at least one token; got {tuple(batch.shape)}")
+        low, high = int(batch.min()), int(batch.max())
+        if low < 0 or high >= self.tokenizer.vocab_size:
+            raise ConfigError(f"ids must be 0 to {self.tokenizer.vocab_size - 1}, got {low} to {high}")
+        model = self._scorable("chunked")
+        training = model.training
+        model.eval()
+        try:
+            with autocast(self.device):
+                found = model(batch if batch.ndim == 2 else batch[None]).float()
+        finally:
+            model.train(training)
+        return found if batch.ndim == 2 else found[0]
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the artifact that the model came from, byte for byte.
+
+        Weights that are in no artifact, those of a checkpoint or ones changed since, need a cap on their bytes: `pack` writes
+        them.
+        """
+        if self.source is not None and is_artifact(self.source):
+            data = self.source.read_bytes()
+            artifact = decode_artifact(data, source=str(self.source))
+            unpack = unpack_state_dict if artifact.meta.get("kind") == FOREIGN else unpack_tensors
+            stored, own = unpack(artifact), self.state_dict()
+            if stored.keys() == own.keys() and all(torch.equal(stored[name], own[name].cpu()) for name in stored):
+                write_file(Path(path), data)
+                return Path(path)
+        raise ArtifactError(
+            f"these weights are not those of an artifact on disk ({self.source or 'no file'}); parbank.pack(model, "
+            f"max_bytes=..., out={os.fspath(path)!r}) makes one"
+        )
+
+    def export(self, path: str | os.PathLike[str], dtype: str = "float32") -> Path:
+        """Writes the weights as safetensors (float32, bfloat16 or float16), and the tokenizer beside them as NAME.model."""
+        loaded = LoadedModel(
+            model=self._gpt("export"), tokenizer=self.tokenizer, context=self.context, data=self.data, meta=self.meta,
+            source=self.source or Path(path),
+        )  # fmt: skip
+        export_model(loaded, Path(path), dtype)
+        return Path(path)
+
+    def __repr__(self) -> str:
+        count = sum(tensor.numel() for tensor in self.state_dict().values())
+        source = f", from {str(self.source)!r}" if self.source else ""
+        return f"Model({count:,} numbers, context {self.context}{source})"
+
+    def _gpt(self, what: str) -> GPT:
+        if not isinstance(self.module, GPT):
+            raise ConfigError(f"{what} needs a model that parbank built; this one is a {type(self.module).__name__}")
+        return self.module
+
+    def _scorable(self, method: str) -> GPT:
+        """The network as scoring takes it. A module of somebody else's has its forward pass and nothing more."""
+        if isinstance(self.module, GPT):
+            return self.module
+        if method not in ("chunked", "sliding"):
+            raise ConfigError(
+                f"method {method!r} reads inside the network, and this one is a {type(self.module).__name__}; use chunked or "
+                "sliding"
+            )
+        plain = PlainModel(self.module, vocab_size=self.tokenizer.vocab_size, bos_id=self.tokenizer.bos_id)
+        return cast(GPT, plain.train(self.module.training))
+
+    def _open_text(self, text: str | bytes | os.PathLike[str] | None) -> TokenSet:
+        if text is None:
+            if self.data is None:
+                raise ConfigError(
+                    "the model does not know what it was trained on; say what to score: text, a Path or a spec"
+                )
+            return self._open_spec(self.data)
+        if isinstance(text, bytes):
+            try:
+                return self._encode(text.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise DataError(f"the bytes to score are not UTF-8 ({error}); decode the text yourself") from None
+        if isinstance(text, os.PathLike):
+            if "," in os.fspath(text):
+                raise ConfigError(f"{text} has a comma, which separates paths in a spec; rename it, or score its text")
+            return self._open_spec(f"text:val={os.fspath(text)}")
+        if _is_spec(text):
+            return self._open_spec(text)
+        if len(text) < 4096 and "\n" not in text and os.path.exists(os.path.expanduser(text)):
+            raise ConfigError(
+                f"{text!r} names a file or folder here: to score its text, give Path({text!r}); to score these "
+                f"{len(text)} characters themselves, give them as bytes: {text!r}.encode()"
+            )
+        return self._encode(text)
+
+    def _open_spec(self, spec: str) -> TokenSet:
+        return open_validation(spec, self.tokenizer, say=say_nothing).tokens
+
+    def _encode(self, text: str) -> TokenSet:
+        if not text:
+            raise DataError("there is no text to score: it is empty")
+        return TokenSet([np.concatenate([[self.tokenizer.bos_id], self.tokenizer.encode(text)]).astype(np.uint16)])
+
+
+def _is_spec(text: str) -> bool:
+    kind, colon, _ = text.partition(":")
+    return text in NAMES or (bool(colon) and kind in KINDS)
+
+
+def say_nothing(line: str) -> None:
+    """No progress."""
+
+
+def _place(device: str) -> torch.device:
+    place = pick_device(device)
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return place

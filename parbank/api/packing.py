@@ -1,0 +1,145 @@
+"""`parbank.pack`: anybody's model under a cap on its bytes."""
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from parbank.api.model import Model, say_nothing
+from parbank.api.run import Settings, read_settings
+from parbank.artifact.calibrate import Batch, Loss, calibrate, calibrate_module
+from parbank.artifact.load import TOKENIZER
+from parbank.artifact.pack import Packed, describe_uncalibrated, pack_solved, pack_tensors
+from parbank.artifact.state_dict import pack_state_dict, split_state_dict
+from parbank.config import override
+from parbank.errors import ConfigError, DataError
+from parbank.model import GPT
+from parbank.quant.calibration import Calibration
+from parbank.quant.config import QuantConfig
+from parbank.quant.roles import roles_in
+from parbank.runtime import Runtime
+from parbank.training.pack import open_training_tokens
+
+
+def pack(
+    model: Model | nn.Module | Mapping[str, Tensor],
+    *,
+    max_bytes: int,
+    calibration: str | Iterable[Batch] | None = None,
+    loss: Loss | None = None,
+    out: str | os.PathLike[str] | None = None,
+    settings: Settings = (),
+) -> Packed:
+    """Packs a model into one file of at most `max_bytes`: a parbank `Model`, any `nn.Module`, or a state dict.
+
+    The bytes go where the loss needs them. To measure where that is, the module runs over `calibration`: some batches of
+    token ids (B, T), or of dicts or tuples of its arguments. `loss` is needed only where the module returns neither logits,
+    nor a loss, nor an output with `.loss` (a function of the output and the batch). A weight that no linear layer and no
+    embedding reads has no measurement: a warning names it, and so does `uncalibrated`. A `Model` of parbank's own takes the
+    training part of a data spec as well, and unless told otherwise the text that it was trained on.
+    settings: {"quant.low_rank": 8}, as `parbank pack --set`.
+
+    With `out` the file is written there; `.data` are its bytes and `.size` their number. `load` reads it back. Of a model
+    that parbank did not build it returns the weights: `module.load_state_dict(load(path).state_dict())`. Integers and bools
+    in a state dict are kept exactly, tied weights are stored once.
+
+        >>> import torch
+        >>> module = torch.nn.Sequential(torch.nn.Embedding(100, 32), torch.nn.Linear(32, 100))
+        >>> batches = [torch.randint(100, (4, 16)) for _ in range(3)]
+        >>> packed = parbank.pack(module, max_bytes=4_000, calibration=batches, out="module.pbk")
+        >>> packed.size <= 4_000, packed.uncalibrated
+        (True, ())
+        >>> module.load_state_dict(parbank.load("module.pbk").state_dict())
+        <All keys matched successfully>
+    """
+    if max_bytes < 1:
+        raise ConfigError(f"max_bytes must be positive, got {max_bytes}")
+    quant = override(_PackSettings(), *read_settings(settings)).quant
+    if isinstance(model, Model) and isinstance(model.module, GPT):
+        packed = _pack_own(model, model.module, quant, calibration, loss, max_bytes)
+    else:
+        packed = _pack_foreign(model, quant, calibration, loss, max_bytes)
+    if packed.uncalibrated and calibration is not None:
+        warnings.warn(describe_uncalibrated(packed.uncalibrated), stacklevel=2)
+    if out is not None:
+        packed.write(Path(out))
+    return packed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PackSettings:
+    """What `settings` of `pack` may change."""
+
+    quant: QuantConfig = field(default_factory=QuantConfig)
+
+
+def _pack_own(
+    model: Model,
+    module: GPT,
+    quant: QuantConfig,
+    calibration: str | Iterable[Batch] | None,
+    loss: Loss | None,
+    max_bytes: int,
+) -> Packed:
+    """A model of parbank's own, with its tokenizer: `load` gives the same kind of model back."""
+    shared: dict[str, Any] = {"meta": model.meta, "extra_sections": {TOKENIZER: model.tokenizer.to_bytes()}}
+    if quant.method == "rows":
+        return pack_tensors(module.state_dict(), quant, max_bytes=max_bytes, **shared)
+    measured = Calibration()
+    if calibration is not None and not isinstance(calibration, str):
+        measured = calibrate_module(module, calibration, module.state_dict(), loss=loss)
+    elif quant.calibration_tokens:
+        measured = _calibrate_on_text(model, module, calibration, quant.calibration_tokens)
+    return pack_solved(module.state_dict(), quant, measured, max_bytes=max_bytes, **shared)
+
+
+def _calibrate_on_text(model: Model, module: GPT, asked: str | None, count: int) -> Calibration:
+    """On the training part of the spec that was asked for, which must be there, or of the one the model knows."""
+    spec = asked or model.data
+    try:
+        if spec is None:
+            raise DataError("the model does not know what it was trained on")
+        tokens = open_training_tokens(spec, model.tokenizer, context=model.context, count=count, say=say_nothing)
+    except DataError as error:
+        if asked is not None:
+            raise
+        warnings.warn(
+            f"packing by the weights alone, without calibration: {error}; calibration=SPEC names text", stacklevel=4
+        )
+        return Calibration()
+    return calibrate(module, tokens, context=model.context, count=count, runtime=Runtime(device=model.device))
+
+
+def _pack_foreign(
+    model: Model | nn.Module | Mapping[str, Tensor],
+    quant: QuantConfig,
+    calibration: str | Iterable[Batch] | None,
+    loss: Loss | None,
+    max_bytes: int,
+) -> Packed:
+    """Weights of a module that parbank did not build, or a state dict of them. A `Model` brings its tokenizer along."""
+    module = model.module if isinstance(model, Model) else model
+    if isinstance(calibration, str):
+        raise ConfigError(
+            f"calibration={calibration!r}: a data spec calibrates a model that parbank built; for other modules, give a list of "
+            "batches"
+        )
+    if not isinstance(module, nn.Module | Mapping):
+        raise ConfigError(f"pack takes a Model, a torch.nn.Module or a state dict, got a {type(module).__name__}")
+    if isinstance(module, Mapping) and calibration is not None:
+        raise ConfigError("a state dict cannot be calibrated, since nothing runs it; give the module itself")
+    meta, sections = {}, {}
+    if isinstance(model, Model):
+        meta, sections = {"context": model.context}, {TOKENIZER: model.tokenizer.to_bytes()}
+    measured = Calibration()
+    if isinstance(module, nn.Module):
+        split = split_state_dict(module.state_dict(), roles_in(module))
+        if calibration is not None and quant.method == "solver":
+            measured = calibrate_module(module, calibration, split.quantised, loss=loss)
+    else:
+        split = split_state_dict(module)
+    return pack_state_dict(split, quant, measured, max_bytes=max_bytes, meta=meta, sections=sections)

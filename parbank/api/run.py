@@ -1,0 +1,180 @@
+"""`parbank.train`, and the `Run` it gives back."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from parbank import runtime
+from parbank.api.model import Model, load
+from parbank.config import override
+from parbank.data.corpora import absolute_spec
+from parbank.errors import CheckpointError, ConfigError
+from parbank.recipes import get_recipe
+from parbank.runtime import Runtime
+from parbank.training.config import RunConfig
+from parbank.training.display import Display
+from parbank.training.folder import load_run_config
+from parbank.training.run import Result, run
+from parbank.training.warmup import use_compile_cache
+
+Settings = Mapping[str, object] | Iterable[str]
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C ended the training of a run. Its checkpoint is saved, and `train(out=..., resume=True)` goes on from it."""
+
+
+def train(
+    *,
+    recipe: str | None = None,
+    data: str | None = None,
+    minutes: float | None = None,
+    steps: int | None = None,
+    tokens: int | None = None,
+    max_bytes: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    seed: int | None = None,
+    device: str = "auto",
+    settings: Settings = (),
+    resume: bool = False,
+    quiet: bool = False,
+) -> "Run":
+    """Trains a model, scores it, and packs it into one file: `parbank train`, with its options as keywords.
+
+    recipe: demo (if not given), sprint, golf or nano. `data` is a spec: stdlib, text:PATH, shards:DIR, fineweb.
+    minutes, steps, tokens: the budget, one of the three. `max_bytes` is the cap on the file.
+    out: the run's folder; runs/RECIPE-TIME if not given. `resume` goes on with the run in `out`.
+    settings: changes to the recipe, {"model.layers": 6} or ["model.layers=6"]; `parbank recipes NAME` prints all of them.
+    quiet: print nothing. Else a terminal gets a progress bar, a file or a pipe gets lines.
+
+    Ctrl-C saves a checkpoint after the step in hand and then raises KeyboardInterrupt; SIGTERM saves one and exits. Under
+    torchrun every rank calls this function, and the first rank writes the files.
+
+        >>> import parbank
+        >>> run = parbank.train(recipe="nano", data="text:books", steps=4, out="runs/first", quiet=True)
+        >>> run.summary["steps"], run.summary["artifact_bytes"] <= 200_000
+        (4, True)
+    """
+    use_compile_cache()
+    config = configure(
+        recipe=recipe, data=data, minutes=minutes, steps=steps, tokens=tokens, max_bytes=max_bytes, seed=seed,
+        settings=settings, resume_from=_resumed(out, recipe) if resume else None,
+    )  # fmt: skip
+    with runtime.start(device) as place:
+        folder = _new_folder(config.recipe, place) if out is None else Path(out)
+        display = Display(enabled=place.is_main and not quiet)
+        result = run(config, place, folder, resume=resume, display=display)
+    if result.summary is None:
+        _leave(result)
+    return Run(folder=folder, summary=result.summary, device=str(place.device))
+
+
+def configure(
+    *,
+    recipe: str | None = None,
+    data: str | None = None,
+    minutes: float | None = None,
+    steps: int | None = None,
+    tokens: int | None = None,
+    max_bytes: int | None = None,
+    seed: int | None = None,
+    settings: Settings = (),
+    resume_from: Path | None = None,
+) -> RunConfig:
+    """The config of a run: a recipe's, or that of an earlier run, with the changes asked for. Paths in it are whole."""
+    given = {"data": data, "seed": seed, "budget.max_bytes": max_bytes}
+    changes = _budget_changes(minutes, steps, tokens)
+    changes += [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    changes += read_settings(settings)
+    if resume_from is not None:
+        config = load_run_config(resume_from, *changes)
+    else:
+        config = override(get_recipe(recipe or "demo"), *changes)
+    return override(config, f"data={json.dumps(absolute_spec(config.data))}")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Run:
+    """A run that has ended: its folder, its summary and its model.
+
+    >>> run = parbank.Run.open("runs/first")
+    >>> run
+    Run('runs/first', steps=4, val_bpb=...)
+    >>> run.model.score("The sea was calm.").bytes
+    17
+    """
+
+    folder: Path
+    """Where everything is: config.json, summary.json, metrics.jsonl, checkpoint/ and model.pbk."""
+    summary: dict[str, Any]
+    """What summary.json holds: val_bpb, artifact_bytes, steps, tokens_per_second and more."""
+    device: str = "auto"
+    """Where `model` is put."""
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], device: str = "auto") -> "Run":
+        """An earlier run, from its folder."""
+        path = Path(folder)
+        try:
+            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} holds no run that has ended ({error}); resume the run by train(out=..., resume=True), or open its "
+                "newest checkpoint by load(folder)"
+            ) from error
+        return cls(folder=path, summary=summary, device=device)
+
+    @cached_property
+    def model(self) -> Model:
+        """The packed model: what summary["val_bpb"] is the score of. Read from the folder on first use."""
+        return load(self.folder, self.device)
+
+    def __repr__(self) -> str:
+        return (
+            f"Run({str(self.folder)!r}, steps={self.summary.get('steps')}, val_bpb={self.summary.get('val_bpb'):.4f})"
+        )
+
+
+def read_settings(settings: Settings) -> list[str]:
+    if isinstance(settings, str):
+        raise ConfigError(
+            f"settings are a table or a list, such as {{'model.layers': 6}} or ['model.layers=6'], got {settings!r}"
+        )
+    if isinstance(settings, Mapping):
+        return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return list(settings)
+
+
+def _budget_changes(minutes: float | None, steps: int | None, tokens: int | None) -> list[str]:
+    """One of the three replaces whatever budget the recipe had."""
+    budget = {"minutes": minutes, "steps": steps, "tokens": tokens}
+    given = [f"--{name}" for name, value in budget.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"give one of --minutes, --steps and --tokens, not {len(given)}: {', '.join(given)}")
+    return [f"budget.{name}={json.dumps(value)}" for name, value in budget.items()] if given else []
+
+
+def _resumed(out: str | os.PathLike[str] | None, recipe: str | None) -> Path:
+    if out is None or recipe is not None:
+        raise ConfigError("--resume goes on with an earlier run: give its folder by --out, and no --recipe")
+    return Path(out)
+
+
+def _new_folder(recipe: str, place: Runtime) -> Path:
+    """runs/RECIPE-TIME, the same on every rank: the first rank's clock decides."""
+    (stamp,) = place.agree([time.time() if place.is_main else 0.0])
+    return Path("runs") / f"{recipe}-{datetime.fromtimestamp(stamp):%Y%m%d-%H%M%S}"
+
+
+def _leave(result: Result) -> NoReturn:
+    """Ends as the signal asks that stopped the run."""
+    if result.stop_signal == signal.SIGINT:
+        raise Stopped("training was stopped; its checkpoint is saved, and resume=True goes on from it")
+    raise SystemExit(128 + result.stop_signal)

@@ -1,0 +1,155 @@
+"""Anybody's state dict as an artifact, and back.
+
+Weights are stored as those of parbank's own models are: integers where a tensor has two dimensions, else float16. Three
+things that other models have are added, and the meta tells them:
+
+    shapes   tensors of three dimensions and more. A stack of matrices is stored matrix by matrix, as NAME[0], NAME[1] and
+             so on; a convolution's filters are stored as rows.
+    shared   names of one tensor, such as a head tied to an embedding: it is stored once.
+    exact    a section of its own for tensors that float16 cannot hold: integers, bools, and numbers that are infinite or
+             above 65,504, as masks have them. It is a safetensors file.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parbank.artifact.container import Artifact
+from parbank.artifact.pack import Packed, pack_solved, pack_tensors, unpack_tensors
+from parbank.artifact.safetensors import load_bytes, save_bytes
+from parbank.artifact.streams import decode_bytes, encode_bytes
+from parbank.errors import ArtifactError
+from parbank.quant.calibration import Calibration
+from parbank.quant.config import QuantConfig
+from parbank.quant.roles import Role, role
+
+KIND = "state dict"
+EXACT = "exact"
+_LARGEST_HALF = 65504.0
+_NARROW = 16  # the least side of a matrix that is worth integers of its own (quant/roles.py)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A state dict, taken apart for storing."""
+
+    weights: dict[str, Tensor]
+    """Floating-point tensors of two dimensions at most, in the memory of the tensors that were given."""
+    roles: dict[str, Role]
+    exact: dict[str, Tensor]
+    shared: dict[str, str]
+    """Name -> the name that its tensor is stored under."""
+    shapes: dict[str, list[int]]
+    """Of the tensors that are stored with another shape."""
+
+    @property
+    def quantised(self) -> dict[str, Tensor]:
+        """The tensors that become integers."""
+        return {name: tensor for name, tensor in self.weights.items() if self.roles[name] != "other"}
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return {"kind": KIND, "shared": self.shared, "shapes": self.shapes}
+
+    @property
+    def sections(self) -> dict[str, bytes]:
+        return {EXACT: encode_bytes(save_bytes(self.exact))} if self.exact else {}
+
+
+def split_state_dict(state: Mapping[str, Any], roles: Mapping[str, Role] | None = None) -> Split:
+    """`roles` are those known for certain (`roles_in`); the others follow from names and shapes."""
+    known, found = roles or {}, Split({}, {}, {}, {}, {})
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise ArtifactError(
+                f"{name} is a {type(tensor).__name__}, not a tensor; pack a state dict of tensors, such as module.state_dict()"
+            )
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and place in seen:
+            found.shared[name] = seen[place]
+            continue
+        seen[place] = name
+        if _needs_exactness(name, tensor):
+            found.exact[name] = tensor
+            continue
+        for part, weights in _parts(name, tensor):
+            if part in found.weights or (part != name and part in state):
+                raise ArtifactError(f"{name} would be stored as {part}, and another tensor has that name; rename one")
+            found.weights[part] = weights
+            found.roles[part] = _choose_role(name, weights, known)
+        if tensor.ndim > 2:
+            found.shapes[name] = list(tensor.shape)
+    return found
+
+
+def pack_state_dict(
+    split: Split,
+    config: QuantConfig,
+    calibration: Calibration,
+    *,
+    max_bytes: int,
+    meta: Mapping[str, Any] | None = None,
+    sections: Mapping[str, bytes] | None = None,
+) -> Packed:
+    """The artifact of a state dict, of at most `max_bytes`. `meta` and `sections` are added to its own."""
+    shared: dict[str, Any] = {
+        "max_bytes": max_bytes,
+        "meta": {**(meta or {}), **split.meta},
+        "extra_sections": {**(sections or {}), **split.sections},
+    }
+    if config.method == "rows":
+        return pack_tensors(split.weights, config, roles=split.roles, **shared)
+    return pack_solved(split.weights, config, calibration, roles=split.roles, **shared)
+
+
+def unpack_state_dict(artifact: Artifact) -> dict[str, Tensor]:
+    """The tensors by name: weights as float32, what was kept exactly in its own dtype, shared ones as one tensor."""
+    if artifact.meta.get("kind") != KIND:
+        raise ArtifactError(f"{artifact.source} holds {artifact.meta.get('kind')!r}, not a {KIND}; use parbank.load")
+    weights = unpack_tensors(artifact)
+    try:
+        state = {name: _join(name, shape, weights) for name, shape in artifact.meta["shapes"].items()}
+        state |= weights
+        if EXACT in artifact.sections:
+            source = f"{artifact.source} ({EXACT})"
+            state |= load_bytes(decode_bytes(artifact.sections[EXACT], None, source=source), source)
+        state |= {name: state[target] for name, target in artifact.meta["shared"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ArtifactError(
+            f"{artifact.source} is whole, but its table of shapes does not fit its weights ({error}); pack it again"
+        ) from error
+    return state
+
+
+def _needs_exactness(name: str, tensor: Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return True
+    if tensor.isnan().any():
+        raise ArtifactError(f"{name} holds values that are not numbers (NaN); pack weights from before it diverged")
+    return bool(tensor.numel()) and float(tensor.abs().max()) > _LARGEST_HALF
+
+
+def _parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    if tensor.ndim <= 2:
+        return [(name, tensor)]
+    if min(tensor.shape[-2:]) < _NARROW:
+        return [(name, tensor.flatten(1))]
+    return [(f"{name}[{i}]", matrix) for i, matrix in enumerate(tensor.flatten(0, -3))]
+
+
+def _choose_role(name: str, weights: Tensor, known: Mapping[str, Role]) -> Role:
+    chosen = known.get(name, role(name, tuple(weights.shape)))
+    return chosen if weights.ndim == 2 and weights.numel() else "other"
+
+
+def _join(name: str, shape: list[int], weights: dict[str, Tensor]) -> Tensor:
+    """Undoes `_parts`; takes the parts out of `weights`."""
+    if name in weights:
+        return weights.pop(name).reshape(shape)
+    count = math.prod(shape[:-2])
+    return torch.stack([weights.pop(f"{name}[{i}]") for i in range(count)]).reshape(shape)

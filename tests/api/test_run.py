@@ -1,0 +1,98 @@
+"""`parbank.train` and `Run`: the command's run, from Python."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+import parbank
+from parbank.api.run import Stopped, configure
+from parbank.errors import CheckpointError, ConfigError
+from parbank.recipes import get_recipe
+from parbank.training.checkpoint import find_checkpoint
+
+
+def test_a_run_has_its_folder_its_summary_and_its_model(first: parbank.Run, home: Path) -> None:
+    folder = home / first.folder
+    assert first.folder == Path("runs/first")
+    assert json.loads((folder / "summary.json").read_text(encoding="utf-8")) == first.summary
+    again = parbank.Run.open(folder, device="cpu")
+    assert again.summary == first.summary
+    assert again.model is again.model, "read once"
+    assert again.model.score().bpb == first.summary["val_bpb"], "the summary's score is this model's, to the last bit"
+    assert repr(again) == f"Run({str(folder)!r}, steps=4, val_bpb={first.summary['val_bpb']:.4f})"
+
+
+def test_quiet_prints_nothing_and_the_default_prints_lines(
+    home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    options = {"recipe": "nano", "data": "text:books", "steps": 1, "device": "cpu"}
+    parbank.train(out=tmp_path / "quiet", quiet=True, **options)  # type: ignore[arg-type]
+    assert capfd.readouterr() == ("", "")
+    parbank.train(out=tmp_path / "loud", **options)  # type: ignore[arg-type]
+    assert "val bpb" in capfd.readouterr().out
+
+
+def test_the_keywords_are_the_options_of_the_command() -> None:
+    config = configure(
+        recipe="nano", steps=7, max_bytes=9, seed=3, settings={"model.layers": 2, "model.value_layers": []}
+    )
+    assert (config.budget.steps, config.budget.max_bytes, config.seed) == (7, 9, 3)
+    assert (config.model.layers, config.model.value_layers) == (2, ())
+    assert config == configure(
+        recipe="nano", steps=7, max_bytes=9, seed=3, settings=["model.layers=2", "model.value_layers=[]"]
+    )
+    assert configure().recipe == "demo"
+    clock = configure(recipe="nano", minutes=0.5).budget
+    assert (clock.minutes, clock.steps) == (0.5, None), "one budget replaces the recipe's"
+    assert configure(recipe="nano", data="text:x.txt").data == f"text:train={Path('x.txt').absolute()}"
+    assert configure(recipe="nano").model == get_recipe("nano").model
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"minutes": 1, "steps": 2}, "give one of"),
+        ({"resume": True}, "give its folder by --out"),
+        ({"resume": True, "out": "x", "recipe": "nano"}, "no --recipe"),
+        ({"settings": "model.layers=6"}, "a table or a list"),
+        ({"settings": {"model.layrs": 6}}, "did you mean model.layers"),
+        ({"recipe": "nan"}, "did you mean nano"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parbank.train(device="cpu", **options)
+
+
+def test_ctrl_c_saves_and_resume_goes_on(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    out = tmp_path / "run"
+
+    def interrupt() -> None:
+        while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text(encoding="utf-8"):
+            if done.wait(0.02):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+
+    done = threading.Event()
+    watcher = threading.Thread(target=interrupt)
+    watcher.start()
+    try:
+        with pytest.raises(Stopped) as stopped:
+            parbank.train(recipe="nano", data="text:books", minutes=5, out=out, device="cpu", quiet=True,
+                          settings={"train.log_every": 1})  # fmt: skip
+    finally:
+        done.set()
+        watcher.join()
+    assert isinstance(stopped.value, KeyboardInterrupt)
+    with pytest.raises(CheckpointError, match="no run that has ended"):
+        parbank.Run.open(out)
+    assert parbank.load(out, device="cpu").source == find_checkpoint(out)
+    step = int(find_checkpoint(out).stem.removeprefix("step_"))
+    run = parbank.train(out=out, resume=True, steps=step + 1, device="cpu", quiet=True)
+    assert run.summary["steps"] == step + 1
