@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from parbank.api.model import Model, say_nothing
 from parbank.api.run import Settings, read_settings
-from parbank.artifact.calibrate import Batch, Loss, calibrate, calibrate_module
+from parbank.artifact.calibrate import calibrate
 from parbank.artifact.load import TOKENIZER
+from parbank.artifact.module import Batch, Loss, calibrate_module
 from parbank.artifact.pack import Packed, describe_uncalibrated, pack_solved, pack_tensors
 from parbank.artifact.state_dict import pack_state_dict, split_state_dict
 from parbank.config import override

@@ -158,7 +158,7 @@ def _budget_changes(minutes: float | None, steps: int | None, tokens: int | None
     given = [f"--{name}" for name, value in budget.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"give one of --minutes, --steps and --tokens, not {len(given)}: {', '.join(given)}")
-    return [f"budget.{name}={json.dumps(value)}" for name, value in budget.items()] if given else []
+    return [f"budget.{name}={value}" for name, value in budget.items()] if given else []
 
 
 def _resumed(out: str | os.PathLike[str] | None, recipe: str | None) -> Path:

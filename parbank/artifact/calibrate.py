@@ -22,7 +22,7 @@ The model is not touched: a torch function mode sees every F.linear and F.embedd
 where they lie in memory, through views, transposes and the casts of mixed precision.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from parbank.data.shards import TokenSet
-from parbank.errors import ConfigError, DataError
+from parbank.errors import DataError
 from parbank.model import GPT
 from parbank.ops.backend import use_backend
 from parbank.precision import autocast
@@ -63,8 +63,8 @@ def calibrate(
     mine = starts[runtime.rank :: runtime.world]
     limit = _TOKENS_CUDA if runtime.is_cuda else _TOKENS_CPU
     rows = max(1, min(limit, _LOGITS // model.config.vocab_size) // context)
-    probe = _Probe(_weights(model), runtime.device)
-    with _frozen(model), use_backend("reference"):
+    probe = Probe(_weights(model), runtime.device)
+    with frozen(model), use_backend("reference"):
         for first in range(0, len(mine), rows):
             windows = [
                 torch.from_numpy(tokens.read(s, context + 1).astype("int64")) for s in mine[first : first + rows]
@@ -76,92 +76,6 @@ def calibrate(
             probe.forget()
             progress(min(1.0, (first + rows) / len(mine)))
     return probe.finish(len(starts) * context, runtime)
-
-
-Batch = Tensor | Mapping[str, Any] | tuple[Any, ...] | list[Any]
-Loss = Callable[[Any, Batch], Tensor]
-
-
-def calibrate_module(
-    module: nn.Module, batches: Iterable[Batch], weights: Mapping[str, Tensor], *, loss: Loss | None = None
-) -> Calibration:
-    """H and g of any module's weights, over batches that it is called with: token ids (B, T), or a dict or tuple of its
-    arguments. `weights` are views of the module's own memory, by name; a weight that no F.linear and no F.embedding reads
-    has no entry in what comes back.
-
-    `loss` makes a number of the module's output and the batch. Without it, the loss is the output's `.loss`, the output
-    itself where it is one number, or the cross-entropy of the next token, of logits (B, T, vocabulary) against token ids.
-    """
-    device = next(iter(weights.values())).device
-    probe, tokens = _Probe(weights, device), 0
-    with _frozen(module), use_backend("reference"):
-        for batch in batches:
-            given = _prepare(batch, device)
-            with probe:
-                out = _call(module, given)
-                found = loss(out, given) if loss is not None else _default_loss(out, given)
-            found.backward()
-            probe.forget()
-            tokens += _count(given)
-    if not tokens:
-        raise ConfigError("calibration has no batches; give a list of token ids (B, T), or of the module's arguments")
-    return probe.finish(tokens, Runtime(device=device))
-
-
-def _prepare(batch: Batch, device: torch.device) -> Batch:
-    """The batch on the device. Floating-point inputs require gradients, so that gradients reach every layer."""
-    if isinstance(batch, Tensor):
-        moved = batch.detach().to(device)
-        return moved.clone().requires_grad_() if moved.is_floating_point() else moved
-    if isinstance(batch, Mapping):
-        return {name: _prepare(item, device) if isinstance(item, Tensor) else item for name, item in batch.items()}
-    if isinstance(batch, tuple | list):
-        return tuple(_prepare(item, device) if isinstance(item, Tensor) else item for item in batch)
-    raise ConfigError(
-        f"a batch to calibrate on is a tensor of token ids (B, T), or a dict or tuple of the module's arguments; got a "
-        f"{type(batch).__name__}"
-    )
-
-
-def _call(module: nn.Module, batch: Batch) -> Any:
-    if isinstance(batch, Tensor):
-        return module(batch)
-    return module(**batch) if isinstance(batch, Mapping) else module(*batch)
-
-
-def _token_ids(batch: Batch) -> Tensor | None:
-    """The ids that a batch holds: the tensor itself, the argument `input_ids`, or the first argument."""
-    first = batch
-    if isinstance(batch, Mapping):
-        first = batch.get("input_ids", next(iter(batch.values()), None))
-    elif not isinstance(batch, Tensor):
-        first = batch[0] if batch else None  # type: ignore[assignment]
-    return first if isinstance(first, Tensor) and first.ndim == 2 and not first.is_floating_point() else None
-
-
-def _count(batch: Batch) -> int:
-    ids = _token_ids(batch)
-    if ids is not None:
-        return ids.numel()
-    items = [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, Mapping) else batch)
-    return next((len(item) for item in items if isinstance(item, Tensor) and item.ndim), 1)
-
-
-def _default_loss(out: Any, batch: Batch) -> Tensor:
-    own = getattr(out, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    if isinstance(out, Tensor) and out.ndim == 0:
-        return out
-    logits, ids = getattr(out, "logits", out), _token_ids(batch)
-    if isinstance(logits, Tensor) and ids is not None and logits.shape[:-1] == ids.shape:
-        scored = logits[:, :-1].flatten(0, 1).float()
-        return F.cross_entropy(scored, ids[:, 1:].flatten().long(), reduction="sum")
-    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(out).__name__
-    raise ConfigError(
-        f"calibration cannot tell the loss of this module: it returned {shape}, which are no logits (B, T, vocabulary) of the "
-        "token ids it was given. Give loss=..., a function of the output and the batch that returns one number"
-    )
 
 
 def _window_starts(length: int, context: int, count: int) -> list[int]:
@@ -182,7 +96,7 @@ def _weights(model: GPT) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module) -> Iterator[None]:
     """Eval mode, and gradients of activations only: those of the weights would be computed and thrown away."""
     training = model.training
     wanted = [parameter.requires_grad for parameter in model.parameters()]
@@ -196,7 +110,7 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
 
-class _Probe(TorchFunctionMode):
+class Probe(TorchFunctionMode):
     """Watches a forward pass, and adds up inputs and output gradients when backward reaches them."""
 
     def __init__(self, weights: Mapping[str, Tensor], device: torch.device) -> None:

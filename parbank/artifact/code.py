@@ -25,6 +25,7 @@ ROOTS = ("parbank.program",)
 """Where the walk over the imports begins: training and scoring."""
 
 LEFT_OUT = {
+    "parbank.api": "the doors of `import parbank` for other programs; parbank.program takes their place",
     "parbank.cli": "parses arguments and prints tables; parbank.program takes its place",
     "parbank.artifact.safetensors": "exchanges weights with other programs; training and scoring read artifacts",
 }

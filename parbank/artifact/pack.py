@@ -213,7 +213,7 @@ class _Packer:
         config: QuantConfig,
         meta: Mapping[str, Any],
         extra: Mapping[str, bytes],
-        roles: Mapping[str, Role] | None,
+        roles: Mapping[str, Role] | None = None,
     ) -> None:
         self.weights = {name: _to_numpy(name, tensor) for name, tensor in tensors.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -1,0 +1,99 @@
+"""What the weights of anybody's module see: `parbank.artifact.calibrate` for modules that parbank did not build."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parbank.artifact.calibrate import Probe, frozen
+from parbank.errors import ConfigError
+from parbank.ops.backend import use_backend
+from parbank.quant.calibration import Calibration
+from parbank.runtime import Runtime
+
+Batch = Tensor | Mapping[str, Any] | tuple[Any, ...] | list[Any]
+Loss = Callable[[Any, Batch], Tensor]
+
+
+def calibrate_module(
+    module: nn.Module, batches: Iterable[Batch], weights: Mapping[str, Tensor], *, loss: Loss | None = None
+) -> Calibration:
+    """H and g of any module's weights, over batches that it is called with: token ids (B, T), or a dict or tuple of its
+    arguments. `weights` are views of the module's own memory, by name; a weight that no F.linear and no F.embedding reads
+    has no entry in what comes back.
+
+    `loss` makes a number of the module's output and the batch. Without it, the loss is the output's `.loss`, the output
+    itself where it is one number, or the cross-entropy of the next token, of logits (B, T, vocabulary) against token ids.
+    """
+    device = next(iter(weights.values())).device
+    probe, tokens = Probe(weights, device), 0
+    with frozen(module), use_backend("reference"):
+        for batch in batches:
+            given = _prepare(batch, device)
+            with probe:
+                out = _call(module, given)
+                found = loss(out, given) if loss is not None else _default_loss(out, given)
+            found.backward()
+            probe.forget()
+            tokens += _count(given)
+    if not tokens:
+        raise ConfigError("calibration has no batches; give a list of token ids (B, T), or of the module's arguments")
+    return probe.finish(tokens, Runtime(device=device))
+
+
+def _prepare(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device. Floating-point inputs require gradients, so that gradients reach every layer."""
+    if isinstance(batch, Tensor):
+        moved = batch.detach().to(device)
+        return moved.clone().requires_grad_() if moved.is_floating_point() else moved
+    if isinstance(batch, Mapping):
+        return {name: _prepare(item, device) if isinstance(item, Tensor) else item for name, item in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(_prepare(item, device) if isinstance(item, Tensor) else item for item in batch)
+    raise ConfigError(
+        f"a batch to calibrate on is a tensor of token ids (B, T), or a dict or tuple of the module's arguments; got a "
+        f"{type(batch).__name__}"
+    )
+
+
+def _call(module: nn.Module, batch: Batch) -> Any:
+    if isinstance(batch, Tensor):
+        return module(batch)
+    return module(**batch) if isinstance(batch, Mapping) else module(*batch)
+
+
+def _token_ids(batch: Batch) -> Tensor | None:
+    """The ids that a batch holds: the tensor itself, the argument `input_ids`, or the first argument."""
+    first = batch
+    if isinstance(batch, Mapping):
+        first = batch.get("input_ids", next(iter(batch.values()), None))
+    elif not isinstance(batch, Tensor):
+        first = batch[0] if batch else None  # type: ignore[assignment]
+    return first if isinstance(first, Tensor) and first.ndim == 2 and not first.is_floating_point() else None
+
+
+def _count(batch: Batch) -> int:
+    ids = _token_ids(batch)
+    if ids is not None:
+        return ids.numel()
+    items = [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, Mapping) else batch)
+    return next((len(item) for item in items if isinstance(item, Tensor) and item.ndim), 1)
+
+
+def _default_loss(out: Any, batch: Batch) -> Tensor:
+    own = getattr(out, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    if isinstance(out, Tensor) and out.ndim == 0:
+        return out
+    logits, ids = getattr(out, "logits", out), _token_ids(batch)
+    if isinstance(logits, Tensor) and ids is not None and logits.shape[:-1] == ids.shape:
+        scored = logits[:, :-1].flatten(0, 1).float()
+        return F.cross_entropy(scored, ids[:, 1:].flatten().long(), reduction="sum")
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(out).__name__
+    raise ConfigError(
+        f"calibration cannot tell the loss of this module: it returned {shape}, which are no logits (B, T, vocabulary) of the "
+        "token ids it was given. Give loss=..., a function of the output and the batch that returns one number"
+    )
