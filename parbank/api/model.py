@@ -30,8 +30,8 @@ from parbank.model import GPT
 from parbank.model.protocol import LanguageModel, PlainModel
 from parbank.precision import autocast
 from parbank.runtime import Runtime, pick_device
+from parbank.training.compiled import use_compile_cache
 from parbank.training.load import load_model
-from parbank.training.warmup import use_compile_cache
 
 NAMES = ("stdlib", "fineweb")  # data specs that are a word,
 KINDS = ("text", "shards", "fineweb")  # and what the others have before the colon

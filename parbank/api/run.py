@@ -18,11 +18,11 @@ from parbank.data.corpora import absolute_spec
 from parbank.errors import CheckpointError, ConfigError
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
+from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.display import Display
 from parbank.training.folder import load_run_config
 from parbank.training.run import Result, run
-from parbank.training.warmup import use_compile_cache
 
 Settings = Mapping[str, object] | Iterable[str]
 
