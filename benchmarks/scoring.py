@@ -29,9 +29,9 @@ import torch  # noqa: E402
 from parbank.artifact.load import LoadedModel  # noqa: E402
 from parbank.data.shards import TokenSet  # noqa: E402
 from parbank.data.validation import open_validation  # noqa: E402
-from parbank.eval.adaptation import AdaptConfig, restored  # noqa: E402
-from parbank.eval.methods.streaming import score_streaming  # noqa: E402
-from parbank.eval.methods.ttt import score_ttt  # noqa: E402
+from parbank.eval.adaptation.base import restored  # noqa: E402
+from parbank.eval.methods import make_method  # noqa: E402
+from parbank.eval.methods.streaming import Streaming  # noqa: E402
 from parbank.eval.score import Scored  # noqa: E402
 from parbank.eval.windows import score_windows  # noqa: E402
 from parbank.model import GPT, ModelConfig  # noqa: E402
@@ -232,14 +232,16 @@ def run_all(bench: Bench, only: list[str], segments: list[int], windows: list[in
         name = f"streaming, segments of {segment:,}" if segment else "streaming"
         bench.ours(
             name,
-            lambda t, size=segment: score_streaming(model, t, segment=size or None, compiled=compiled, **shared),
+            lambda t, size=segment: Streaming(context=context, segment=size or None, compiled=compiled).score(
+                model, t, place
+            ),
             warm="whole",
             repeats=3,
         )
     for window in windows:
         bench.ours(
             f"streaming, window {window:,}",
-            lambda t, size=window: score_streaming(model, t, context=size, runtime=place, compiled=compiled),
+            lambda t, size=window: Streaming(context=size, compiled=compiled).score(model, t, place),
             warm="whole",
             repeats=3,
         )
@@ -248,11 +250,10 @@ def run_all(bench: Bench, only: list[str], segments: list[int], windows: list[in
     if wanted("ttt"):
         bench.reference(TTT, lambda ids, nats: reference_ttt(model, bench.forward, ids, context, stride, nats))
         for scores in ("streaming", "sliding"):
-            config = AdaptConfig(scores=scores, chunk=CHUNK, epochs=EPOCHS, lr=RATE)  # type: ignore[arg-type]
-            bench.ours(
-                f"ttt on {scores}",
-                lambda t, c=config: score_ttt(model, t, stride=stride, config=c, compiled=compiled, **shared),
-            )
+            settings = {"scores": scores, "chunk": CHUNK, "epochs": EPOCHS, "lr": RATE, "compiled": compiled}
+            settings |= {"stride": stride} if scores == "sliding" else {}
+            method = make_method("ttt", context=context, **settings)
+            bench.ours(f"ttt on {scores}", lambda t, method=method: method.score(model, t, place))
 
 
 def main() -> None:

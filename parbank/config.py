@@ -62,7 +62,7 @@ def override(config: C, *assignments: str) -> C:
             raise ConfigError(
                 f"{key} is a group of settings: set one of {', '.join(f'{key}.{n}' for n in table[last])}"
             )
-        table[last] = _parse(text)
+        table[last] = parse_value(text)
     return from_dict(type(config), values)
 
 
@@ -112,7 +112,8 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _parse(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """What the text of an assignment stands for: JSON where it parses as JSON, else plain text."""
     try:
         return json.loads(text.replace("_", "") if text.replace("_", "").isdigit() else text)
     except json.JSONDecodeError:

@@ -1,7 +1,7 @@
 """The program of the counted archive (parbank.artifact.code): training and scoring by `name=value`, and nothing else.
 
     train recipe=NAME out=FOLDER [a.b=value ...]     any setting that `parbank recipes NAME` prints
-    score model=PATH [data=SPEC] [method=NAME ...]   any field of EvalConfig
+    score model=PATH [data=SPEC] [method=NAME ...]   any setting that `parbank eval --methods` prints
 
 Both print one line of JSON. The command line with its help, checks and tables is `parbank` (parbank.cli).
 """
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from parbank import runtime
-from parbank.config import override
+from parbank.config import override, parse_value
 from parbank.data.corpora import absolute_spec
 from parbank.data.validation import open_validation
 from parbank.errors import ConfigError
-from parbank.eval.methods import EvalConfig, score_text
+from parbank.eval.methods import make_method
 from parbank.recipes import get_recipe
 from parbank.training.compiled import use_compile_cache
 from parbank.training.load import load_model
@@ -31,16 +31,18 @@ def train(place: runtime.Runtime, recipe: str, out: str, **settings: str) -> dic
     return run(config, place, Path(out)).summary
 
 
-def score(place: runtime.Runtime, model: str, data: str | None = None, **settings: str) -> dict[str, Any]:
+def score(
+    place: runtime.Runtime, model: str, data: str | None = None, method: str = "chunked", **settings: str
+) -> dict[str, Any]:
     """The score of a model on the validation text of a data spec: that of its training, if none is given."""
     loaded = load_model(Path(model), place.device)
     spec = data or loaded.data
     if spec is None:
         raise ConfigError(f"{model} was trained on text without a public name; say by data=SPEC what to score")
-    given = (f"{name}={value}" for name, value in settings.items())
-    config = override(EvalConfig(context=loaded.context), *given)
+    given = {name: parse_value(text) for name, text in settings.items()}
+    scoring = make_method(method, **{"context": loaded.context, **given})
     text = place.in_turn(lambda: open_validation(spec, loaded.tokenizer))
-    result = score_text(loaded.model, text.tokens, config, place).total(loaded.tokenizer)
+    result = scoring.score(loaded.model, text.tokens, place).total(loaded.tokenizer)
     return {"val_bpb": result.bpb, "val_loss": result.loss, "tokens": result.tokens, "bytes": result.bytes}
 
 

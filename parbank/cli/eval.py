@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import time
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,21 +19,16 @@ SHOWN_DOCUMENTS = 10
 PICTURES = (".png", ".pdf", ".svg", ".jpg")  # of what matplotlib writes, what people open
 
 
-class MethodName(StrEnum):
-    chunked = "chunked"
-    sliding = "sliding"
-    streaming = "streaming"
-    ttt = "ttt"
+def _list_methods(wanted: bool) -> None:
+    if not wanted:
+        return
+    from parbank.eval.methods import METHODS
 
-
-class AdapterName(StrEnum):
-    sgd = "sgd"
-    low_rank = "low-rank"
-
-
-class ScoresName(StrEnum):
-    streaming = "streaming"
-    sliding = "sliding"
+    for method in METHODS.values():
+        print(f"{method.name}: {method.help}")
+        for name, doc in method.settings().items():
+            print(f"  {name:13} {doc}")
+    raise typer.Exit
 
 
 _TTT = "Adapting (--method ttt)"
@@ -56,13 +50,17 @@ def evaluate(
         ),
     ] = None,
     method: Annotated[
-        MethodName,
+        str,
         typer.Option(
             help="chunked: windows side by side, quick, little context at each one's start. sliding: the public protocol, every "
             "token with nearly a full window, most work done many times over. streaming: every token computed once with a "
-            "full window. ttt: learns from each chunk after scoring it."
+            "full window. ttt: learns from each chunk after scoring it. --methods lists all."
         ),
-    ] = MethodName.chunked,
+    ] = "chunked",
+    methods: Annotated[
+        bool,
+        typer.Option("--methods", callback=_list_methods, is_eager=True, help="Print every method with its settings."),
+    ] = False,
     context: Annotated[int | None, typer.Option(help="Window in tokens; what it was trained on if not given.")] = None,
     stride: Annotated[
         int | None, typer.Option(help="How far sliding windows move; 64 (or the context) if not given.")
@@ -70,12 +68,16 @@ def evaluate(
     segment: Annotated[
         int | None, typer.Option(help="Tokens streamed together; changes memory and rounding only.")
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any other setting of the method; repeatable."),
+    ] = None,
     scores: Annotated[
-        ScoresName | None,
+        str | None,
         typer.Option("--ttt-scores", help="How chunks are scored; streaming if not given.", rich_help_panel=_TTT),
     ] = None,
     adapter: Annotated[
-        AdapterName | None,
+        str | None,
         typer.Option(
             help="sgd (if not given): all weights, over the whole text. low-rank: beside them, anew for each document.",
             rich_help_panel=_TTT,
@@ -151,9 +153,11 @@ def evaluate(
     picture = picture or Path("breakdown.png")
     if breakdown:
         _check_picture(picture)
-    adapting = {
-        "scores": scores and scores.value,
-        "adapter": adapter and adapter.value,
+    flags = {
+        "stride": stride,
+        "segment": segment,
+        "scores": scores,
+        "adapter": adapter,
         "lr": lr,
         "epochs": epochs,
         "chunk": chunk,
@@ -161,9 +165,8 @@ def evaluate(
         "blocks": _parse_blocks(blocks),
         "rank": rank,
     }
-    given = {name: value for name, value in adapting.items() if value is not None}
-    options = {"method": method.value, "stride": stride, "segment": segment, "compiled": not eager}
-    result = _score(path, data, context, options, given, theirs, breakdown, device)
+    chosen = {"compiled": not eager, **flags, **_parse_settings(settings or [])}
+    result = _score(path, data, method, context, chosen, theirs, breakdown, device)
     if result is None:  # another rank prints
         return
     if theirs is not None:
@@ -182,9 +185,9 @@ def evaluate(
 def _score(
     path: Path,
     data: str | None,
+    name: str,
     context: int | None,
-    options: dict[str, Any],
-    adapting: dict[str, Any],
+    settings: dict[str, Any],
     theirs: dict[str, Any] | None,
     breakdown: bool,
     device: str,
@@ -192,27 +195,25 @@ def _score(
     """The result, on the first rank. What cannot be run, or could not be compared, is refused before the work is done."""
     from parbank import runtime
     from parbank.data.validation import open_validation
-    from parbank.eval.adaptation import AdaptConfig
     from parbank.eval.breakdown import break_down
-    from parbank.eval.methods import EvalConfig, find_idle, score_text
+    from parbank.eval.methods import make_method
     from parbank.eval.result import refuse_unlike
     from parbank.training.compiled import use_compile_cache
     from parbank.training.display import Display
     from parbank.training.load import load_model
 
-    adapt = AdaptConfig(**adapting) if adapting else None
     use_compile_cache()
     with runtime.start(device) as place:
         display = Display(enabled=place.is_main, file=sys.stderr)
         loaded = load_model(path, place.device)
-        config = EvalConfig(context=loaded.context if context is None else context, adapt=adapt, **options)
+        method = make_method(name, **{"context": loaded.context if context is None else context, **settings})
         spec = data or loaded.data
         if spec is None:
             raise ConfigError(f"{path} was trained on text without a public name; say by --data what to score")
         if theirs is not None:
-            refuse_unlike(config.describe(), theirs, "the result to compare with")
+            refuse_unlike(method.describe(), theirs, "the result to compare with")
         validation = place.in_turn(lambda: open_validation(spec, loaded.tokenizer, say=display.say))
-        about = config.describe() | {
+        about = method.describe() | {
             "text_sha256": validation.sha256,
             "documents": validation.documents,
             "documents_sha256": validation.documents_sha256,
@@ -221,12 +222,12 @@ def _score(
             refuse_unlike(about, theirs, "the result to compare with")
         began = time.perf_counter()
         with display.progress("scoring") as progress:
-            scored = score_text(loaded.model, validation.tokens, config, place, progress)
+            scored = method.score(loaded.model, validation.tokens, place, progress)
             score = scored.total(loaded.tokenizer)
         seconds = time.perf_counter() - began
     if not place.is_main:
         return None
-    if (idle := find_idle(scored.tokens, config, loaded.model.config)) is not None:
+    if (idle := method.find_idle(scored.tokens, loaded.model.config)) is not None:
         display.say(f"note: {idle}")
     result = {
         "val_bpb": score.bpb,
@@ -240,7 +241,7 @@ def _score(
         **about,
     }
     if breakdown:
-        result["breakdown"] = break_down(scored, loaded.tokenizer, config, loaded.model.config)
+        result["breakdown"] = break_down(scored, loaded.tokenizer, method, loaded.model.config)
     return result
 
 
@@ -264,6 +265,18 @@ def _draw(found: Any, title: str, picture: Path) -> None:
         print(f"wrote {picture}", file=sys.stderr)
     except ConfigError as error:  # no matplotlib: the tables are worth having without the picture
         print(f"note: {error}", file=sys.stderr)
+
+
+def _parse_settings(assignments: list[str]) -> dict[str, Any]:
+    from parbank.config import parse_value
+
+    found: dict[str, Any] = {}
+    for assignment in assignments:
+        name, sign, text = assignment.partition("=")
+        if not sign:
+            raise ConfigError(f"cannot read the setting {assignment!r}; write it as NAME=VALUE, e.g. momentum=0.5")
+        found[name.strip()] = parse_value(text)
+    return found
 
 
 def _parse_blocks(text: str | None) -> tuple[int, ...] | None:

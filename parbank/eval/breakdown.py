@@ -9,7 +9,7 @@ import numpy as np
 
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ConfigError
-from parbank.eval.methods import EvalConfig, find_contexts, place_in_document
+from parbank.eval.methods.base import Method, place_in_document
 from parbank.eval.score import Scored
 from parbank.model import ModelConfig
 
@@ -54,10 +54,10 @@ class Breakdown:
         }
 
 
-def break_down(scored: Scored, tokenizer: Tokenizer, config: EvalConfig, model: ModelConfig) -> Breakdown:
+def break_down(scored: Scored, tokenizer: Tokenizer, method: Method, model: ModelConfig) -> Breakdown:
     sizes = scored.byte_counts(tokenizer)
     bits = scored.nats.astype(np.float64) / np.log(2)
-    contexts = find_contexts(scored.tokens, config, model)
+    contexts = method.find_contexts(scored.tokens, model)
     places = place_in_document(scored.tokens, tokenizer.bos_id)
     return Breakdown(
         by_context=_by_octave(contexts, sizes, bits),

@@ -1,10 +1,12 @@
 """What a score is worth later: a result says what was measured, and unlike results are not compared."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from parbank.errors import ConfigError
+from parbank.eval.adaptation import ADAPTERS
 
 # What must be equal. The tokenizer need not be: bits per byte of the same text compare across tokenizers. Nor need the
 # number of ranks or the length of segments: they change rounding only.
@@ -17,16 +19,9 @@ LIKE = {
     "context": "the context",
     "stride": "the stride",
     "adapt": "how the model adapts",
+    "options": "the options of the method",
 }
-LATER = {"documents", "documents_sha256"}  # older results lack them, and are compared by the rest
-# Settings without effect must not make like scores unlike: what an adapter does not have, and what changes rounding only.
-IDLE = {"sgd": {"rank", "micro_tokens"}, "low-rank": {"momentum", "micro_tokens"}}
-
-
-def in_effect(adapt: dict[str, Any]) -> dict[str, Any]:
-    """The settings of an adaptation that its adapter makes use of."""
-    idle = IDLE.get(str(adapt.get("adapter")), set())
-    return {key: value for key, value in adapt.items() if key not in idle}
+LATER = {"documents", "documents_sha256", "options"}  # some results lack them, and are compared by the rest
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -57,7 +52,7 @@ def refuse_unlike(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> No
     for key, what in LIKE.items():
         if key not in ours or key not in theirs:
             continue
-        mine, other, part = _plain(ours[key]), _plain(theirs[key]), ""
+        mine, other, part = (*(_plain(key, result[key]) for result in (ours, theirs)), "")
         if mine == other:
             continue
         if isinstance(mine, dict) and isinstance(other, dict):
@@ -80,7 +75,17 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> dict[str
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(key: str, value: Any) -> Any:
     """As JSON would give it back; of an adaptation what has an effect, since older results hold all of it."""
     plain = json.loads(json.dumps(value))
-    return in_effect(plain) if isinstance(plain, dict) else plain
+    return _in_effect(plain) if key == "adapt" and isinstance(plain, dict) else plain
+
+
+def _in_effect(adapt: dict[str, Any]) -> dict[str, Any]:
+    """Without the settings that its adapter does not have, or that change rounding only."""
+    adapter = ADAPTERS.get(str(adapt.get("adapter")))
+    if adapter is None:
+        return adapt
+    own = {field.name for field in fields(adapter)} - adapter.rounding
+    others = {field.name for config in ADAPTERS.values() for field in fields(config)}
+    return {key: value for key, value in adapt.items() if key in own or key not in others}

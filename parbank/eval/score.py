@@ -7,7 +7,7 @@ work has the same shape on any number of ranks; shapes decide rounding.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -40,15 +40,14 @@ class Score:
     bits: float
     tokens: int
     bytes: int
+    bpb: float = field(init=False)
+    """Bits per byte."""
+    loss: float = field(init=False)
+    """Nats per token."""
 
-    @property
-    def bpb(self) -> float:
-        return self.bits / self.bytes
-
-    @property
-    def loss(self) -> float:
-        """Nats per token."""
-        return self.bits * math.log(2) / self.tokens
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bpb", self.bits / self.bytes)
+        object.__setattr__(self, "loss", self.bits * math.log(2) / self.tokens)
 
 
 @dataclass(frozen=True)

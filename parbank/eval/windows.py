@@ -3,7 +3,7 @@
 Chunked scores are windows side by side, sliding scores overlap, and test-time training may score its chunks by windows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -42,6 +42,14 @@ def plan_windows(first: int, last: int, context: int, stride: int) -> np.ndarray
     begins = np.arange(head[0][2] if head else first, last, stride)
     rest = np.stack([np.maximum(0, begins + stride - context), begins, np.minimum(begins + stride, last)], axis=1)
     return np.concatenate([np.array(head, dtype=np.int64).reshape(-1, 3), rest])
+
+
+def find_window_reach(pieces: Iterable[tuple[int, int]], targets: int, context: int, stride: int) -> np.ndarray:
+    """(targets,) how many tokens of its window precede the one that each target follows, for a text scored in pieces."""
+    width = min(context, targets)
+    plans = [plan_windows(first, last, width, min(stride, width)) for first, last in pieces]
+    start, begin, end = np.concatenate(plans).T
+    return np.arange(targets) - np.repeat(start, end - begin)
 
 
 class WindowScorer:

@@ -186,10 +186,9 @@ def test_settings_are_refused_before_the_text_is_read(
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
-def test_numbers_without_end_are_refused_before_the_model_is_read(call: Call, value: str) -> None:
-    assert (
-        f"--lr must be 0 or more and finite, got {value}" in call("eval", "x.pbk", "--method", "ttt", "--lr", value).err
-    )
+def test_numbers_without_end_are_refused_before_the_text_is_read(call: Call, trained: Path, value: str) -> None:
+    answer = call("eval", trained, "--data", "text:val=no/such", "--method", "ttt", "--lr", value)
+    assert f"--lr must be 0 or more and finite, got {value}" in answer.err
     assert f"0 or more, got {value}" in call("sample", "x.pbk", "--temperature", value).err
 
 
@@ -198,9 +197,12 @@ def test_numbers_without_end_are_refused_before_the_model_is_read(call: Call, va
     [
         (("--method", "sliding", "--stride", 65), "stride must lie in 1..64"),
         (("--method", "sliding", "--stride", 0), "stride must lie in 1..64"),
-        (("--stride", 8), "--stride is for sliding windows"),
+        (("--stride", 8), "--stride is no setting of chunked; that is for sliding and ttt"),
         (("--context", 0), "at least 1 token, got 0"),
-        (("--lr", 0.1), "settings of ttt were given with --method chunked"),
+        (("--lr", 0.1), "--lr is no setting of chunked; that is for ttt"),
+        (("--method", "none"), "--method must be one of chunked, sliding, streaming, ttt; got 'none'"),
+        (("--method", "ttt", "--set", "momentum"), "cannot read the setting 'momentum'; write it as NAME=VALUE"),
+        (("--method", "ttt", "--set", "momentum=2"), "--momentum must lie in [0, 1), got 2.0"),
         (("--method", "ttt", "--epochs", 0), "--epochs must be at least 1"),
         (("--method", "ttt", "--blocks", "x"), "such as 8,9,10, got 'x'"),
         (("--method", "ttt", "--blocks", "9"), "--blocks must lie in 0..3"),
@@ -218,3 +220,17 @@ def test_what_cannot_be_done_is_said(
     answer = call("eval", trained, "--data", page, *arguments)
     assert answer.code == 2
     assert message in answer.err
+
+
+def test_methods_are_listed_with_their_settings(call: Call) -> None:
+    answer = call("eval", "--methods")
+    assert answer.code == 0
+    for words in ("chunked: windows side by side", "  stride  ", "How far windows move", "  adapter  ", "  momentum  "):
+        assert words in answer.out
+
+
+def test_any_setting_can_be_set(call: Call, trained: Path, page: str) -> None:
+    common = ("eval", trained, "--data", page, "--method", "ttt", "--chunk", 256, "--json")
+    found = json.loads(call(*common, "--set", "momentum=0.5", "--set", "blocks=[1, 2]", "--set", "scores=sliding").out)
+    assert (found["adapt"]["momentum"], found["adapt"]["blocks"], found["adapt"]["scores"]) == (0.5, [1, 2], "sliding")
+    assert json.loads(call(*common).out)["adapt"]["momentum"] == 0.9

@@ -11,22 +11,25 @@ import torch
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError
-from parbank.eval.adaptation import AdaptConfig
+from parbank.eval.adaptation import ADAPTERS
 from parbank.eval.breakdown import break_down, draw
-from parbank.eval.methods import EvalConfig, find_contexts, find_idle, place_in_document, score_text
-from parbank.eval.methods.ttt import score_ttt
+from parbank.eval.methods import make_method
+from parbank.eval.methods.base import Method, place_in_document
+from parbank.eval.methods.chunked import Chunked
+from parbank.eval.methods.sliding import Sliding
+from parbank.eval.methods.streaming import Streaming
 from parbank.runtime import Runtime
 from tests.eval.test_score import make_model
 
 CPU = Runtime(device=torch.device("cpu"))
 BOS = 1
-CONFIGS = [
-    EvalConfig(method="chunked", context=16),
-    EvalConfig(method="sliding", context=16, stride=5),
-    EvalConfig(method="streaming", context=16, segment=9),
-    EvalConfig(method="ttt", context=16, adapt=AdaptConfig(chunk=30, scores="sliding"), stride=5),
-    EvalConfig(method="ttt", context=16, adapt=AdaptConfig(chunk=30, adapter="low-rank", scores="sliding"), stride=5),
-    EvalConfig(method="ttt", context=16, adapt=AdaptConfig(chunk=30, epochs=1)),
+METHODS = [
+    make_method("chunked", context=16),
+    make_method("sliding", context=16, stride=5),
+    make_method("streaming", context=16, segment=9),
+    make_method("ttt", context=16, chunk=30, scores="sliding", stride=5),
+    make_method("ttt", context=16, chunk=30, adapter="low-rank", scores="sliding", stride=5),
+    make_method("ttt", context=16, chunk=30, epochs=1),
 ]
 
 
@@ -40,12 +43,12 @@ def tokens(dataset: Dataset) -> np.ndarray:
     return np.concatenate([dataset.val.read(0, 70), dataset.val.read(0, 9), dataset.val.read(0, 41)])
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.method}-{config.scores}")
-def test_every_part_is_counted_once(config: EvalConfig, dataset: Dataset, tokens: np.ndarray, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_every_part_is_counted_once(method: Method, dataset: Dataset, tokens: np.ndarray, tmp_path: Path) -> None:
     model = make_model()
-    scored = score_text(model, TokenSet([tokens]), config, CPU)
+    scored = method.score(model, TokenSet([tokens]), CPU)
     total = scored.total(dataset.tokenizer)
-    found = break_down(scored, dataset.tokenizer, config, model.config)
+    found = break_down(scored, dataset.tokenizer, method, model.config)
     for parts in (found.by_context, found.by_place, found.by_document):
         assert sum(part.tokens for part in parts) == total.tokens
         assert sum(part.bytes for part in parts) == total.bytes
@@ -63,7 +66,9 @@ def test_every_part_is_counted_once(config: EvalConfig, dataset: Dataset, tokens
     assert set(found.as_dict()) == {"by_context", "by_place_in_document", "by_document"}
 
 
-def test_what_ttt_never_learnt_from_is_said_by_what_it_is_shown(tokens: np.ndarray) -> None:
+def test_what_ttt_never_learnt_from_is_said_by_what_it_is_shown(
+    tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three documents of 70, 9 and 40 targets: low-rank adapters start anew with each."""
     model = make_model().config
     for settings, message in (
@@ -73,9 +78,11 @@ def test_what_ttt_never_learnt_from_is_said_by_what_it_is_shown(tokens: np.ndarr
         ({"chunk": 70, "adapter": "low-rank"}, "no document goes on after a whole chunk of 70 tokens"),
         ({"chunk": 69, "adapter": "low-rank"}, None),
     ):
-        config, seen = AdaptConfig(epochs=1, **settings), _Watch()
-        score_ttt(make_model(), TokenSet([tokens]), context=16, stride=16, config=config, adapter=seen, runtime=CPU)
-        found = find_idle(tokens, EvalConfig(method="ttt", context=16, adapt=config), model)
+        method, seen = make_method("ttt", context=16, epochs=1, **settings), _Watch()
+        for config in ADAPTERS.values():
+            monkeypatch.setattr(config, "make_adapter", lambda *_, _seen=seen, **__: _seen)
+        method.score(make_model(), TokenSet([tokens]), CPU)
+        found = method.find_idle(tokens, model)
         assert (found is None) == bool(seen.chunks)
         assert found is None if message is None else message in str(found)
 
@@ -85,9 +92,6 @@ class _Watch:
 
     def __init__(self) -> None:
         self.chunks = 0
-
-    def __call__(self, model: object) -> "_Watch":
-        return self
 
     def learn(self, tokens: torch.Tensor, progress: float) -> None:
         self.chunks += 1
@@ -99,15 +103,13 @@ def test_contexts_are_what_the_windows_give() -> None:
     tokens, model = np.full(24, 5), make_model().config
     tokens[[0, 9]] = BOS
     chunked, sliding, streaming = (
-        find_contexts(
-            tokens, replace(config, context=8, stride=3 if config.method == "sliding" else None), model
-        ).tolist()
-        for config in CONFIGS[:3]
+        method.find_contexts(tokens, model).tolist()
+        for method in (Chunked(context=8), Sliding(context=8, stride=3), Streaming(context=8))
     )
     assert chunked == [*range(8), *range(8), *range(7)]
     assert sliding == [*range(8), *[5, 6, 7] * 5]
     assert streaming == [*range(8), *[7] * 15]
-    isolated = find_contexts(tokens, EvalConfig(context=8), replace(model, isolate_documents=True)).tolist()
+    isolated = Chunked(context=8).find_contexts(tokens, replace(model, isolate_documents=True)).tolist()
     assert isolated == [*range(8), 0, 0, 1, 2, 3, 4, 5, 6, *range(7)]
     assert place_in_document(tokens, BOS).tolist() == [*range(9), *range(14)]
 
@@ -115,26 +117,8 @@ def test_contexts_are_what_the_windows_give() -> None:
 def test_without_matplotlib_the_message_says_what_to_install(
     dataset: Dataset, tokens: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, config = make_model(), CONFIGS[0]
-    found = break_down(score_text(model, TokenSet([tokens]), config, CPU), dataset.tokenizer, config, model.config)
+    model, method = make_model(), METHODS[0]
+    found = break_down(method.score(model, TokenSet([tokens]), CPU), dataset.tokenizer, method, model.config)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"needs matplotlib.*parbank\[bench\]"):
         draw(found, "", tmp_path / "x.png")
-
-
-def test_settings_of_another_method_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--stride is for sliding windows"):
-        EvalConfig(method="streaming", stride=64)
-    with pytest.raises(ConfigError, match="--stride is for sliding windows"):
-        EvalConfig(method="ttt", stride=64)
-    with pytest.raises(ConfigError, match="settings of ttt were given with --method sliding"):
-        EvalConfig(method="sliding", adapt=AdaptConfig())
-    with pytest.raises(ConfigError, match="--segment is for streaming"):
-        EvalConfig(method="chunked", segment=5)
-    for method in ("streaming", "ttt"):
-        with pytest.raises(ConfigError, match="--segment must be at least 1, got 0"):
-            EvalConfig(method=method, segment=0)
-    with pytest.raises(ConfigError, match="at least 1 token, got 0"):
-        EvalConfig(context=0)
-    assert EvalConfig(method="sliding", context=16).step == 16
-    assert EvalConfig(method="sliding", context=2048).step == 64

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError, DataError, ParbankError
-from parbank.eval.adaptation import AdaptConfig
-from parbank.eval.methods.streaming import even_segment, score_streaming
-from parbank.eval.methods.ttt import score_ttt
-from parbank.eval.score import Scored
+from parbank.eval.methods import make_method
+from parbank.eval.methods.streaming import Streaming, even_segment, make_stream_scorer
+from parbank.eval.score import Scored, Text, run_scorer
 from parbank.eval.windows import plan_windows, score_windows
 from parbank.model import GPT
 from parbank.recipes import get_recipe
@@ -112,7 +111,7 @@ def test_streaming_gives_each_token_what_one_banded_pass_says(
     targets = torch.from_numpy(tokens[1:].astype(np.int64))
     logits = plain_logits(model, tokens[:-1].astype(np.int64), 24)
     expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    found = score_streaming(model, TokenSet([tokens]), context=24, segment=segment, runtime=CPU, progress=shares.append)
+    found = Streaming(context=24, segment=segment).score(model, TokenSet([tokens]), CPU, shares.append)
     np.testing.assert_allclose(found.nats, expected, rtol=1e-4, atol=1e-4)
     assert shares[-1] == 1.0
 
@@ -121,14 +120,10 @@ def test_a_window_longer_than_the_text_costs_no_more_than_the_text(model: GPT, d
     tokens = TokenSet([dataset.val.read(0, 60)])
     for segment in (13, None):
         long, whole = (
-            score_streaming(model, tokens, context=context, segment=segment, runtime=CPU).nats
-            for context in (10**15, 59)
+            Streaming(context=context, segment=segment).score(model, tokens, CPU).nats for context in (10**15, 59)
         )
         assert np.array_equal(long, whole)
-    adapted = [
-        score_ttt(model, tokens, context=context, stride=1, config=AdaptConfig(chunk=20), runtime=CPU).nats
-        for context in (10**15, 59)
-    ]
+    adapted = [make_method("ttt", context=context, chunk=20).score(model, tokens, CPU).nats for context in (10**15, 59)]
     assert np.array_equal(*adapted)
 
 
@@ -156,12 +151,12 @@ def test_padded_batches_score_the_same(model: GPT, dataset: Dataset, monkeypatch
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     tokens = TokenSet([dataset.val.read(0, 200)])
     padded = score_windows(model, tokens, context=16, stride=4, runtime=CPU, batch_tokens=112, compiled=True)
-    stream = score_streaming(model, tokens, context=16, segment=48, runtime=CPU, compiled=True)
+    text = Text.load(tokens, CPU)
+    scorer = make_stream_scorer(model, CPU, targets=text.targets, context=16, segment=48, compiled=True)
+    stream = run_scorer(scorer, model, text, CPU, shares.append)
     plain = score_windows(model, tokens, context=16, stride=4, runtime=CPU)
     np.testing.assert_allclose(padded.nats, plain.nats, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(
-        stream.nats, score_streaming(model, tokens, context=16, runtime=CPU).nats, rtol=1e-4, atol=1e-4
-    )
+    np.testing.assert_allclose(stream.nats, Streaming(context=16).score(model, tokens, CPU).nats, rtol=1e-4, atol=1e-4)
 
 
 def test_what_cannot_be_scored_is_refused(model: GPT, dataset: Dataset) -> None:
@@ -171,13 +166,13 @@ def test_what_cannot_be_scored_is_refused(model: GPT, dataset: Dataset) -> None:
     with pytest.raises(ConfigError, match=r"stride must lie in 1\.\.16.* raise --stride"):
         score_windows(model, tokens, context=16, stride=0, runtime=CPU)
     with pytest.raises(ConfigError, match="at least 1 token, got 0"):
-        score_streaming(model, tokens, context=0, runtime=CPU)
+        score_windows(model, tokens, context=0, stride=1, runtime=CPU)
     with pytest.raises(ConfigError, match="segment has at least 1 token, got -1"):
-        score_streaming(model, tokens, context=4, segment=-1, runtime=CPU)
+        make_stream_scorer(model, CPU, targets=49, context=4, segment=-1)
     with pytest.raises(ConfigError, match="segment has at least 1 token, got 0"):
-        score_ttt(model, tokens, context=4, stride=4, segment=0, runtime=CPU)
+        make_stream_scorer(model, CPU, targets=49, piece=10, context=4, segment=0)
     with pytest.raises(DataError, match="scoring needs at least 2"):
-        score_streaming(model, TokenSet([dataset.val.read(0, 1)]), context=4, runtime=CPU)
+        Streaming(context=4).score(model, TokenSet([dataset.val.read(0, 1)]), CPU)
     long = TokenSet([np.zeros(40_000, dtype=np.uint16)])
     with pytest.raises(ConfigError, match="longer than the model's 32768 positions"):
         score_windows(model, long, context=33_000, stride=64, runtime=CPU)
@@ -198,8 +193,8 @@ def rank_scores(tokens: np.ndarray, isolated: bool) -> list[np.ndarray]:
         found += [
             score_windows(model, part, context=16, stride=16, runtime=place, batch_tokens=32).nats,
             score_windows(model, part, context=16, stride=4, runtime=place, batch_tokens=50).nats,
-            score_streaming(model, part, context=16, runtime=place, segment=40).nats,
-            score_streaming(model, part, context=1, runtime=place, segment=40).nats,
+            Streaming(context=16, segment=40).score(model, part, place).nats,
+            Streaming(context=1, segment=40).score(model, part, place).nats,
         ]
     return found
 
@@ -220,5 +215,5 @@ def test_the_recipe_that_isolates_documents_sees_nothing_of_the_one_before(datas
     document = dataset.val.read(0, 60)
     twice = TokenSet([np.concatenate([document, document])])
     for segment in (17, 60, 500):
-        nats = score_streaming(model, twice, context=24, segment=segment, runtime=CPU).nats
+        nats = Streaming(context=24, segment=segment).score(model, twice, CPU).nats
         np.testing.assert_allclose(nats[:59], nats[60:], rtol=1e-4, atol=1e-4)

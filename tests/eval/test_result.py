@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from parbank.errors import ConfigError
-from parbank.eval.adaptation import AdaptConfig
-from parbank.eval.methods import EvalConfig
+from parbank.eval.methods import make_method
 from parbank.eval.result import compare, read_result, refuse_unlike
 
-CONFIG = EvalConfig(method="ttt", context=32, adapt=AdaptConfig(blocks=(1, 2)))
+METHOD = make_method("ttt", context=32, blocks=(1, 2))
 RESULT: dict[str, Any] = {
     "val_bpb": 1.25, "bytes": 100, "text_sha256": "ab", "documents": 2, "documents_sha256": "d",
-    "tokenizer_sha256": "t", "seconds": 3, **CONFIG.describe()
+    "tokenizer_sha256": "t", "seconds": 3, **METHOD.describe()
 }  # fmt: skip
 
 
@@ -49,17 +48,22 @@ def test_unlike_results_are_refused_by_what_differs(change: dict[str, Any], mess
 
 def test_settings_without_effect_do_not_make_scores_unlike() -> None:
     def result(**settings: Any) -> dict[str, Any]:
-        return RESULT | EvalConfig(method="ttt", context=32, adapt=AdaptConfig(**settings)).describe()
+        return RESULT | make_method("ttt", context=32, **settings).describe()
 
     for a, b in (
-        ({"rank": 4}, {"rank": 8}),
-        ({"adapter": "low-rank", "momentum": 0.5}, {"adapter": "low-rank"}),
+        ({"micro_tokens": 4}, {"segment": 8}),
         ({"blocks": (1, 1)}, {"blocks": (1,)}),
         ({"blocks": (3, 1)}, {"blocks": (1, 3)}),
     ):
         assert compare(result(**a), result(**b), "b")["difference_bpb"] == 0
-    old = result() | {"adapt": result()["adapt"] | {"rank": 4}}  # all settings were recorded once
-    assert compare(result(), old, "old")["difference_bpb"] == 0
+    # all settings were recorded once, of all adapters
+    for settings, others in (({}, {"rank": 4}), ({"adapter": "low-rank"}, {"momentum": 0.5})):
+        old = result(**settings) | {"adapt": result(**settings)["adapt"] | others | {"micro_tokens": 1}}
+        assert compare(result(**settings), old, "old")["difference_bpb"] == 0
+    for change in ({"adapter": "newer"}, {"unheard": 1}):
+        newer = result() | {"adapt": result()["adapt"] | change}
+        with pytest.raises(ConfigError, match=rf"how the model adapts \({next(iter(change))}\)"):
+            compare(result(), newer, "newer")
     for a, b, name in (
         ({"adapter": "low-rank", "rank": 4}, {"adapter": "low-rank"}, "rank"),
         ({"momentum": 0.5}, {}, "momentum"),

@@ -10,8 +10,10 @@ import torch
 
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
-from parbank.eval.adaptation import AdaptConfig, LowRankAdapter, SgdAdapter
-from parbank.eval.methods import EvalConfig, score_text
+from parbank.eval.adaptation.low_rank import LowRankAdapter, LowRankConfig
+from parbank.eval.adaptation.sgd import SgdAdapter, SgdConfig
+from parbank.eval.methods import make_method
+from parbank.eval.methods.base import Method
 from parbank.eval.score import Text, run_scorer, silent
 from parbank.eval.windows import make_window_scorer, score_windows
 from parbank.model import GPT
@@ -19,13 +21,13 @@ from parbank.runtime import Runtime
 from tests.eval.test_score import make_model
 
 CPU = Runtime(device=torch.device("cpu"))
-CONFIGS = [
-    EvalConfig(method="chunked", context=64),
-    EvalConfig(method="sliding", context=64, stride=16),
-    EvalConfig(method="streaming", context=64, segment=512),
-    EvalConfig(method="ttt", context=64, adapt=AdaptConfig(chunk=512)),
-    EvalConfig(method="ttt", context=64, adapt=AdaptConfig(chunk=512, scores="sliding"), stride=16),
-    EvalConfig(method="ttt", context=64, adapt=AdaptConfig(chunk=128, adapter="low-rank")),
+METHODS = [
+    make_method("chunked", context=64),
+    make_method("sliding", context=64, stride=16),
+    make_method("streaming", context=64, segment=512),
+    make_method("ttt", context=64, chunk=512),
+    make_method("ttt", context=64, chunk=512, scores="sliding", stride=16),
+    make_method("ttt", context=64, chunk=128, adapter="low-rank"),
 ]
 
 
@@ -43,18 +45,18 @@ def forget_compiled() -> Iterator[None]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.method}-{config.scores}")
-def test_a_gpu_scores_what_a_cpu_does(config: EvalConfig, tokens: np.ndarray) -> None:
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_gpu_scores_what_a_cpu_does(method: Method, tokens: np.ndarray) -> None:
     cuda = Runtime(device=torch.device("cuda"))
-    expected = score_text(make_model(), TokenSet([tokens]), config, CPU).nats
+    expected = method.score(make_model(), TokenSet([tokens]), CPU).nats
     model: GPT = make_model().cuda()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    found = score_text(model, TokenSet([tokens]), config, cuda).nats
+    found = method.score(model, TokenSet([tokens]), cuda).nats
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())), "the weights are as they were"
     assert found.mean() == pytest.approx(expected.mean(), rel=5e-3)
     assert np.abs(found - expected).mean() < 0.1
-    again = score_text(model, TokenSet([tokens]), config, cuda).nats
-    if config.method != "ttt":  # gradients of embeddings are added by atomics, in any order
+    again = method.score(model, TokenSet([tokens]), cuda).nats
+    if method.name != "ttt":  # gradients of embeddings are added by atomics, in any order
         assert np.array_equal(found, again), "the same bits again"
 
 
@@ -79,18 +81,17 @@ def test_replayed_windows_score_what_launched_ones_do(tokens: np.ndarray) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind", [SgdAdapter, LowRankAdapter])
-def test_a_graph_learns_what_launches_do(kind: Any, compiled: bool, tokens: np.ndarray) -> None:
+@pytest.mark.parametrize(("kind", "config"), [(SgdAdapter, SgdConfig), (LowRankAdapter, LowRankConfig)])
+def test_a_graph_learns_what_launches_do(kind: Any, config: Any, compiled: bool, tokens: np.ndarray) -> None:
     """Steps of two shapes, several micro-batches, a learning rate that falls and a reset; and no wait for the GPU."""
     cuda = Runtime(device=torch.device("cuda", 0))
-    name = "sgd" if kind is SgdAdapter else "low-rank"
-    config = AdaptConfig(adapter=name, lr=0.01, sequences=3, micro_tokens=128).resolve(64)  # type: ignore[arg-type]
+    settings = config(lr=0.01, sequences=3, micro_tokens=128)
     pieces = [torch.from_numpy(tokens[n : n + 513].astype(np.int64)).cuda() for n in (0, 512, 1024)]
     start = torch.cat([p.detach().flatten() for p in make_model().parameters()]).cuda()
     found = {}
     for graph in (False, True):
         model = make_model().cuda().eval()
-        adapter = kind(model, cuda, config, context=64, compiled=compiled, graph=graph)
+        adapter = kind(model, cuda, settings, context=64, compiled=compiled, graph=graph)
         for number, piece in enumerate(pieces):
             adapter.reset()
             torch.cuda.set_sync_debug_mode("error" if graph and number else "default")
@@ -108,17 +109,17 @@ def test_a_graph_learns_what_launches_do(kind: Any, compiled: bool, tokens: np.n
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", CONFIGS[3:], ids=lambda config: f"{config.scores}-{config.adapt.adapter}")
-def test_a_score_leaves_no_memory_behind(config: EvalConfig, tokens: np.ndarray) -> None:
+@pytest.mark.parametrize("method", METHODS[3:], ids=lambda method: f"{method.scores.name}-{method.adapt.name}")
+def test_a_score_leaves_no_memory_behind(method: Method, tokens: np.ndarray) -> None:
     cuda = Runtime(device=torch.device("cuda", 0))
     model = make_model().cuda()
-    score_text(model, TokenSet([tokens]), config, cuda)  # compiles, and makes what stays for good
+    method.score(model, TokenSet([tokens]), cuda)  # compiles, and makes what stays for good
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     gc.disable()  # graphs go with their owner, not some time later
     try:
-        score_text(model, TokenSet([tokens]), config, cuda)
+        method.score(model, TokenSet([tokens]), cuda)
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved() <= before
     finally:

@@ -3,7 +3,9 @@
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,9 +17,13 @@ from torch._dynamo.backends.common import aot_autograd
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError
-from parbank.eval.adaptation import AdaptConfig, LowRankAdapter, SgdAdapter, plan_steps, restored
-from parbank.eval.methods.streaming import score_streaming
-from parbank.eval.methods.ttt import plan_pieces, score_ttt
+from parbank.eval.adaptation import ADAPTERS
+from parbank.eval.adaptation.base import AdaptConfig, plan_steps, restored
+from parbank.eval.adaptation.low_rank import LowRankAdapter, LowRankConfig
+from parbank.eval.adaptation.sgd import SgdAdapter, SgdConfig
+from parbank.eval.methods import make_method
+from parbank.eval.methods.streaming import Streaming
+from parbank.eval.methods.ttt import ScoreFirst, plan_pieces
 from parbank.eval.windows import score_windows
 from parbank.model import GPT
 from parbank.runtime import Runtime
@@ -27,7 +33,8 @@ from tests.eval.test_score import make_model
 CPU = Runtime(device=torch.device("cpu"))
 CONTEXT, STRIDE, CHUNK = 16, 4, 48
 BOS = 1
-KINDS = [(a, s) for a in ("sgd", "low-rank") for s in ("sliding", "streaming")]
+SCORES: dict[str, dict[str, Any]] = {"sliding": {"stride": STRIDE, "batch_tokens": 80}, "streaming": {"segment": 20}}
+KINDS = [(a, s) for a in ADAPTERS for s in SCORES]
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +45,17 @@ def tokens(text_spec: str) -> np.ndarray:
 
 
 def ttt(model: GPT, tokens: np.ndarray, make: Any = None, runtime: Runtime = CPU, **settings: Any) -> np.ndarray:
-    config = AdaptConfig(**{"chunk": CHUNK, "lr": 0.01, "micro_tokens": 32, **settings})
-    return score_ttt(
-        model, TokenSet([tokens]), context=CONTEXT, stride=STRIDE, runtime=runtime, config=config, adapter=make,
-        segment=20, batch_tokens=80,
-    ).nats  # fmt: skip
+    """`make` makes another adapter of the model than the one the settings name."""
+    usual = {"chunk": CHUNK, "lr": 0.01, "micro_tokens": 32, **SCORES[settings.get("scores", "streaming")]}
+    method = make_method("ttt", context=CONTEXT, **{**usual, **settings})
+    assert isinstance(method, ScoreFirst)
+    given = nullcontext() if make is None else patch.object(type(method.adapt), "make_adapter", _make_of(make))
+    with given:
+        return method.score(model, TokenSet([tokens]), runtime).nats
+
+
+def _make_of(make: Callable[[GPT], Any]) -> Callable[..., Any]:
+    return lambda config, model, runtime, **settings: make(model)
 
 
 def weights(model: GPT) -> list[torch.Tensor]:
@@ -60,7 +73,7 @@ def test_without_learning_the_scores_are_the_plain_ones(tokens: np.ndarray, adap
     if scores == "sliding":
         plain = score_windows(model, TokenSet([tokens]), context=CONTEXT, stride=STRIDE, runtime=CPU)
     else:
-        plain = score_streaming(model, TokenSet([tokens]), context=CONTEXT, runtime=CPU)
+        plain = Streaming(context=CONTEXT).score(model, TokenSet([tokens]), CPU)
     # windows over documents are counted from each one's start, so they are the plain ones in the first only
     same = 150 if (adapter, scores) == ("low-rank", "sliding") else len(found)
     np.testing.assert_allclose(found[:same], plain.nats[:same], rtol=1e-4, atol=1e-4)
@@ -201,7 +214,7 @@ def test_they_come_back_after_an_error_too(tokens: np.ndarray) -> None:
 def test_sgd_is_what_the_recipe_says(tokens: np.ndarray) -> None:
     """Two chunks learnt from, against the recipe written out with PyTorch's own parts."""
     model, plain = make_model(), make_model()
-    config = AdaptConfig(chunk=CHUNK, lr=0.02, micro_tokens=16, sequences=2, epochs=2, clip=0.5).resolve(CONTEXT)
+    config = SgdConfig(chunk=CHUNK, lr=0.02, micro_tokens=16, sequences=2, epochs=2, clip=0.5)
     adapter = SgdAdapter(model, CPU, config, context=CONTEXT)
     optimizer = torch.optim.SGD(plain.parameters(), momentum=0.9, lr=1.0)
     for progress, rate in ((0.0, 0.02), (0.5, 0.01)):
@@ -218,23 +231,22 @@ def test_sgd_is_what_the_recipe_says(tokens: np.ndarray) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [SgdAdapter, LowRankAdapter])
+@pytest.mark.parametrize("kind", ADAPTERS.values())
 @pytest.mark.parametrize(
     ("settings", "learning", "embeddings"),
     [({}, {0, 1, 2, 3}, True), ({"freeze": 2}, {2, 3}, True), ({"blocks": (1,)}, {1}, False)],
 )
 def test_only_the_chosen_blocks_learn(
-    tokens: np.ndarray, kind: Any, settings: dict[str, Any], learning: set[int], embeddings: bool
+    tokens: np.ndarray, kind: type[AdaptConfig], settings: dict[str, Any], learning: set[int], embeddings: bool
 ) -> None:
     model = make_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    config = AdaptConfig(adapter="sgd", lr=0.05, **settings).resolve(CONTEXT)
-    adapter = kind(model, CPU, config, context=CONTEXT)
+    adapter = kind(lr=0.05, **settings).make_adapter(model, CPU, context=CONTEXT, compiled=False)
     adapter.learn(torch.from_numpy(tokens[: CHUNK + 1].astype(np.int64)), 0.0)
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     blocks = {int(name.split(".")[1]) for name in changed if name.startswith("blocks.")}
     assert blocks == learning
-    assert ("token_embedding.weight" in changed) == (embeddings and kind is SgdAdapter)
+    assert ("token_embedding.weight" in changed) == (embeddings and kind is SgdConfig)
     assert {name for name in before if f"blocks.{max(learning)}." in name and "query.weight" in name} <= changed
 
 
@@ -264,7 +276,7 @@ def test_low_rank_adapters_forget_at_a_document_s_start(tokens: np.ndarray) -> N
 
 def test_steps_cover_a_chunk_with_one_width() -> None:
     for count, context, micro, sequences in ((48, 16, 32, 32), (50, 16, 32, 3), (5, 16, 32, 1), (33, 16, 1000, 2)):
-        config = AdaptConfig(micro_tokens=micro, sequences=sequences)
+        config = SgdConfig(micro_tokens=micro, sequences=sequences)
         steps = plan_steps(torch.arange(count + 1), context, config)
         batches = [batch for step in steps for batch in step]
         assert {batch.shape[1] for batch in batches} == {min(context, count) + 1}
@@ -273,25 +285,24 @@ def test_steps_cover_a_chunk_with_one_width() -> None:
         assert set(torch.cat([batch[:, 1:].flatten() for batch in batches]).tolist()) == set(range(1, count + 1))
 
 
-@pytest.mark.parametrize("kind", [SgdAdapter, LowRankAdapter])
-def test_the_loss_compiles_whole(tokens: np.ndarray, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ADAPTERS.values())
+def test_the_loss_compiles_whole(tokens: np.ndarray, kind: type[AdaptConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     compile_: Callable[..., Any] = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, **o, fullgraph=True, backend="aot_eager"))
     piece = torch.from_numpy(tokens[: CHUNK + 1].astype(np.int64))
     states = []
     for compiled in (True, False):
         model = make_model()
-        config = AdaptConfig(adapter="low-rank", lr=0.01, epochs=1).resolve(CONTEXT)
-        kind(model, CPU, config, context=CONTEXT, compiled=compiled).learn(piece, 0.0)
+        kind(lr=0.01, epochs=1).make_adapter(model, CPU, context=CONTEXT, compiled=compiled).learn(piece, 0.0)
         states.append(weights(model))
     torch._dynamo.reset()
     for a, b in zip(*states):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [SgdAdapter, LowRankAdapter])
+@pytest.mark.parametrize("kind", ADAPTERS.values())
 def test_what_is_compiled_has_no_product_in_float32(
-    tokens: np.ndarray, kind: Any, monkeypatch: pytest.MonkeyPatch
+    tokens: np.ndarray, kind: type[AdaptConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inductor warns of one on every GPU that has TF32, and pytest makes errors of warnings."""
     found: list[torch.dtype] = []
@@ -304,8 +315,7 @@ def test_what_is_compiled_has_no_product_in_float32(
     compile_: Callable[..., Any] = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, **o, backend=aot_autograd(fw_compiler=record)))
     model = make_model()
-    config = AdaptConfig(adapter="low-rank", epochs=1).resolve(CONTEXT)
-    adapter = kind(model, CPU, config, context=CONTEXT, compiled=True)
+    adapter = kind(lr=0.001, epochs=1).make_adapter(model, CPU, context=CONTEXT, compiled=True)
     with torch.autocast("cpu", torch.bfloat16):  # as it is on a GPU
         adapter.learn(torch.from_numpy(tokens[: CHUNK + 1].astype(np.int64)), 0.0)
     torch._dynamo.reset()
@@ -315,7 +325,7 @@ def test_what_is_compiled_has_no_product_in_float32(
 
 def test_a_low_rank_adapter_that_was_reset_is_a_new_one(tokens: np.ndarray) -> None:
     """Bit for bit, and in the same memory: a CUDA graph would go on with the old."""
-    config = AdaptConfig(adapter="low-rank", lr=0.01).resolve(CONTEXT)
+    config = LowRankConfig(lr=0.01)
     first, second = (torch.from_numpy(tokens[n : n + CHUNK + 1].astype(np.int64)) for n in (0, CHUNK))
     used, new = make_model(), make_model()
     before = weights(used)
@@ -331,10 +341,10 @@ def test_a_low_rank_adapter_that_was_reset_is_a_new_one(tokens: np.ndarray) -> N
     assert [p.data_ptr() for p in adapter._parameters] == places
 
 
-@pytest.mark.parametrize("kind", [SgdAdapter, LowRankAdapter])
-def test_an_adapter_is_gone_when_it_is_dropped(tokens: np.ndarray, kind: Any) -> None:
+@pytest.mark.parametrize("kind", ADAPTERS.values())
+def test_an_adapter_is_gone_when_it_is_dropped(tokens: np.ndarray, kind: type[AdaptConfig]) -> None:
     """And so are its graphs, which hold the memory of a whole pass: no cycle keeps them for the garbage collector."""
-    adapter = kind(make_model(), CPU, AdaptConfig(lr=0.01).resolve(CONTEXT), context=CONTEXT)
+    adapter: Any = kind(lr=0.01).make_adapter(make_model(), CPU, context=CONTEXT, compiled=False)
     adapter.learn(torch.from_numpy(tokens[: CHUNK + 1].astype(np.int64)), 0.0)
     alive = weakref.ref(adapter), weakref.ref(adapter._graphs)
     gc.disable()
@@ -355,9 +365,13 @@ def test_settings_that_cannot_be_run_are_refused() -> None:
         ({"clip": -0.1}, "--clip must be"),
     ):
         with pytest.raises(ConfigError, match=message):
-            AdaptConfig(**settings)
+            SgdConfig(**settings)
+    with pytest.raises(ConfigError, match="--rank must be at least 1, got 0"):
+        LowRankConfig(rank=0)
+    with pytest.raises(ConfigError, match=r"--momentum must lie in \[0, 1\), got 1.0"):
+        SgdConfig(momentum=1.0)
     with restored(make_model()), pytest.raises(ConfigError, match=r"--freeze must lie in 0\.\.4"):
-        SgdAdapter(make_model(), CPU, AdaptConfig(freeze=5).resolve(CONTEXT), context=CONTEXT)
+        SgdAdapter(make_model(), CPU, SgdConfig(freeze=5), context=CONTEXT)
 
 
 def rank_ttt(tokens: np.ndarray) -> list[np.ndarray]:

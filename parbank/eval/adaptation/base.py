@@ -1,11 +1,11 @@
-"""Adapters: what learns from a text while it is being scored. See ttt.py for what they are given, and when."""
+"""What an adapter must offer, and what adapters have in common. methods/ttt.py says what they are shown, and when."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,59 +17,57 @@ from parbank.model import GPT
 from parbank.precision import autocast
 from parbank.runtime import Runtime
 
-Kind = Literal["sgd", "low-rank"]
-# The published recipe: SGD at 0.002 over chunks of 32,768 tokens. A low-rank adapter starts anew with every document, so it
-# must learn from less and faster: Adam at its usual rate, over one window of context at a time.
-LEARNING_RATES: dict[str, float] = {"sgd": 0.002, "low-rank": 0.001}
-SGD_CHUNK = 32_768
-
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptConfig:
-    """How a model adapts to the text it is scored on."""
+class AdaptConfig(ABC):
+    """How a model adapts to the text it is scored on: what every adapter can be told. An adapter is a subclass, in a file
+    of its own, and one line in `ADAPTERS`."""
 
-    adapter: Kind = "sgd"
-    """sgd: the weights themselves, over the whole text. low-rank: a product of two thin matrices beside each, per document."""
-    scores: Literal["streaming", "sliding"] = "streaming"
-    """Which way a chunk is scored before anything is learnt from it."""
-    lr: float | None = None
-    """Learning rate; none takes 0.002 for sgd, falling to 0 over the text as a cosine, and 0.001 for low-rank."""
+    name: ClassVar[str]
+    help: ClassVar[str]
+    per_document: ClassVar[bool] = False
+    """Whether it forgets at the start of a document: chunks then end where documents do."""
+    rounding: ClassVar[frozenset[str]] = frozenset({"micro_tokens"})
+    """Settings that change rounding only: scores that differ in them still compare."""
+
+    lr: float = 0.001
+    """Learning rate."""
     epochs: int = 3
     """Passes over a chunk once it is scored."""
     sequences: int = 32
     """Windows of context that make one step; as published, where a chunk has 16 of them and an epoch is one step."""
     chunk: int | None = None
-    """Tokens scored before they are learnt from; none takes 32,768 for sgd and the context for low-rank."""
-    momentum: float = 0.9
-    """Of sgd."""
+    """Tokens scored before they are learnt from; none takes the context."""
     clip: float = 1.0
     """Largest norm of all gradients together; 0 leaves them alone."""
     freeze: int = 0
     """The first so many blocks do not learn. Embeddings do."""
     blocks: tuple[int, ...] = ()
     """If given, only these blocks learn, and embeddings do not."""
-    rank: int = 8
-    """Inner width of low-rank adapters."""
     micro_tokens: int = 32_768
     """Tokens of one pass; ranks take turns at passes. Less leaves more to share, more runs better on one GPU."""
 
     def __post_init__(self) -> None:
-        require(self.lr is None or 0 <= self.lr < math.inf, f"--lr must be 0 or more and finite, got {self.lr}")
-        for name in ("epochs", "sequences", "rank", "micro_tokens"):
-            require(getattr(self, name) >= 1, f"--{name} must be at least 1, got {getattr(self, name)}")
+        require(0 <= self.lr < math.inf, f"--lr must be 0 or more and finite, got {self.lr}")
+        for name in ("epochs", "sequences", "micro_tokens"):
+            value = getattr(self, name)
+            require(value >= 1, f"--{name.replace('_', '-')} must be at least 1, got {value}")
         require(self.chunk is None or self.chunk >= 1, f"--chunk must be at least 1, got {self.chunk}")
         require(self.freeze >= 0, f"--freeze must be 0 or more, got {self.freeze}")
-        require(0 <= self.momentum < 1, f"momentum must lie in [0, 1), got {self.momentum}")
         require(self.clip >= 0, f"--clip must be 0 (off) or positive, got {self.clip}")
         require(
             not (self.freeze and self.blocks), "--freeze and --blocks both say which blocks learn; give one of them"
         )
 
-    def resolve(self, context: int) -> "AdaptConfig":
-        """With every default that depends on another setting filled in, and blocks in order, each once."""
-        chunk = self.chunk or (SGD_CHUNK if self.adapter == "sgd" else context)
-        lr = LEARNING_RATES[self.adapter] if self.lr is None else self.lr
-        return replace(self, chunk=chunk, lr=lr, blocks=tuple(sorted(set(self.blocks))))
+    @abstractmethod
+    def make_adapter(self, model: GPT, runtime: Runtime, *, context: int, compiled: bool) -> "Adapter":
+        """An adapter of `model` that learns through windows of `context` tokens."""
+
+    def describe(self, context: int) -> dict[str, Any]:
+        """Every setting that changes scores, with the defaults that depend on others filled in."""
+        names = (field.name for field in fields(self) if field.name not in self.rounding)
+        about = {"adapter": self.name, **{name: getattr(self, name) for name in names}}
+        return about | {"chunk": self.chunk or context, "blocks": tuple(sorted(set(self.blocks)))}
 
     def learns(self, block: int) -> bool:
         return block in self.blocks if self.blocks else block >= self.freeze
@@ -85,7 +83,10 @@ class Adapter(Protocol):
         """A document begins: forget, if that is what this adapter does."""
 
 
-class StepwiseAdapter(ABC):
+C = TypeVar("C", bound=AdaptConfig)
+
+
+class StepwiseAdapter(ABC, Generic[C]):
     """What the adapters have in common: steps over a chunk, each of them one CUDA graph where one process has the text to
     itself. (Several gather their gradients in between, launch by launch: the same kernels in the same order.)"""
 
@@ -93,7 +94,7 @@ class StepwiseAdapter(ABC):
         self,
         model: GPT,
         runtime: Runtime,
-        config: AdaptConfig,
+        config: C,
         *,
         context: int,
         compiled: bool = False,

@@ -1,15 +1,41 @@
-"""Low-rank adapters beside the model's matrices, anew for each document."""
+"""A product of two thin matrices beside each of the model's, learnt anew for each document.
+
+An adapter that starts with every document must learn from less and faster than SGD over a whole text: Adam at its usual
+rate, over one window of context at a time.
+"""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from parbank.eval.adaptation.base import StepwiseAdapter, bank_masks
+from parbank.config import require
+from parbank.eval.adaptation.base import AdaptConfig, Adapter, StepwiseAdapter, bank_masks
 from parbank.model import GPT
+from parbank.runtime import Runtime
 
 
-class LowRankAdapter(StepwiseAdapter):
+@dataclass(frozen=True, kw_only=True)
+class LowRankConfig(AdaptConfig):
+    """Low-rank factors beside the matrices learn, anew for each document."""
+
+    name = "low-rank"
+    help = "factors beside the matrices, anew for each document"
+    per_document = True
+
+    rank: int = 8
+    """Inner width of the factors."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.rank >= 1, f"--rank must be at least 1, got {self.rank}")
+
+    def make_adapter(self, model: GPT, runtime: Runtime, *, context: int, compiled: bool) -> Adapter:
+        return LowRankAdapter(model, runtime, self, context=context, compiled=compiled, graph=compiled)
+
+
+class LowRankAdapter(StepwiseAdapter[LowRankConfig]):
     """W + left @ right for every matrix, with left and right learnt by Adam; zero again at the start of a document.
 
     The sum is written to where W stands, so the model that learns is the model that scores, and no more than the model is
@@ -33,7 +59,7 @@ class LowRankAdapter(StepwiseAdapter):
         self._right = [drawn.clone() for drawn in self._drawn]
         self._parameters = [*self._left, *self._right]
         self._optimizer = torch.optim.Adam(
-            self._parameters, lr=config.lr or 0.0, capturable=cuda, fused=True if cuda else None
+            self._parameters, lr=config.lr, capturable=cuda, fused=True if cuda else None
         )
         self._changed = False
 

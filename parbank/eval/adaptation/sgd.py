@@ -1,15 +1,43 @@
-"""SGD over the model's own weights, as published for parameter-golf: see REFERENCES.md."""
+"""SGD over the model's own weights, which keep what they learn to the end of the text.
+
+As published for parameter-golf: rate 0.002 over chunks of 32,768 tokens, falling to 0 over the text as a cosine.
+"""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from parbank.eval.adaptation.base import StepwiseAdapter, bank_masks, may_learn
+from parbank.config import require
+from parbank.eval.adaptation.base import AdaptConfig, Adapter, StepwiseAdapter, bank_masks, may_learn
 from parbank.model import GPT
+from parbank.runtime import Runtime
 
 
-class SgdAdapter(StepwiseAdapter):
+@dataclass(frozen=True, kw_only=True)
+class SgdConfig(AdaptConfig):
+    """All weights learn, over the whole text."""
+
+    name = "sgd"
+    help = "all weights, over the whole text"
+
+    lr: float = 0.002
+    """Learning rate, falling to 0 over the text as a cosine."""
+    chunk: int | None = 32_768
+    """Tokens scored before they are learnt from; none takes the context."""
+    momentum: float = 0.9
+    """Of the steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.momentum < 1, f"--momentum must lie in [0, 1), got {self.momentum}")
+
+    def make_adapter(self, model: GPT, runtime: Runtime, *, context: int, compiled: bool) -> Adapter:
+        return SgdAdapter(model, runtime, self, context=context, compiled=compiled, graph=compiled)
+
+
+class SgdAdapter(StepwiseAdapter[SgdConfig]):
     """SGD over the model's own weights, which keep what they learn to the end of the text."""
 
     def _begin(self, model: GPT) -> None:
@@ -27,7 +55,6 @@ class SgdAdapter(StepwiseAdapter):
         )
 
     def learn(self, tokens: Tensor, progress: float) -> None:
-        assert self._config.lr is not None
         self._set_rate(self._config.lr * 0.5 * (1 + math.cos(math.pi * progress)))
         self._learn_from(tokens)
 

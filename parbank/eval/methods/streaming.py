@@ -1,6 +1,8 @@
 """Scores of a running text: each token once, each with a full window of context (see parbank/model/stream.py)."""
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -8,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parbank.config import require
-from parbank.data.shards import TokenSet
+from parbank.eval.methods.base import PieceMethod
 from parbank.eval.ring import RingCarry
-from parbank.eval.score import IGNORED, Pace, Progress, Scored, Text, check_context, run_scorer, silent, tokens_together
+from parbank.eval.score import IGNORED, Pace, Progress, Text, check_context, silent, tokens_together
 from parbank.model import GPT
 from parbank.model.stream import Carry, LocalCarry, Segment, Stream
 from parbank.precision import autocast
@@ -76,21 +78,51 @@ def even_segment(targets: int, segment: int) -> int:
     return min(segment, math.ceil(length / ROUND) * ROUND) if segment >= 8 * ROUND else length
 
 
-def score_streaming(
+def make_stream_scorer(
     model: GPT,
-    tokens: TokenSet,
-    *,
-    context: int,
     runtime: Runtime,
+    *,
+    targets: int,
+    piece: int | None = None,
+    context: int,
     segment: int | None = None,
     compiled: bool = False,
-    progress: Progress = silent,
-) -> Scored:
-    """A whole text in one pass. The segment's length changes rounding only; unless given it is what memory allows."""
-    text = Text.load(tokens, runtime)
+) -> StreamScorer:
+    """For a text of so many targets that comes whole, or in pieces of at most so many. The segment's length changes
+    rounding only; unless given it is what memory allows."""
     if segment is None:
-        segment = tokens_together(model.config.vocab_size, runtime) * (LONGER if runtime.is_cuda else 1)
-    length = even_segment(text.targets, segment)
-    window = min(context, text.targets)  # more would see the same, and carry keys that nothing ever fills
-    scorer = StreamScorer(model, runtime, context=window, segment=length, compiled=compiled)
-    return run_scorer(scorer, model, text, runtime, progress)
+        longer = LONGER if runtime.is_cuda and piece is None else 1
+        segment = tokens_together(model.config.vocab_size, runtime) * longer
+    length = even_segment(piece or targets, segment)
+    window = min(context, targets)  # more would see the same, and carry keys that nothing ever fills
+    return StreamScorer(model, runtime, context=window, segment=length, compiled=compiled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming(PieceMethod):
+    """A whole text in one pass."""
+
+    name = "streaming"
+    help = "every token computed once, with a full window of context"
+    rounding = PieceMethod.rounding | {"segment"}
+
+    segment: int | None = None
+    """Tokens the model reads together; none takes a number that memory allows. Rounding only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.segment is None or self.segment >= 1, f"--segment must be at least 1, got {self.segment}")
+
+    def make_scorer(self, model: GPT, runtime: Runtime, *, targets: int, piece: int | None = None) -> StreamScorer:
+        return make_stream_scorer(
+            model,
+            runtime,
+            targets=targets,
+            piece=piece,
+            context=self.context,
+            segment=self.segment,
+            compiled=self.compiled and runtime.is_cuda,
+        )
+
+    def find_reach_in(self, pieces: Iterable[tuple[int, int]], targets: int) -> np.ndarray:
+        return np.minimum(np.arange(targets), self.context - 1)

@@ -8,30 +8,28 @@ Under streaming scores the keys and values carried into a chunk were made by the
 tokens already scored, so the order holds; it is another model than one that would recompute them, and a cheaper one.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from parbank.config import require
+from parbank.config import from_dict, require
 from parbank.data.shards import TokenSet
-from parbank.eval.adaptation import AdaptConfig, Adapter, make_adapter, restored
-from parbank.eval.methods.streaming import StreamScorer, even_segment
-from parbank.eval.score import (
-    Pace,
-    Progress,
-    Scored,
-    Scorer,
-    Text,
-    check_context,
-    silent,
-    tokens_together,
-)
-from parbank.eval.windows import make_window_scorer
-from parbank.model import GPT
+from parbank.eval.adaptation import ADAPTERS
+from parbank.eval.adaptation.base import AdaptConfig, Adapter, restored
+from parbank.eval.adaptation.sgd import SgdConfig
+from parbank.eval.methods.base import Method, PieceMethod, setting_docs
+from parbank.eval.methods.sliding import Sliding
+from parbank.eval.methods.streaming import Streaming
+from parbank.eval.score import Pace, Progress, Scored, Scorer, Text, silent
+from parbank.model import GPT, ModelConfig
 from parbank.model.gpt import MAX_POSITIONS
 from parbank.runtime import Runtime
+
+C = TypeVar("C")
+SCORES: dict[str, type[PieceMethod]] = {method.name: method for method in (Streaming, Sliding)}
 
 
 @dataclass(frozen=True)
@@ -63,69 +61,108 @@ def is_learnt_from(piece: Piece, chunk: int) -> bool:
     return piece.goes_on and piece.last - piece.first == chunk
 
 
-def check_learning(context: int, chunk: int) -> None:
-    """An adapter learns through the model's plain forward pass."""
-    width = min(context, chunk)
-    require(
-        width <= MAX_POSITIONS,
-        f"ttt learns from windows of {width} tokens; a model has {MAX_POSITIONS} positions: lower --context or --chunk",
-    )
+@dataclass(frozen=True, kw_only=True)
+class ScoreFirst(Method):
+    """Scores a text by chunks and adapts the model after each."""
 
+    name = "ttt"
+    help = "test-time training: learns from each chunk after scoring it"
 
-def score_ttt(
-    model: GPT,
-    tokens: TokenSet,
-    *,
-    context: int,
-    stride: int,
-    runtime: Runtime,
-    config: AdaptConfig | None = None,
-    adapter: Callable[[GPT], Adapter] | None = None,
-    segment: int | None = None,
-    batch_tokens: int | None = None,
-    compiled: bool = False,
-    progress: Progress = silent,
-) -> Scored:
-    """Scores a text by chunks and adapts the model after each. `adapter` makes another one than the config's. The weights
-    are the old ones again afterwards, also after an error."""
-    check_context(context)
-    config = (config or AdaptConfig()).resolve(context)
-    assert config.chunk is not None
-    text = Text.load(tokens, runtime)
-    chunk = min(config.chunk, text.targets)
-    check_learning(context, chunk)
-    nats = text.new_nats()
-    training = model.training
-    with restored(model):
-        model.eval()
-        try:
-            scorer: Scorer
-            if config.scores == "streaming":
-                together = tokens_together(model.config.vocab_size, runtime) if segment is None else segment
-                length = even_segment(chunk, together)
-                window = min(context, text.targets)  # as in score_streaming
-                scorer = StreamScorer(model, runtime, context=window, segment=length, compiled=compiled)
-            else:
-                scorer = make_window_scorer(
-                    model,
-                    runtime,
-                    targets=text.targets,
-                    piece=chunk,
-                    context=context,
-                    stride=stride,
-                    batch_tokens=batch_tokens,
-                    compiled=compiled,
-                )
-            learner: Adapter = (
-                adapter(model)
-                if adapter is not None
-                else make_adapter(model, runtime, config, context=context, compiled=compiled)
+    scores: PieceMethod = field(default_factory=Streaming)
+    """How a chunk is scored before anything is learnt from it."""
+    adapt: AdaptConfig = field(default_factory=SgdConfig)
+    """What learns, and how."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.scores.context == self.context,
+            f"ttt has one context: {self.context} is given for learning and {self.scores.context} for scoring",
+        )
+        width = min(self.context, self.chunk)
+        require(
+            width <= MAX_POSITIONS,  # an adapter learns through the model's plain forward pass
+            f"ttt learns from windows of {width} tokens; a model has {MAX_POSITIONS} positions: lower --context or --chunk",
+        )
+
+    @classmethod
+    def settings(cls) -> dict[str, str]:
+        parts = [*SCORES.values(), *ADAPTERS.values()]
+        docs = {name: doc for part in parts for name, doc in setting_docs(part).items()}
+        return docs | {
+            "scores": "How a chunk is scored before anything is learnt from it: " + _list_choices(SCORES),
+            "adapter": "What learns: " + _list_choices(ADAPTERS),
+        }
+
+    @classmethod
+    def make(cls, settings: dict[str, Any]) -> "ScoreFirst":
+        """`scores` and `adapter` name the two parts. Any other setting goes to the part that has it."""
+        own = dict(settings)
+        scores = _choose("--ttt-scores", own.pop("scores", Streaming.name), SCORES)
+        adapter = _choose("--adapter", own.pop("adapter", SgdConfig.name), ADAPTERS)
+        for name in own:
+            require(
+                name in setting_docs(scores) or name in setting_docs(adapter),
+                f"--{name.replace('_', '-')} is no setting of ttt with {scores.name} scores and the {adapter.name} adapter; "
+                "leave it out, or choose others by --ttt-scores and --adapter",
             )
-            bos_id = model.config.bos_id if config.adapter == "low-rank" else None
-            _run(text, nats, scorer, learner, chunk, bos_id, progress)
-        finally:
-            model.train(training)
-    return Scored.gather(text, nats, runtime)
+        scorer = from_dict(scores, {name: own[name] for name in own if name in setting_docs(scores)})
+        adapt = from_dict(adapter, {name: own[name] for name in own if name in setting_docs(adapter)})
+        return cls(context=scorer.context, compiled=scorer.compiled, scores=scorer, adapt=adapt)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens scored before they are learnt from."""
+        return self.adapt.chunk or self.context
+
+    def score(self, model: GPT, tokens: TokenSet, runtime: Runtime, progress: Progress = silent) -> Scored:
+        """The weights are the old ones again afterwards, also after an error."""
+        text = Text.load(tokens, runtime)
+        chunk = min(self.chunk, text.targets)
+        nats = text.new_nats()
+        training = model.training
+        with restored(model):
+            model.eval()
+            try:
+                scorer = self.scores.make_scorer(model, runtime, targets=text.targets, piece=chunk)
+                compiled = self.compiled and runtime.is_cuda
+                learner = self.adapt.make_adapter(model, runtime, context=self.context, compiled=compiled)
+                _run(text, nats, scorer, learner, chunk, self._bos_id(model.config), progress)
+            finally:
+                model.train(training)
+        return Scored.gather(text, nats, runtime)
+
+    def find_reach(self, tokens: np.ndarray, model: ModelConfig) -> np.ndarray:
+        pieces = [(piece.first, piece.last) for piece in plan_pieces(tokens, self.chunk, self._bos_id(model))]
+        return self.scores.find_reach_in(pieces, len(tokens) - 1)
+
+    def find_idle(self, tokens: np.ndarray, model: ModelConfig) -> str | None:
+        targets = len(tokens) - 1
+        chunk = min(self.chunk, targets)
+        if any(is_learnt_from(piece, chunk) for piece in plan_pieces(tokens, self.chunk, self._bos_id(model))):
+            return None
+        if targets == chunk:
+            reason = f"the text is one chunk of {targets:,} tokens, and the last is never learnt from"
+        else:
+            reason = f"no document goes on after a whole chunk of {chunk:,} tokens"
+        return f"nothing was learnt: {reason}; lower --chunk"
+
+    def describe(self) -> dict[str, Any]:
+        adapt = self.adapt.describe(self.context) | {"scores": self.scores.name}
+        return self.scores.describe() | {"method": self.name, "adapt": adapt}
+
+    def _bos_id(self, model: ModelConfig) -> int | None:
+        """The token at which a chunk ends, for an adapter that tells documents apart."""
+        return model.bos_id if self.adapt.per_document else None
+
+
+def _choose(flag: str, name: Any, choices: dict[str, type[C]]) -> type[C]:
+    require(name in choices, f"{flag} must be {' or '.join(choices)}, got {name!r}")
+    return choices[name]
+
+
+def _list_choices(choices: Mapping[str, type[Method] | type[AdaptConfig]]) -> str:
+    return "; ".join(f"{name}, {choice.help}" for name, choice in choices.items())
 
 
 def _run(

@@ -1,0 +1,35 @@
+"""Chunked scores: windows side by side, each token with what precedes it in its window."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from parbank.data.shards import TokenSet
+from parbank.eval.methods.base import Method
+from parbank.eval.score import Progress, Scored, silent
+from parbank.eval.windows import check_windows, find_window_reach, score_windows
+from parbank.model import GPT, ModelConfig
+from parbank.runtime import Runtime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunked(Method):
+    """Windows side by side."""
+
+    name = "chunked"
+    help = "windows side by side: quick, little context at the start of each"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_windows(self.context, self.context)
+
+    def score(self, model: GPT, tokens: TokenSet, runtime: Runtime, progress: Progress = silent) -> Scored:
+        """Never compiled: the pass is over before it would be, and then gives the same bits as the score training ends
+        with."""
+        return score_windows(
+            model, tokens, context=self.context, stride=self.context, runtime=runtime, progress=progress
+        )
+
+    def find_reach(self, tokens: np.ndarray, model: ModelConfig) -> np.ndarray:
+        targets = len(tokens) - 1
+        return find_window_reach([(0, targets)], targets, self.context, self.context)
