@@ -21,8 +21,7 @@ from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.data.validation import open_validation
 from parbank.errors import ArtifactError, ConfigError, DataError
-from parbank.eval.adaptation import AdaptConfig
-from parbank.eval.methods import EvalConfig, Method, find_idle, score_text
+from parbank.eval.methods import METHODS, make_method
 from parbank.eval.sampling import continuation, sample_tokens
 from parbank.eval.score import Score
 from parbank.files import write_file
@@ -136,11 +135,9 @@ class Model:
         self,
         text: str | bytes | os.PathLike[str] | None = None,
         *,
-        method: Method = "chunked",
+        method: str = "chunked",
         context: int | None = None,
-        stride: int | None = None,
-        segment: int | None = None,
-        adapt: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> Score:
         """Bits per byte of a text: `.bpb`, from `.bits`, `.bytes` and `.tokens`.
 
@@ -148,19 +145,13 @@ class Model:
         "fineweb:"); the validation part of a spec is scored, as by `parbank eval --data`. A Path is a file or folder of text,
         all of it scored. A string that names an existing file is refused: it could be meant either way. Bytes are always
         the text, in UTF-8. Nothing means the validation text of the data that the model was trained on.
-        method: chunked, sliding, streaming or ttt; `stride` is for sliding windows, `segment` for streaming, and `adapt`
-        holds the settings of ttt, such as {"lr": 0.002}. docs/scoring.md says what each method measures.
+        method: chunked, sliding, streaming or ttt. `settings` are its own, such as stride=64 of sliding or lr=0.002 of ttt;
+        `parbank eval --methods` lists them. docs/scoring.md says what each method measures.
         """
-        config = EvalConfig(
-            method=method,
-            context=self.context if context is None else context,
-            stride=stride,
-            segment=segment,
-            adapt=None if adapt is None else AdaptConfig(**adapt),
-        )
-        model = self._scorable(method)
-        scored = score_text(model, self._open_text(text), config, Runtime(device=self.device))
-        if (idle := find_idle(scored.tokens, config, model.config)) is not None:
+        scoring = make_method(method, context=self.context if context is None else context, **settings)
+        model = self._scorable(None if scoring.any_model else method)
+        scored = scoring.score(model, self._open_text(text), Runtime(device=self.device))
+        if (idle := scoring.find_idle(scored.tokens, model.config)) is not None:
             warnings.warn(idle, stacklevel=2)
         return scored.total(self.tokenizer)
 
@@ -194,7 +185,7 @@ class Model:
         low, high = int(batch.min()), int(batch.max())
         if low < 0 or high >= self.tokenizer.vocab_size:
             raise ConfigError(f"ids must be 0 to {self.tokenizer.vocab_size - 1}, got {low} to {high}")
-        model = self._scorable("chunked")
+        model = self._scorable()
         training = model.training
         model.eval()
         try:
@@ -242,14 +233,15 @@ class Model:
             raise ConfigError(f"{what} needs a model that parbank built; this one is a {type(self.module).__name__}")
         return self.module
 
-    def _scorable(self, method: str) -> GPT:
-        """The network as scoring takes it. A module of somebody else's has its forward pass and nothing more."""
+    def _scorable(self, reads_inside: str | None = None) -> GPT:
+        """The network as scoring takes it. A module of somebody else's has its forward pass and nothing more, so a method
+        that reads inside the network is refused by its name."""
         if isinstance(self.module, GPT):
             return self.module
-        if method not in ("chunked", "sliding"):
+        if reads_inside is not None:
+            able = " or ".join(name for name, method in METHODS.items() if method.any_model)
             raise ConfigError(
-                f"method {method!r} reads inside the network, and this one is a {type(self.module).__name__}; use chunked or "
-                "sliding"
+                f"method {reads_inside!r} reads inside the network, and this one is a {type(self.module).__name__}; use {able}"
             )
         plain = PlainModel(self.module, vocab_size=self.tokenizer.vocab_size, bos_id=self.tokenizer.bos_id)
         return cast(GPT, plain.train(self.module.training))

@@ -22,6 +22,8 @@ class Method(ABC):
     help: ClassVar[str]
     rounding: ClassVar[frozenset[str]] = frozenset({"compiled"})
     """Settings that change rounding only: scores that differ in them still compare."""
+    any_model: ClassVar[bool] = False
+    """Whether the forward pass is all it needs of a model, so that modules parbank did not build can be scored."""
 
     context: int = 1024
     """The window, in tokens."""

@@ -18,6 +18,7 @@ class Chunked(Method):
 
     name = "chunked"
     help = "windows side by side: quick, little context at the start of each"
+    any_model = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,6 +20,7 @@ class Sliding(PieceMethod):
 
     name = "sliding"
     help = "the public protocol: every token with nearly a full window, most work done many times over"
+    any_model = True
     rounding = PieceMethod.rounding | {"batch_tokens"}
 
     stride: int | None = None
