@@ -1,5 +1,6 @@
 # make demo   sets everything up and runs the main job: text in, a scored model in one file out
 # make test   sets everything up and runs ruff, mypy and the tests
+# make claims writes the figures in README and docs from benchmarks/results
 # TORCH=...   another build or version of PyTorch, e.g. make test TORCH="torch==2.11.0"
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO_OUT ?= runs/demo
 
-.PHONY: demo test check install dev clean
+.PHONY: demo test check claims install dev clean
 
 demo: install
 	rm -rf $(DEMO_OUT)
@@ -23,6 +24,9 @@ check: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+claims: dev
+	$(BIN)/python benchmarks/claims.py
 
 install: $(VENV)/installed
 dev: $(VENV)/installed-dev

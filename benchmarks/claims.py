@@ -1,0 +1,270 @@
+"""Writes the figures in README.md and docs/ from results. `claims.toml` says which figure is which row of which result.
+
+    python benchmarks/claims.py                    writes texts, lists results whose measured files have changed since
+    python benchmarks/claims.py --check            writes nothing; exits 1 where a text differs from its result
+    python benchmarks/claims.py --unpack FILE      first puts the results of an archive, as run_all.py makes it, in their place
+
+Only results of committed code count: a result that is marked as dirty is listed, and no figure is taken from it.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+NOT_YET = "not measured yet"
+LINKS = "links"
+FIGURE = re.compile(r"\[([^\]\[]*)\]\[([a-z]\w*\.\w+)\]")
+BLOCK = re.compile(r"(<!-- claims:(\w+) -->\n)(.*?)(<!-- /claims -->)", re.DOTALL)
+HOLE = re.compile(r"\{(\w+)([./])([\w.-]+)\}")
+TAKE: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "min": min, "max": max, "count": len}
+
+
+class ClaimError(Exception):
+    """claims.toml or a text asks for something that does not exist."""
+
+
+class Missing(Exception):
+    """No result has the row: a table leaves its line out."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One folder of results/<claim>/."""
+
+    folder: Path
+    about: dict[str, Any]
+
+    def values(self, case: str, provider: str) -> list[float]:
+        """Of the rows of a case whose provider matches."""
+        rows = [row for row in self.about["rows"] if row["case"] == case and fnmatchcase(row["provider"], provider)]
+        return [row["value"] for row in rows if row["value"] is not None]
+
+    @property
+    def name(self) -> str:
+        return f"{self.about['claim']}/{self.folder.name}"
+
+
+class Claims:
+    """claims.toml and the results it speaks of."""
+
+    def __init__(self, spec: dict[str, Any], results: Path = RESULTS) -> None:
+        self._spec, self._results = spec, results
+        self._read: dict[str, list[Result]] = {}
+
+    def results(self, claim: str) -> list[Result]:
+        """The clean ones of a claim on its hardware, the newest first."""
+        if claim not in self._spec["claims"]:
+            raise ClaimError(f"claims.toml has no [claims.{claim}]; there are {', '.join(self._spec['claims'])}")
+        if claim not in self._read:
+            self._read[claim] = self._read_results(claim)
+        return self._read[claim]
+
+    def _read_results(self, claim: str) -> list[Result]:
+        mark = f"-{self._spec['claims'][claim]['hardware']}-"
+        paths = [path for path in self._results.glob(f"{claim}/*/result.json") if mark in path.parent.name]
+        found = [Result(path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+        clean = [result for result in found if not result.about["dirty"]]
+        return sorted(clean, key=lambda result: (result.about["date"], result.about["time"]), reverse=True)
+
+    def newest(self, claim: str) -> Result:
+        if not (found := self.results(claim)):
+            raise Missing(claim)
+        return found[0]
+
+    def value(self, name: str) -> float:
+        """The number behind a figure."""
+        figure = self._figure(name)
+        if "of" in figure:
+            first, second = map(self.value, figure["of"])
+            return first / second if figure["take"] == "ratio" else first - second
+        claim = name.partition(".")[0]
+        newest = self.newest(claim)
+        pooled = [r for r in self.results(claim) if r.about["commit"] == newest.about["commit"]]
+        sources = pooled if figure.get("pool") else [newest]
+        values = [value for r in sources for value in r.values(figure["case"], figure["provider"])]
+        if not values:
+            raise Missing(name)
+        return TAKE[figure.get("take", "median")](values)
+
+    def show(self, name: str) -> str:
+        """A figure as texts have it."""
+        figure = self._figure(name)
+        return figure["show"].format(self.value(name) / figure.get("divide", 1))
+
+    def link(self, name: str, where: Path) -> str:
+        """The page of the result behind a figure, or the script that will make it."""
+        claim = name.partition(".")[0]
+        try:
+            self.value(name)
+            target = self.newest(claim).folder / "result.md"
+        except Missing:
+            target = HERE / self._spec["claims"][claim]["script"]
+        return relative(target, where)
+
+    def _figure(self, name: str) -> dict[str, Any]:
+        claim, _, figure = name.partition(".")
+        self.results(claim)
+        found = self._spec["claims"][claim].get(figure)
+        if not isinstance(found, dict):
+            raise ClaimError(f"claims.toml has no {figure} under [claims.{claim}]")
+        return found
+
+    # --- blocks of a text ---------------------------------------------------------------------------------------------
+
+    def fill(self, template: str, where: Path) -> str:
+        """The template with its {claim.figure} and {claim/file} filled in."""
+
+        def filled(hole: re.Match[str]) -> str:
+            claim, kind, rest = hole.groups()
+            if kind == ".":
+                return self.show(f"{claim}.{rest}")
+            return relative(self.newest(claim).folder / rest, where)
+
+        return HOLE.sub(filled, template)
+
+    def block(self, name: str, where: Path) -> str:
+        """A block as claims.toml describes it. What lacks a result is left out."""
+        if name not in self._spec["blocks"]:
+            raise ClaimError(f"claims.toml has no [blocks.{name}]; there are {', '.join(self._spec['blocks'])}")
+        spec = self._spec["blocks"][name]
+        if "text" in spec:
+            try:
+                return self.fill(spec["text"], where)
+            except Missing:
+                return ""
+        columns, lines = (self._grid if "grid" in spec else self._table)(spec, where)
+        return "".join(f"| {' | '.join(cells)} |\n" for cells in [columns, ["---"] * len(columns), *lines] if lines)
+
+    def _table(self, spec: dict[str, Any], where: Path) -> tuple[list[str], list[list[str]]]:
+        """Lines of templates, with the results they come from in the last column."""
+        lines = []
+        for cells in spec["rows"]:
+            try:
+                claims = dict.fromkeys(hole[1] for cell in cells for hole in HOLE.finditer(cell))
+                links = [f"[{claim}]({relative(self.newest(claim).folder / 'result.md', where)})" for claim in claims]
+                lines.append([*(self.fill(cell, where) for cell in cells), ", ".join(links)])
+            except Missing:
+                continue
+        return [*spec["columns"], "result"], lines
+
+    def _grid(self, spec: dict[str, Any], where: Path) -> tuple[list[str], list[list[str]]]:
+        """Cases of one result down, its providers across."""
+        claim = spec["grid"]
+        if not self.results(claim):
+            return [], []
+        newest = self.newest(claim)
+        corner = f"[{claim}]({relative(newest.folder / 'result.md', where)})"
+
+        def cell(case: str, provider: str) -> str:
+            values = newest.values(case, provider)
+            return spec["show"].format(values[0] / spec.get("divide", 1)) if values else ""
+
+        lines = [[label, *(cell(case, p) for p in spec["providers"])] for case, label in spec["cases"].items()]
+        return [corner, *spec["providers"].values()], [line for line in lines if any(line[1:])]
+
+    def render(self, text: str, where: Path) -> str:
+        """The text with every figure and block as its result has it. `where` is its path."""
+        text = BLOCK.sub(lambda m: m[1] + (m[3] if m[2] == LINKS else self.block(m[2], where)) + m[4], text)
+        names = sorted({match[2] for match in FIGURE.finditer(text)})
+        text = FIGURE.sub(lambda m: f"[{self._show_or_not(m[2])}][{m[2]}]", text)
+        links = "".join(f"[{name}]: {self.link(name, where)}\n" for name in names)
+        if names and f"<!-- claims:{LINKS} -->" not in text:
+            text += f"\n<!-- claims:{LINKS} -->\n<!-- /claims -->\n"
+        return BLOCK.sub(lambda m: m[1] + (links if m[2] == LINKS else m[3]) + m[4], text)
+
+    def _show_or_not(self, name: str) -> str:
+        try:
+            return self.show(name)
+        except Missing:
+            return NOT_YET
+
+    def notes(self) -> list[str]:
+        """What a reader of the results should know: stale ones, dirty ones, claims without any."""
+        lines = []
+        for claim, spec in self._spec["claims"].items():
+            if not self.results(claim):
+                lines.append(f"{claim}: no result on {spec['hardware']}; python benchmarks/{spec['script']} makes one")
+            else:
+                lines += [f"{self.newest(claim).name}: {note}" for note in stale(self.newest(claim).about)]
+        dirty = [path for path in self._results.glob("*/*-dirty/result.json")]
+        return lines + [
+            f"{path.parent.relative_to(self._results)}: made with uncommitted code, not used" for path in dirty
+        ]
+
+
+def relative(target: Path, where: Path) -> str:
+    return Path(os.path.relpath(target, where.parent)).as_posix()
+
+
+def stale(about: dict[str, Any]) -> list[str]:
+    """Which of the files that a result measured have changed since its commit."""
+    command = ["git", "diff", "--name-only", about["commit"], "--", *about["measured"]]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        return [f"commit {about['commit'][:9]} is not in this repository"]
+    files = found.stdout.split()
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return [f"stale: {', '.join(files[:3])}{more} changed since {about['commit'][:9]}"] if files else []
+
+
+def texts() -> list[Path]:
+    """The log keeps its figures as they were."""
+    pages = (ROOT / "docs").rglob("*.md")
+    return sorted([ROOT / "README.md", *(page for page in pages if "log" not in page.relative_to(ROOT).parts)])
+
+
+def read_claims() -> Claims:
+    return Claims(tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8")))
+
+
+def unpack(archive: Path, results: Path = RESULTS) -> list[Path]:
+    """Puts an archive's folders in their place. One whose name is taken by another result gets a number."""
+    placed = []
+    with tempfile.TemporaryDirectory() as temporary, tarfile.open(archive) as packed:
+        packed.extractall(temporary, filter="data")
+        for source in sorted(path.parent for path in Path(temporary).glob("*/*/result.json")):
+            target, number = results / source.parent.name / source.name, 1
+            while target.exists() and (target / "result.json").read_bytes() != (source / "result.json").read_bytes():
+                number += 1
+                target = target.with_name(f"{source.name}-{number}")
+            shutil.copytree(source, target, dirs_exist_ok=True)
+            placed.append(target)
+    return placed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--unpack", type=Path, action="append", default=[], metavar="FILE")
+    arguments = parser.parse_args()
+    for archive in arguments.unpack:
+        print("\n".join(f"unpacked {folder.relative_to(ROOT)}" for folder in unpack(archive)))
+    claims, differ = read_claims(), []
+    for page in texts():
+        text = page.read_text(encoding="utf-8")
+        if (rendered := claims.render(text, page)) != text:
+            differ.append(page.relative_to(ROOT).as_posix())
+            if not arguments.check:
+                page.write_text(rendered, encoding="utf-8")
+    print("\n".join([*claims.notes(), *(f"{'differs' if arguments.check else 'written'}: {name}" for name in differ)]))
+    sys.exit(1 if arguments.check and differ else 0)
+
+
+if __name__ == "__main__":
+    main()

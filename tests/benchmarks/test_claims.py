@@ -1,0 +1,139 @@
+"""Figures in README and docs are those of results, and the machine that writes them leaves out what was not measured."""
+
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SPEC: dict[str, Any] = {
+    "claims": {
+        "step": {
+            "script": "step.py",
+            "hardware": "h200",
+            "ours": {"case": "step", "provider": "ours", "show": "{:.1f} ms"},
+            "theirs": {"case": "step", "provider": "theirs", "show": "{:.1f} ms"},
+            "faster": {"of": ["step.theirs", "step.ours"], "take": "ratio", "show": "{:.1f} times"},
+            "all": {"case": "step", "provider": "*", "pool": True, "take": "count", "show": "{:.0f}"},
+        },
+        "later": {"script": "later.py", "hardware": "h200", "x": {"case": "c", "provider": "p", "show": "{}"}},
+    },
+    "blocks": {
+        "table": {
+            "columns": ["what", "ours"],
+            "rows": [["a step", "{step.ours}, not {step.theirs}"], ["not yet", "{later.x} and {step.ours}"]],
+        },
+        "picture": {"text": "![it]({step/curve.png})\n"},
+        "nothing": {"text": "{later.x} is measured later\n"},
+        "grid": {"grid": "step", "show": "{:.0f}", "cases": {"step": "a step"}, "providers": {"ours": "us", "no": "-"}},
+    },
+}
+
+
+@pytest.fixture
+def claims(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark("claims")
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    add_result(tmp_path, "2026-01-01-h200-aaaaaaaaa", ours=9.0, theirs=11.0)
+    add_result(tmp_path, "2026-01-02-h200-bbbbbbbbb", ours=5.0, theirs=12.0)
+    add_result(tmp_path, "2026-01-03-a100-bbbbbbbbb", ours=1.0)
+    add_result(tmp_path, "2026-01-04-h200-bbbbbbbbb-dirty", ours=2.0)
+    return tmp_path
+
+
+def add_result(root: Path, folder: str, **values: float) -> None:
+    path = root / "step" / folder
+    path.mkdir(parents=True)
+    rows = [{"case": "step", "provider": name, "value": value} for name, value in values.items()]
+    about = {"claim": "step", "commit": folder[16:25] * 4, "dirty": folder.endswith("-dirty"), "measured": ["parbank"]}
+    about |= {"date": folder[:10], "time": "10:00 UTC", "rows": rows}
+    (path / "result.json").write_text(json.dumps(about))
+
+
+def test_texts_are_what_results_say(claims: ModuleType) -> None:
+    found = claims.read_claims()
+    for page in claims.texts():
+        text = page.read_text(encoding="utf-8")
+        assert found.render(text, page) == text, f"{page.name} differs from its results: run make claims"
+
+
+def test_every_claim_of_the_file_can_be_read(claims: ModuleType) -> None:
+    """Blocks that no page shows yet, too: names, formats and files that do not exist fail here."""
+    found = claims.read_claims()
+    for block in found._spec["blocks"]:
+        found.block(block, claims.ROOT / "README.md")
+    for claim, spec in found._spec["claims"].items():
+        assert (claims.HERE / spec["script"]).is_file(), claim
+        for figure in (name for name, value in spec.items() if isinstance(value, dict)):
+            assert found._show_or_not(f"{claim}.{figure}")
+
+
+def test_a_figure_is_the_newest_clean_result_of_its_hardware(claims: ModuleType, results: Path) -> None:
+    found = claims.Claims(SPEC, results)
+    assert found.show("step.ours") == "5.0 ms"
+    assert found.show("step.faster") == "2.4 times"
+
+
+def test_seeds_run_apart_are_pooled_within_a_commit(claims: ModuleType, results: Path) -> None:
+    add_result(results, "2026-01-02-h200-bbbbbbbbb-2", ours=7.0)
+    assert claims.Claims(SPEC, results).show("step.all") == "3"
+
+
+def test_figures_in_prose_are_written_with_their_links(claims: ModuleType, results: Path) -> None:
+    page = results / "docs" / "page.md"
+    text = claims.Claims(SPEC, results).render("Takes [0 ms][step.ours] or\n[?][later.x].\n", page)
+    assert text.startswith("Takes [5.0 ms][step.ours] or\n[not measured yet][later.x].\n")
+    assert "[step.ours]: ../step/2026-01-02-h200-bbbbbbbbb/result.md\n" in text
+    assert "/benchmarks/later.py\n" in text
+    assert claims.Claims(SPEC, results).render(text, page) == text, "a second time changes nothing"
+
+
+def test_tables_leave_out_lines_without_results(claims: ModuleType, results: Path) -> None:
+    text = "<!-- claims:table -->\nold\n<!-- /claims -->\n<!-- claims:nothing -->\nold\n<!-- /claims -->\n"
+    text = claims.Claims(SPEC, results).render(text, results / "page.md")
+    link = "[step](step/2026-01-02-h200-bbbbbbbbb/result.md)"
+    assert text == (
+        "<!-- claims:table -->\n| what | ours | result |\n| --- | --- | --- |\n"
+        f"| a step | 5.0 ms, not 12.0 ms | {link} |\n<!-- /claims -->\n<!-- claims:nothing -->\n<!-- /claims -->\n"
+    )
+
+
+def test_grids_and_pictures_follow_the_newest_result(claims: ModuleType, results: Path) -> None:
+    found, page = claims.Claims(SPEC, results), results / "page.md"
+    assert found.block("picture", page) == "![it](step/2026-01-02-h200-bbbbbbbbb/curve.png)\n"
+    assert found.block("grid", page).splitlines()[0].endswith("| us | - |")
+    assert found.block("grid", page).splitlines()[2] == "| a step | 5 |  |"
+
+
+@pytest.mark.parametrize("text", ["[1][step.nothing]", "[1][nothing.x]", "<!-- claims:none -->\n<!-- /claims -->"])
+def test_names_that_do_not_exist_are_errors(claims: ModuleType, results: Path, text: str) -> None:
+    with pytest.raises(claims.ClaimError, match=r"claims\.toml has no"):
+        claims.Claims(SPEC, results).render(text, results / "page.md")
+
+
+def test_results_say_when_what_they_measured_has_changed(claims: ModuleType) -> None:
+    first = claims.subprocess.run(
+        ["git", "rev-list", "--max-parents=0", "HEAD"], cwd=claims.ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    if not first:
+        pytest.skip("no git repository: nothing can be known of commits")
+    assert "changed since" in claims.stale({"commit": first[0], "measured": ["parbank"]})[0]
+    assert claims.stale({"commit": "HEAD", "measured": ["no/such/folder"]}) == []
+    assert "not in this repository" in claims.stale({"commit": "0" * 40, "measured": ["parbank"]})[0]
+
+
+def test_an_archive_never_replaces_another_result(claims: ModuleType, results: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "results.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        packed.add(results / "step", arcname="./step")
+    place = tmp_path / "place"
+    add_result(place, "2026-01-01-h200-aaaaaaaaa", ours=1.0)
+    names = {path.name for path in claims.unpack(archive, place)}
+    assert "2026-01-01-h200-aaaaaaaaa-2" in names
+    assert {path.name for path in claims.unpack(archive, place)} == names, "the same archive again adds nothing"
