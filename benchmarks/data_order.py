@@ -11,15 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import harness  # noqa: E402
 
 from parbank.config import override  # noqa: E402
-from parbank.data import batches  # noqa: E402
 from parbank.data.dataset import Dataset, open_dataset  # noqa: E402
 from parbank.eval.windows import score_chunked  # noqa: E402
 from parbank.recipes import get_recipe  # noqa: E402
@@ -27,12 +24,10 @@ from parbank.runtime import Runtime, pick_device  # noqa: E402
 from parbank.training.config import RunConfig  # noqa: E402
 from parbank.training.trainer import Trainer  # noqa: E402
 
-SHUFFLED = batches._draw_order
-
 
 def train(config: RunConfig, dataset: Dataset, order: str) -> harness.Row:
     """One run; only the order in which an epoch's windows are visited differs."""
-    batches._draw_order = SHUFFLED if order == "shuffled" else lambda count, seed, epoch: np.arange(count)
+    config = override(config, f"batch.order={order}")
     place = Runtime(device=pick_device(None))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config, place, dataset, Path(folder))
@@ -57,7 +52,7 @@ def main() -> None:
     config = override(get_recipe("demo"), *settings)
     dataset = open_dataset(arguments.data, vocab_size=config.model.vocab_size)
     rows = [train(config, dataset, order) for order in ("contiguous", "shuffled")]
-    measured = ("parbank/data/batches.py", "benchmarks/data_order.py")
+    measured = ("parbank/data/batches.py", "parbank/data/orders.py", "benchmarks/data_order.py")
     options = harness.settings_of(arguments)
     print("written:", harness.write("data_order", rows, out=arguments.out, settings=options, measured=measured))
 

@@ -1,12 +1,12 @@
-"""Windows over a token set, in an order fixed by the seed, dealt so that the global batch is the same for any ranks.
+"""Windows over a token set, in an order fixed by its name and the seed, dealt so that the global batch is the same for any ranks.
 
 The N tokens are a circle that repeats for ever. Window j covers the virtual positions j*L .. (j+1)*L, both included
 (mod N): L inputs, each with the token after it as its target. Windows tile the targets, so every token is a target
 exactly once in N consecutive virtual positions, also when L does not divide N: the window that straddles the end of the
 circle takes the first tokens of the next round, and that round begins after them.
 
-Epoch e owns the windows that start in [e*N, (e+1)*N) and visits them in a permutation drawn from (seed, e). An *entry*
-is a place in that endless visiting order. A step takes the next `batch_sequences` entries; they are dealt in order by
+Epoch e owns the windows that start in [e*N, (e+1)*N) and visits them in the permutation that `orders` gives for (seed, e).
+An *entry* is a place in that endless visiting order. A step takes the next `batch_sequences` entries; they are dealt in order by
 micro-batch, then rank, then row. Ranks and micro-batches only cut the same list differently.
 """
 
@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from parbank.config import require
+from parbank.config import choose, require
+from parbank.data.orders import ORDERS
 from parbank.errors import ConfigError, DataError
 
 # 64 probes of 16 tokens: enough that two data sets of one length cannot agree by chance, and few enough page faults
@@ -24,6 +25,7 @@ _PROBES, _PROBE_TOKENS = 64, 16
 
 _IDENTITY = {
     "seed": "the seed",
+    "order": "the order of the windows",
     "sequence_length": "the sequence length",
     "tokens": "the number of training tokens",
     "fingerprint": "the fingerprint of the training tokens",
@@ -55,6 +57,7 @@ class BatchStream:
         rank: int = 0,
         world: int = 1,
         seed: int = 0,
+        order: str = "shuffled",
     ) -> None:
         require(sequence_length >= 1, f"the sequence length must be 1 or more, got {sequence_length}")
         require(seed >= 0, f"the seed must be 0 or more, got {seed}")
@@ -71,6 +74,8 @@ class BatchStream:
         self.rank = rank
         self.world = world
         self.seed = seed
+        self.order = order
+        self._draw = choose(ORDERS, order, "the order of the windows")
         self.accumulation = batch_sequences // (micro_sequences * world)
         """Micro-batches a rank runs per step."""
         self._tokens = tokens
@@ -112,6 +117,7 @@ class BatchStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to a saved place. A state of another stream is refused, and the stream then stays where it is."""
         _check_form(state)
+        state = {"order": "shuffled", **state}  # the only order there was when states did not name it
         for name, here in self._identity().items():
             if state[name] != here:
                 raise DataError(
@@ -131,6 +137,7 @@ class BatchStream:
     def _identity(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
+            "order": self.order,
             "sequence_length": self.sequence_length,
             "tokens": self._count,
             "fingerprint": self._fingerprint,
@@ -143,7 +150,7 @@ class BatchStream:
         first = _ceil_div(epoch * self._count, self.sequence_length)
         if epoch != self._epoch:
             last = _ceil_div((epoch + 1) * self._count, self.sequence_length)
-            self._order, self._epoch = _draw_order(last - first, self.seed, epoch), epoch
+            self._order, self._epoch = self._draw(last - first, self.seed, epoch), epoch
         return first + int(self._order[entry - first])
 
     def _read_window(self, window: int, row: np.ndarray) -> None:
@@ -152,17 +159,6 @@ class BatchStream:
         self._tokens.read(start, head, out=row[:head])
         if head < len(row):  # one wrap is enough: a row is never longer than the circle
             self._tokens.read(0, len(row) - head, out=row[head:])
-
-
-def _draw_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of `count` windows from (seed, epoch).
-
-    numpy promises that a bit generator's raw output never changes, but not that `Generator.permutation` doesn't.
-    Sorting raw words keeps a run resumable under another numpy. The epoch goes in as the spawn key: as a second word of
-    entropy, (seed 1, epoch 5) and (seed 1 + 5 * 2**32, epoch 0) would be one and the same.
-    """
-    bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,)))
-    return np.argsort(bits.random_raw(count), kind="stable")
 
 
 def _sample_hash(tokens: Tokens) -> str:

@@ -4,10 +4,12 @@ import math
 from dataclasses import dataclass, field
 
 from parbank.config import choose, require
+from parbank.data.orders import ORDERS
 from parbank.model.config import ModelConfig
 from parbank.ops.fp8 import MULTIPLE, Parts
 from parbank.optim.algorithm import ALGORITHMS, ElementwiseAlgorithm
 from parbank.optim.averaging import AverageConfig
+from parbank.optim.schedules import SCHEDULES
 from parbank.quant.config import QuantConfig
 from parbank.training.loggers import LOGGERS
 
@@ -63,6 +65,8 @@ class BatchConfig:
     """Tokens in one forward pass of one rank, at most. More ranks mean fewer passes, never another batch."""
     stages: tuple[tuple[float, int, int], ...] = ()
     """Stages before the main one, each [share of the budget, sequence_length, batch_tokens], e.g. [[0.3, 512, 196608]]."""
+    order: str = "shuffled"
+    """Order of the windows within an epoch: shuffled, or contiguous as they lie in the text."""
     prefetch: int = 3
     """Micro-batches prepared ahead by a thread; 0 prepares each when it is asked for."""
 
@@ -74,6 +78,7 @@ class BatchConfig:
                 getattr(self, name) % self.sequence_length == 0,
                 f"batch.{name} ({getattr(self, name)}) must be a multiple of batch.sequence_length ({self.sequence_length})",
             )
+        choose(ORDERS, self.order, "batch.order")
         require(self.prefetch >= 0, f"batch.prefetch must be 0 (off) or positive, got {self.prefetch}")
         self._check_stages()
 
@@ -162,6 +167,8 @@ class OptimConfig:
     """Largest global gradient norm, over all parameters and ranks; 0 does not clip."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from zero."""
+    schedule: str = "linear"
+    """How the learning rate falls over the warmdown: linear or cosine."""
     warmdown: float = 0.5
     """Last share of the budget over which the learning rate falls."""
     final_lr: float = 0.0
@@ -174,6 +181,7 @@ class OptimConfig:
             isinstance(other, ElementwiseAlgorithm),
             f"optim.other_algorithm={self.other_algorithm} works on matrices, and gains and embeddings are none; use adamw",
         )
+        choose(SCHEDULES, self.schedule, "optim.schedule")
         for name in ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr"):
             require(getattr(self, name) >= 0, f"optim.{name} must not be negative, got {getattr(self, name)}")
         for name in ("momentum", "momentum_start", "beta1", "beta2"):

@@ -29,7 +29,7 @@ from parbank.ops.fp8 import check_device
 from parbank.ops.rehearsal import can_rehearse, rehearsal
 from parbank.optim.averaging import Averages
 from parbank.optim.parallel_muon import ParallelMuon
-from parbank.optim.schedules import ramp, warmdown
+from parbank.optim.schedules import SCHEDULES, ramp
 from parbank.runtime import Runtime, seed_everything, versions
 from parbank.training.budget import Budget, Clock
 from parbank.training.checkpoint import list_checkpoints, random_state, restore_random_state, save_checkpoint
@@ -155,7 +155,9 @@ class Trainer:
         """Sets this step's learning rates and momentum, and turns quantisation on when it is time; returns the learning rate
         as a share of its peak."""
         optim = self.config.optim
-        share = warmdown(spent, optim.warmdown, optim.final_lr) * ramp(self.step + 1, optim.warmup_steps, 0.0, 1.0)
+        share = SCHEDULES[optim.schedule](spent, optim.warmdown, optim.final_lr) * ramp(
+            self.step + 1, optim.warmup_steps, 0.0, 1.0
+        )
         momentum = ramp(self.step, optim.momentum_steps, optim.momentum_start, optim.momentum)
         if self.fake is not None:
             self.fake.turn(spent >= 1 - self.config.quant.qat_share)
@@ -319,6 +321,7 @@ class Trainer:
             rank=self.runtime.rank,
             world=self.runtime.world,
             seed=self.config.seed,
+            order=batch.order,
         )
 
     @contextmanager

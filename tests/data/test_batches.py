@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parbank.data.batches import BatchStream
+from parbank.data.orders import ORDERS
 from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError, DataError
 
@@ -283,3 +284,39 @@ def test_windows_read_across_the_edges_of_shards():
     whole, same = take_step(counting(1000), 3, **options)
     assert (sharded == whole).all()
     assert state == same
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("windows", [1, 2, 97])
+def test_every_order_is_a_permutation_and_the_same_again(name, windows):
+    order = ORDERS[name](windows, 3, 1)
+    assert sorted(order.tolist()) == list(range(windows))
+    assert np.array_equal(order, ORDERS[name](windows, 3, 1))
+
+
+def test_contiguous_windows_come_as_they_lie():
+    options = {"sequence_length": 4, "batch_sequences": 2, "micro_sequences": 2, "order": "contiguous"}
+    stream = BatchStream(counting(20), **options)
+    assert take(stream)[:, 0].tolist() == [0, 4]
+    assert take(stream)[:, 0].tolist() == [8, 12]
+
+
+def test_a_registered_order_is_used(monkeypatch):
+    monkeypatch.setitem(ORDERS, "backwards", lambda windows, seed, epoch: np.arange(windows)[::-1])
+    options = {"sequence_length": 4, "batch_sequences": 5, "micro_sequences": 5, "order": "backwards"}
+    assert take(BatchStream(counting(20), **options))[:, 0].tolist() == [16, 12, 8, 4, 0]
+
+
+def test_a_state_of_another_order_is_refused_and_one_without_a_name_is_shuffled():
+    options = {"sequence_length": 4, "batch_sequences": 2, "micro_sequences": 2}
+    shuffled, contiguous = (BatchStream(counting(20), **options, order=order) for order in ORDERS)
+    take(shuffled)
+    state = shuffled.state_dict()
+    with pytest.raises(DataError, match="the order of the windows was shuffled, here it is contiguous"):
+        contiguous.load_state_dict(state)
+    del state["order"]  # as checkpoints were before orders had names
+    again = BatchStream(counting(20), **options)
+    again.load_state_dict(state)
+    assert np.array_equal(take(again), take(shuffled))
+    with pytest.raises(ConfigError, match="must be one of shuffled, contiguous, got 'random'"):
+        BatchStream(counting(20), **options, order="random")

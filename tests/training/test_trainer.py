@@ -12,6 +12,7 @@ import torch.distributed as dist
 from parbank.config import override
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.errors import CheckpointError, ConfigError, TrainingError
+from parbank.optim.schedules import SCHEDULES
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
@@ -341,3 +342,20 @@ def test_algorithms_are_chosen_by_name(dataset: Dataset, tmp_path: Path) -> None
         nano("optim.matrix_algorithm=sgd")
     with pytest.raises(ConfigError, match="works on matrices"):
         nano("optim.other_algorithm=muon")
+
+
+def test_schedule_and_order_are_chosen_by_name(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SCHEDULES, "half", lambda progress, warmdown, floor: 0.5)
+    trainer = Trainer(nano("optim.schedule=half", "batch.order=contiguous", "budget.steps=2"), CPU, dataset, tmp_path)
+    first = trainer.batches.next().clone()
+    assert first.reshape(-1)[:8].tolist() == dataset.train.read(0, 8).tolist()
+    assert [reading.lr_share for reading in readings_of(trainer)] == [0.5, 0.5]
+    trainer.close()
+    for setting, choices in (
+        ("optim.schedule=step", "linear, cosine, half"),
+        ("batch.order=x", "shuffled, contiguous"),
+    ):
+        with pytest.raises(ConfigError, match=f"must be one of {choices}"):
+            nano(setting)
