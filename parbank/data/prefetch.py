@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
 
 from parbank.config import require
-from parbank.data.batches import BatchStream
-from parbank.errors import DataError, ParbankError
+from parbank.errors import ConfigError, DataError, ParbankError
 
 # Handing out a batch ends the life of the one before the last: a consumer may look back at one batch, not at two.
 _HELD = 2
@@ -35,13 +34,30 @@ _HELD = 2
 _PATIENCE_SECONDS = 10.0
 
 
+class Stream(Protocol):
+    """What a Prefetcher reads from. A stream may also have a `dtype`: the numpy dtype of its batches, uint16 if not."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of every batch."""
+
+    def fill(self, out: np.ndarray) -> None:
+        """Writes the next batch into `out`, every element of it. StopIteration says that there is none."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands. The dict must not change when the stream moves on."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to a place that `state_dict` gave. A state that is refused must leave the stream where it is."""
+
+
 @dataclass(eq=False, repr=False)
 class _Slot:
     """One place in the ring. Whoever took it from a queue is its only owner; the events order the GPU's side."""
 
-    host: torch.Tensor  # int16 (rows, columns), pinned on CUDA
-    tokens: np.ndarray  # the same memory as uint16
-    batch: torch.Tensor  # int64 (rows, columns) on the device: what the consumer sees
+    host: torch.Tensor  # the stream's shape, pinned on CUDA; int16 for uint16
+    data: np.ndarray  # the same memory, in the stream's dtype
+    batch: torch.Tensor  # on the device: what the consumer sees; int64 for uint16
     state: dict[str, Any] = field(default_factory=dict)  # the stream's, just after this batch
     filling_since: float = 0.0
     copied: torch.cuda.Event = field(init=False)  # set on CUDA only, like the next
@@ -51,17 +67,26 @@ class _Slot:
 class _Loader:
     """Makes one batch: reads it from the stream and brings it to the device. Knows nothing of threads."""
 
-    def __init__(self, stream: BatchStream) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.stream = stream
+        self.dtype = np.dtype(getattr(stream, "dtype", np.uint16))
+        self.widens = self.dtype == np.uint16  # to int64, on the device: torch has few ops on uint16
+        try:
+            self.host_dtype = torch.int16 if self.widens else torch.from_numpy(np.empty(0, self.dtype)).dtype
+        except TypeError:
+            raise ConfigError(
+                f"a stream of {self.dtype} cannot become a tensor; give its batches another dtype"
+            ) from None
+        self.batch_dtype = torch.int64 if self.widens else self.host_dtype
 
     def make_slot(self) -> _Slot:
-        host = torch.empty(self.stream.shape, dtype=torch.int16)
-        return _Slot(host, host.numpy().view(np.uint16), torch.empty(self.stream.shape, dtype=torch.int64))
+        host = torch.empty(self.stream.shape, dtype=self.host_dtype)
+        return _Slot(host, host.numpy().view(self.dtype), torch.empty(self.stream.shape, dtype=self.batch_dtype))
 
     def fill(self, slot: _Slot) -> None:
         self.await_copy(slot)
         slot.filling_since = time.perf_counter()
-        self.stream.fill(slot.tokens)
+        self.stream.fill(slot.data)
         slot.state = self.stream.state_dict()
         self.send(slot)
 
@@ -70,7 +95,7 @@ class _Loader:
 
     def send(self, slot: _Slot) -> None:
         # numpy, not torch: a torch op here would start a second pool of OpenMP threads beside the model's.
-        np.copyto(slot.batch.numpy(), slot.tokens)
+        np.copyto(slot.batch.numpy(), slot.data)
 
     def receive(self, slot: _Slot) -> torch.Tensor:
         """The slot's batch, safe to use on the caller's current stream."""
@@ -83,11 +108,11 @@ class _Loader:
 class _CudaLoader(_Loader):
     """The same through pinned memory and a copy stream. An event that was never recorded counts as done."""
 
-    def __init__(self, stream: BatchStream, device: torch.device) -> None:
+    def __init__(self, stream: Stream, device: torch.device) -> None:
         super().__init__(stream)
         self._device = device
         self._copier = torch.cuda.Stream(device)
-        self._raw = self._allocate(torch.int16)  # where copies land before they are widened
+        self._raw = self._allocate(torch.int16) if self.widens else None  # where copies land before they are widened
 
     def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
         """Device memory that belongs to the copy stream: taken from the compute stream's pool, it could be memory that
@@ -96,8 +121,8 @@ class _CudaLoader(_Loader):
             return torch.empty(self.stream.shape, dtype=dtype, device=self._device)
 
     def make_slot(self) -> _Slot:
-        host = torch.empty(self.stream.shape, dtype=torch.int16, pin_memory=True)
-        slot = _Slot(host, host.numpy().view(np.uint16), self._allocate(torch.int64))
+        host = torch.empty(self.stream.shape, dtype=self.host_dtype, pin_memory=True)
+        slot = _Slot(host, host.numpy().view(self.dtype), self._allocate(self.batch_dtype))
         slot.copied = torch.cuda.Event(blocking=True)  # blocking: the producer sleeps on it instead of spinning
         slot.released = torch.cuda.Event()
         return slot
@@ -106,14 +131,17 @@ class _CudaLoader(_Loader):
         slot.copied.synchronize()
 
     def send(self, slot: _Slot) -> None:
-        """Two bytes a token cross the bus, a quarter of int64. They travel as int16, since torch has few uint16 ops:
-        widening sign-extends, and the mask takes the sign bits off again. One `_raw` serves all slots because all that
+        """Of uint16, two bytes a token cross the bus, a quarter of int64. They travel as int16, since torch has few uint16
+        ops: widening sign-extends, and the mask takes the sign bits off again. One `_raw` serves all slots because all that
         touches it is on this one stream."""
         with torch.cuda.stream(self._copier):
             self._copier.wait_event(slot.released)
-            self._raw.copy_(slot.host, non_blocking=True)
-            slot.batch.copy_(self._raw)
-            slot.batch.bitwise_and_(0xFFFF)
+            if self._raw is None:
+                slot.batch.copy_(slot.host, non_blocking=True)
+            else:
+                self._raw.copy_(slot.host, non_blocking=True)
+                slot.batch.copy_(self._raw)
+                slot.batch.bitwise_and_(0xFFFF)
             slot.copied.record(self._copier)
 
     def receive(self, slot: _Slot) -> torch.Tensor:
@@ -164,15 +192,46 @@ class _Producer:
 
 
 class Prefetcher:
-    """Hands out a stream's micro-batches on the device, made up to `depth` batches ahead. Depth 0 makes each batch when
-    it is asked for, without a thread; the batches are the same.
+    """Hands out a stream's batches on the device, made up to `depth` batches ahead by a thread. Depth 0 makes each batch
+    when it is asked for, without a thread; the batches are the same.
+
+    A stream is any object with the methods of `parbank.data.prefetch.Stream`: the shape of a batch, `fill`, and its state.
+    Batches of uint16, the usual dtype of tokens on disk, come out as int64; any other dtype comes out as it is.
+
+    >>> import numpy as np
+    >>> class Windows:
+    ...     shape = (2, 4)  # rows, tokens
+    ...     def __init__(self, tokens):
+    ...         self.tokens, self.start = tokens, 0
+    ...     def fill(self, out):  # called on the prefetcher's thread
+    ...         if self.start + out.size > len(self.tokens):
+    ...             raise StopIteration  # a stream without an end never does
+    ...         out[:] = self.tokens[self.start : self.start + out.size].reshape(out.shape)
+    ...         self.start += out.size
+    ...     def state_dict(self):
+    ...         return {"start": self.start}
+    ...     def load_state_dict(self, state):
+    ...         self.start = state["start"]
+    >>> tokens = np.arange(26, dtype=np.uint16)
+    >>> with parbank.Prefetcher(Windows(tokens), device="cpu") as batches:
+    ...     for batch in batches:  # a batch's memory is used again two batches later
+    ...         print(batch.dtype, batch[0].tolist(), batches.state_dict())
+    ...     batches.rewind({"start": 8})
+    ...     print(batches.next()[0].tolist())
+    torch.int64 [0, 1, 2, 3] {'start': 8}
+    torch.int64 [8, 9, 10, 11] {'start': 16}
+    torch.int64 [16, 17, 18, 19] {'start': 24}
+    [8, 9, 10, 11]
+
+    `state_dict` is the state after the last batch handed out, whatever was made ahead: what a checkpoint needs.
 
     The stream belongs to the prefetcher until `close()`, which leaves it just after the last batch handed out. A
     prefetcher that is dropped without `close()` ends its thread when it is collected or the interpreter exits.
     """
 
-    def __init__(self, stream: BatchStream, *, device: torch.device, depth: int) -> None:
+    def __init__(self, stream: Stream, *, device: torch.device | str, depth: int = 3) -> None:
         require(depth >= 0, f"the prefetch depth must be 0 (no thread) or more, got {depth}")
+        device = torch.device(device)
         if device.type == "cuda" and device.index is None:  # the current device is a matter of each thread
             device = torch.device("cuda", torch.cuda.current_device())
         self.depth = depth
@@ -189,11 +248,11 @@ class Prefetcher:
         self._start()
 
     def next(self) -> torch.Tensor:
-        """The next micro-batch, int64 `stream.shape` on the device, for the caller's current stream.
+        """The next batch, `stream.shape` on the device, for the caller's current CUDA stream.
 
-        Its memory is used again from the next call but one. Raises DataError (or RuntimeError, where the fault is not
-        the data's) if the batch could not be made, with the original error as its cause; and again on every later call,
-        until `rewind`.
+        Its memory is used again from the next call but one. Raises StopIteration at the end of the stream, and DataError
+        (or RuntimeError, where the fault is not the data's) if the batch could not be made, with the original error as its
+        cause; and again on every later call, until `rewind`.
         """
         self._check_open()
         if self._failure is not None:
@@ -241,6 +300,12 @@ class Prefetcher:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def __iter__(self) -> "Prefetcher":
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        return self.next()
 
     def __enter__(self) -> "Prefetcher":
         return self
@@ -293,5 +358,7 @@ class Prefetcher:
 
 def _raise_failure(cause: BaseException) -> NoReturn:
     """A user can mend bad data or a failing disk; any other error is a bug and must keep its traceback."""
+    if isinstance(cause, StopIteration):
+        raise StopIteration
     kind = DataError if isinstance(cause, (ParbankError, OSError)) else RuntimeError
     raise kind(f"the next batch could not be made: {type(cause).__name__}: {cause}") from cause

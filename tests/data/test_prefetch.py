@@ -1,6 +1,8 @@
 """The ring of buffers: the same batches at any depth, errors that surface, threads that end, exact rewinds."""
 
+import doctest
 import gc
+import inspect
 import os
 import subprocess
 import sys
@@ -447,3 +449,59 @@ def test_cuda_works_on_the_stream_of_the_caller_and_rewinds():
             copies.append(batches.next().clone())
         assert torch.equal(torch.stack(copies).cpu(), expected)
     assert not producers()
+
+
+def test_the_example_of_the_docstring_runs():
+    example = doctest.DocTestParser().get_doctest(inspect.getdoc(Prefetcher), {"parbank": parbank}, "", None, None)
+    report = []
+    assert doctest.DocTestRunner().run(example, out=report.append).attempted > 3
+    assert not report, "".join(report)
+
+
+class Counter:
+    """Somebody's stream: `count` batches of another shape and dtype, with a state of its own."""
+
+    shape = (3, 2, 5)
+
+    def __init__(self, dtype, count=7):
+        self.dtype, self.count, self.made = dtype, count, 0
+
+    def fill(self, out):
+        assert out.dtype == self.dtype
+        if self.made == self.count:
+            raise StopIteration
+        out[:] = np.arange(out.size).reshape(self.shape) + 100 * self.made
+        self.made += 1
+
+    def state_dict(self):
+        return {"made": self.made}
+
+    def load_state_dict(self, state):
+        self.made = state["made"]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    ("dtype", "found"),
+    [(np.int32, torch.int32), (np.int64, torch.int64), (np.float32, torch.float32), (np.uint16, torch.int64)],
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_any_stream_of_any_dtype_is_handed_out_whole_and_ends(device, dtype, found, depth):
+    expected = torch.arange(30).reshape(3, 2, 5)
+    with Prefetcher(Counter(dtype), device=device, depth=depth) as batches:
+        for number, batch in enumerate(batches):
+            assert batch.dtype == found
+            assert batch.device.type == device
+            assert torch.equal(batch.cpu(), (expected + 100 * number).to(found))
+        assert number == 6
+        assert batches.state_dict() == {"made": 7}
+        for _ in range(2):  # the end is still the end
+            with pytest.raises(StopIteration):
+                batches.next()
+        batches.rewind({"made": 5})
+        assert [int(batch[0, 0, 0]) for batch in batches] == [500, 600]
+
+
+def test_a_dtype_without_a_tensor_is_refused():
+    with pytest.raises(ConfigError, match="cannot become a tensor"):
+        Prefetcher(Counter(np.dtype("U4")), device="cpu")
