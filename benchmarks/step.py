@@ -1,7 +1,6 @@
 """The training step against its floor, and where its time goes.
 
-    python benchmarks/step.py [--variants published ours ...] [--inductor a=v,...]... [--set a.b=v]... [--quick]
-                              [--claim NAME] [--out DIR]
+    python benchmarks/step.py [--variants published ours ...] [--set a.b=v]... [--quick] [--claim NAME] [--out DIR]
 
 The floor is measured in the same run: every product of the step, forward and both ways back, with cuBLAS, and attention with
 the fastest way this machine has (PyTorch's own, FlexAttention, FlashAttention 3 where installed), each alone, summed. Then, for
@@ -9,11 +8,13 @@ the golf recipe, each variant:
 
 - `published`: the published recipe's own script (parameter-golf #549), its own loop on random tokens, on the attention that
   PyTorch has: the baseline, plain PyTorch under Inductor
-- `ours`: as it is shipped, passes and optimizer replayed as CUDA graphs
+- `ours`: as it is shipped, the trainer's own step: passes and optimizer replayed as CUDA graphs, no torch.compile
 - `cudnn`: as `ours`, without FlashAttention 3 where it is installed
-- `kernels`: our kernels without CUDA graphs; `reference`: our model with every op in its plain-PyTorch definition, which is
-  written to be read and not a baseline
-- `fp8`, `fp8+head`: as `ours`, with the MLP, or MLP and head, in 8 bits
+- `compiled`: as `ours`, with the model through torch.compile
+- `kernels`: as `ours`, launch by launch
+- `reference`: our model under torch.compile with every op in its plain-PyTorch definition, which is written to be read and
+  not a baseline
+- `fp8`, `fp8+head`: as `compiled`, with the MLP, or MLP and head, in 8 bits: the compiler fuses the rounding
 
 Measured: forward + backward of one micro-batch, the optimizer section, a whole step of one micro-batch and of the whole
 batch, its wait for data, peak memory, and for ours a waterfall by kernel class with its picture.
@@ -22,21 +23,18 @@ A GPU that is kept busy lowers its clock when it reaches its power limit, which 
 each variant are also held for some seconds, all products and attention queued one after another as a graph, and what they
 take at the end is written down beside clock and power.
 
-Each --inductor adds a variant: as `ours`, compiled with these settings of torch._inductor.config. Larger micro-batches come by
---set batch.micro_batch_tokens=196608.
+Larger micro-batches come by --set batch.micro_batch_tokens=196608.
 
 Random tokens, and random values in the matrices that a new model has at zero: products of zeros are faster than life.
 """
 
 import argparse
 import gc
-import itertools
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,20 +50,25 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from waterfall import Waterfall, draw, profile
 
 from parbank.config import override
-from parbank.data.batches import BatchStream
-from parbank.data.prefetch import Prefetcher
-from parbank.model import GPT, ModelConfig
+from parbank.model import ModelConfig
 from parbank.ops import causal_attention, flash
 from parbank.ops.backend import use_backend
-from parbank.optim.averaging import Averages
-from parbank.optim.parallel_muon import ParallelMuon
 from parbank.recipes import get_recipe
+from parbank.runtime import Runtime
 from parbank.training.config import RunConfig
-from parbank.training.groups import parameter_groups
-from parbank.training.passes import Passes
+from parbank.training.trainer import Trainer
 from parbank.training.warmup import random_data
 
-MEASURED = ("parbank/model", "parbank/ops", "parbank/optim", "parbank/graphs.py", "benchmarks/step.py")
+MEASURED = (
+    "parbank/model",
+    "parbank/ops",
+    "parbank/optim",
+    "parbank/graphs.py",
+    "parbank/data/prefetch.py",
+    "parbank/training/passes.py",
+    "parbank/training/trainer.py",
+    "benchmarks/step.py",
+)
 PUBLISHED = "published"
 DEVICE = torch.device("cuda")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -76,34 +79,22 @@ HELD = "forward + backward, held for seconds"
 class Variant:
     """One way to run the step."""
 
-    settings: tuple[str, ...] = ("train.cuda_graph=true",)
+    settings: tuple[str, ...] = ()
     backend: str = "triton"
     flash: bool = True
     """FlashAttention 3, where there is one."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Inductor's settings, given to torch.compile: patched by hand they would not reach autograd's thread, which compiles
-    the backward pass."""
 
 
+COMPILED = "train.compile=true"
 VARIANTS = {
-    "reference": Variant(("train.cuda_graph=false",), "reference"),
+    "reference": Variant(("train.cuda_graph=false", COMPILED), "reference"),
     "kernels": Variant(("train.cuda_graph=false",)),
     "cudnn": Variant(flash=False),
     "ours": Variant(),
-    "fp8": Variant(("train.cuda_graph=true", "train.fp8=mlp")),
-    "fp8+head": Variant(("train.cuda_graph=true", "train.fp8=mlp+head")),
+    "compiled": Variant((COMPILED,)),
+    "fp8": Variant((COMPILED, "train.fp8=mlp")),
+    "fp8+head": Variant((COMPILED, "train.fp8=mlp+head")),
 }
-
-
-def read_options(text: str) -> dict[str, Any]:
-    """`a=true,b.c=2` as Inductor's settings; values are JSON."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    try:
-        return {name.strip(): json.loads(value) for name, _, value in pairs}
-    except json.JSONDecodeError:
-        raise SystemExit(
-            f"--inductor {text}: write it as name=value,name=value, with values such as true and 2"
-        ) from None
 
 
 # --- the floor --------------------------------------------------------------------------------------------------------
@@ -200,89 +191,87 @@ def measure_attention(c: ModelConfig, batch: int, length: int, settings: Setting
 
 
 class Step:
-    """Model, optimizer and averages of a recipe, as the trainer puts them together, on one random micro-batch."""
+    """A recipe's trainer on random tokens. A step here is the trainer's own, so that it cannot differ from training."""
 
-    def __init__(self, config: RunConfig, options: dict[str, Any]) -> None:
-        torch.manual_seed(0)
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
         self.config = config
-        self.model = GPT(config.model).to(DEVICE)
+        data = random_data(config, 16 * config.batch.batch_tokens)
+        self.trainer = Trainer(config, Runtime(device=device), data, Path())
         with torch.no_grad():
             # Matrix by matrix, because those at zero share banks with others.
-            for tensor in (*self.model.banks.matrices().values(), *self.model.parameters()):
+            for tensor in (*self.trainer.model.banks.matrices().values(), *self.trainer.model.parameters()):
                 if not tensor.any():
                     tensor.normal_(std=0.02)
-        forward = torch.compile(self.model, dynamic=False, options=options or None)
-        graph, fp8 = config.train.cuda_graph, config.train.fp8
-        self.passes = {
-            count: Passes(forward, self.model, DEVICE, count, graph=graph, fp8=fp8) for count in pass_counts(config)
-        }
-        self.optimizer = ParallelMuon(
-            parameter_groups(self.model, config.optim), max_norm=config.optim.clip, cuda_graph=graph
-        )
-        self.averages = Averages(dict(self.model.named_parameters()), config.average)
-        rows = config.batch.micro_batch_tokens // config.batch.sequence_length
-        shape = (rows, config.batch.sequence_length + 1)
-        self.batch = torch.randint(0, config.model.vocab_size, shape, device=DEVICE)
+        self.trainer.warm_up()
+        self.batch = self.trainer.batches.next().clone()
 
-    def accumulate(self, passes: int = 1, next_batch: Callable[[], Tensor] | None = None) -> None:
-        self.passes[passes].start()
+    def accumulate(self, passes: int = 1) -> None:
+        """Forward and backward of the same micro-batch, so often."""
+        self.trainer.passes.start(passes)
         for _ in range(passes):
-            self.passes[passes].add(next_batch() if next_batch else self.batch)
+            self.trainer.passes.add(self.batch)
 
-    def update(self, *, clear: bool = True) -> None:
-        self.optimizer.step()
-        if clear:
-            self.optimizer.zero_grad(set_to_none=False)
-        self.averages.update(1.0)
+    def update(self) -> None:
+        """The optimizer section, which clears the gradients."""
+        self.trainer._update_weights(1.0)
 
-    def whole(self, passes: int, next_batch: Callable[[], Tensor] | None = None) -> None:
-        self.accumulate(passes, next_batch)
+    def keep_gradients(self) -> Callable[[], None]:
+        """A call that puts back the gradients as they are now."""
+        kept = [(p, p.grad.clone()) for p in self.trainer.model.parameters() if p.grad is not None]
+
+        def put_back() -> None:
+            for parameter, gradient in kept:
+                if parameter.grad is None:
+                    parameter.grad = gradient.clone()
+                else:
+                    parameter.grad.copy_(gradient)
+
+        return put_back
+
+    def clear(self) -> None:
+        self.trainer.optimizer.zero_grad(set_to_none=False)
+
+    def whole(self, passes: int) -> None:
+        self.accumulate(passes)
         self.update()
 
+    def train(self) -> None:
+        """One step of training, with its data."""
+        trainer = self.trainer
+        share = trainer._schedule(0.0)
+        loss = trainer._accumulate_gradients(trainer.stages[-1])
+        trainer._update_weights(share)
+        trainer._record(loss, share)
+        trainer.telemetry.collect()
+        trainer.step += 1
 
-def pass_counts(config: RunConfig) -> tuple[int, ...]:
-    """One micro-batch, and as many as make a batch."""
-    return tuple(dict.fromkeys((1, config.batch.batch_tokens // config.batch.micro_batch_tokens)))
+    def close(self) -> None:
+        self.trainer.close()
 
 
-def measure_queued(call: Callable[[], Any], repeats: int, *, skip: int = 0) -> tuple[float, float]:
+def measure_queued(
+    call: Callable[[], Any], repeats: int, *, skip: int = 0, before: Callable[[], Any] = lambda: None
+) -> tuple[float, float]:
     """Milliseconds of a call among its like, queued without a pause as in training: on the device, and of the host.
 
-    The first `skip` of them do not count.
+    The first `skip` of them do not count. `before` runs ahead of each call, outside the time.
     """
+    before()
     call()
     torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     host = []
-    for mark in marks[1:]:
+    for _ in range(repeats):
+        before()
+        marks.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+        marks[-1][0].record()
         began = time.perf_counter()
         call()
-        mark.record()
+        marks[-1][1].record()
         host.append(1e3 * (time.perf_counter() - began))
     torch.cuda.synchronize()
-    device = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+    device = [begin.elapsed_time(end) for begin, end in marks]
     return statistics.median(device[skip:]), statistics.median(host[skip:])
-
-
-def measure_wait(step: Step, device: torch.device, repeats: int) -> float:
-    """Milliseconds that a step of the whole batch waits for its data, made ahead by a thread as in training."""
-    batch, passes = step.config.batch, pass_counts(step.config)[-1]
-    stream = BatchStream(
-        random_data(step.config, 16 * batch.batch_tokens).train,
-        sequence_length=batch.sequence_length,
-        batch_sequences=batch.sequences,
-        micro_sequences=batch.micro_sequences(1),
-    )
-    batches = Prefetcher(stream, device=device, depth=batch.prefetch)
-    try:
-        step.whole(passes, batches.next)  # the first finds an empty ring
-        before = batches.wait_seconds
-        for _ in range(repeats):
-            step.whole(passes, batches.next)
-        return 1e3 * (batches.wait_seconds - before) / repeats
-    finally:
-        batches.close()
 
 
 def hold(call: Callable[[], Any], seconds: float = 4.0) -> list[tuple[str, float | None, str]]:
@@ -307,29 +296,36 @@ def measure_variant(
         print(f"{case:44} {name:12} {shown}" + (f"  bound {bound:.2f}" if bound else ""), flush=True)
 
     began = time.perf_counter()
-    step = Step(config, variant.options)
-    for _ in range(4):  # compiles, makes the optimizer's state, and has the step captured where it is to be
-        step.whole(1)
-    torch.cuda.synchronize()
-    note("compile and first steps", time.perf_counter() - began, "s")
+    step = Step(config, DEVICE)
+    note("compile and warm-up", time.perf_counter() - began, "s")
     torch.cuda.reset_peak_memory_stats()
-    micro, host = measure_queued(lambda: (step.accumulate(), step.optimizer.zero_grad(set_to_none=False)), repeats)
+    for _ in range(3):  # captures the graph of one pass
+        step.whole(1)
+    micro, host = measure_queued(step.accumulate, repeats, before=step.clear)
     note(f"forward + backward, {tokens:,} tokens", micro, bound=floor)
     note(f"forward + backward, {tokens:,} tokens: host", host)
     step.accumulate()
-    # Gradients stay, or all but the first call would work on zeros.
-    section, host = measure_queued(lambda: step.update(clear=False), repeats)
+    # The section clears the gradients: put back, or all calls but the first would work on zeros.
+    section, host = measure_queued(step.update, repeats, before=step.keep_gradients())
     note("optimizer section", section)
     note("optimizer section: host", host)
-    for passes in pass_counts(config):
-        whole, host = measure_queued(lambda passes=passes: step.whole(passes), repeats if passes == 1 else 4)
-        note(f"whole step, {passes * tokens:,} tokens", whole, bound=passes * floor)
-        note(f"whole step, {passes * tokens:,} tokens: host", host)
-    note(f"data wait, {batch_tokens:,} tokens", measure_wait(step, DEVICE, 4))
+    whole, host = measure_queued(lambda: step.whole(1), repeats)
+    note(f"whole step, {tokens:,} tokens", whole, bound=floor)
+    note(f"whole step, {tokens:,} tokens: host", host)
+    step.train()  # the first one finds an empty ring of batches
+    waited = step.trainer.batches.wait_seconds
+    steps = max(4, 2 * repeats * tokens // batch_tokens)
+    whole, host = measure_queued(step.train, steps)
+    note(f"step of training, {batch_tokens:,} tokens", whole, bound=floor * batch_tokens / tokens)
+    note(f"step of training, {batch_tokens:,} tokens: host", host)
+    waited = (step.trainer.batches.wait_seconds - waited) / (steps + 1)
+    note(f"step of training, {batch_tokens:,} tokens: wait for data", 1e3 * waited)
     note("peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
     for what, value, unit in hold(step.accumulate):
         note(f"{HELD}: {what}", value, unit)
-    return {"micro": profile(step.accumulate), "whole": profile(lambda: step.whole(1))}
+    falls = {"micro": profile(step.accumulate), "whole": profile(lambda: step.whole(1))}
+    step.close()
+    return falls
 
 
 def measure_published(tokens: int, length: int, floor: float, rows: list[Row], seconds: float = 8.0) -> None:
@@ -352,11 +348,8 @@ def measure_published(tokens: int, length: int, floor: float, rows: list[Row], s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shipped = [PUBLISHED, "ours", *(["cudnn"] if flash.AVAILABLE else [])]
-    parser.add_argument("--variants", nargs="*", default=shipped, choices=[PUBLISHED, *VARIANTS])
-    parser.add_argument(
-        "--inductor", action="append", default=[], metavar="a=v,...", help="one more variant, with Inductor's settings"
-    )
+    usual = [PUBLISHED, "ours", *(["cudnn"] if flash.AVAILABLE else []), "compiled"]
+    parser.add_argument("--variants", nargs="*", default=usual, choices=[PUBLISHED, *VARIANTS])
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="a.b=v")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--claim", default="step", help="the result's folder")
@@ -364,7 +357,6 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch sees none")
     variants = {name: VARIANTS[name] for name in arguments.variants if name != PUBLISHED}
-    variants |= {text: Variant(options=read_options(text)) for text in arguments.inductor}
     config = override(get_recipe("golf"), *arguments.settings)
     settings = Settings(quick=arguments.quick)
     tokens, length = config.batch.micro_batch_tokens, config.batch.sequence_length
