@@ -1,7 +1,14 @@
+<<<<<<< HEAD
 # make demo   sets everything up and runs the main job: text in, a scored model in one file out
 # make test   sets everything up and runs ruff, mypy and the tests
 # make claims writes the figures in README and docs from benchmarks/results
 # TORCH=...   another build or version of PyTorch, e.g. make test TORCH="torch==2.11.0"
+=======
+# make demo           sets everything up and runs the main job: text in, a scored model in one file out
+# make test           sets everything up and runs ruff, mypy and the tests
+# make integrations   sets everything up and runs the tests with other packages and outside the tree
+# TORCH=...           another build or version of PyTorch, e.g. make test TORCH="torch==2.11.0"
+>>>>>>> 5ba3e32 (Add make integrations: wheel and source distribution as strangers meet them)
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -10,7 +17,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO_OUT ?= runs/demo
 
+<<<<<<< HEAD
 .PHONY: demo test check claims install dev clean
+=======
+.PHONY: demo test integrations check install dev clean
+>>>>>>> 5ba3e32 (Add make integrations: wheel and source distribution as strangers meet them)
 
 demo: install
 	rm -rf $(DEMO_OUT)
@@ -19,6 +30,10 @@ demo: install
 # two at a time: files go whole to one of two processes, so that what a file sets up is set up once
 test: dev check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# the wheel in an empty environment, the source distribution, adapters to other packages, planted faults; 25 minutes at most
+integrations: $(VENV)/installed-integrations
+	timeout 1500 $(BIN)/python -m pytest -m integration --durations=10 tests/integrations
 
 check: dev
 	$(BIN)/ruff check .
@@ -44,6 +59,10 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml
 $(VENV)/installed-dev: $(VENV)/torch pyproject.toml
 	$(PIP) install --quiet --editable ".[dev]"
 	touch $@ $(VENV)/installed
+
+$(VENV)/installed-integrations: $(VENV)/torch pyproject.toml
+	$(PIP) install --quiet --editable ".[dev,integrations]"
+	touch $@ $(VENV)/installed-dev $(VENV)/installed
 
 clean:
 	rm -rf $(VENV) build *.egg-info runs
