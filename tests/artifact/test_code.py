@@ -110,31 +110,42 @@ def module_name(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
+def imports_of(path: str, tree: ast.Module) -> set[str]:
+    package = module_name(path) if path.endswith("__init__.py") else module_name(path).rpartition(".")[0]
+    return {*find_imports(tree, package)}
+
+
 def test_what_is_left_out_is_not_imported_at_once(counted: dict[str, ast.Module]) -> None:
     """A module may only import a left-out one inside a function, or the archive would not start."""
     for path, tree in counted.items():
         functions = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
         at_once = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and id(n) not in functions]
-        package = module_name(path) if path.endswith("__init__.py") else module_name(path).rpartition(".")[0]
-        wrong = [name for name in find_imports(ast.Module(at_once, []), package) if is_left_out(name)]
+        wrong = {name for name in imports_of(path, ast.Module(at_once, [])) if is_left_out(name)}
         assert not wrong, f"{path} imports {wrong}, which {code.__name__}.LEFT_OUT leaves out"
+
+
+def test_the_list_of_what_is_left_out_has_no_idle_line(counted: dict[str, ast.Module]) -> None:
+    others = {path: tree for path, tree in counted.items() if module_name(path) != code.__name__}
+    reached = set().union(*(imports_of(path, tree) for path, tree in others.items()))
+    idle = [name for name in code.LEFT_OUT if not any(f"{other}.".startswith(f"{name}.") for other in reached)]
+    assert not idle
 
 
 def test_the_walk_follows_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
         "__init__": "TABLE = {'later': 'parbank.later'}",
-        "program": "import parbank.one\nfrom parbank.room import thing\ndef f():\n    from parbank import cli, lazy",
+        "program": "import parbank.one\nfrom parbank.room import thing\ndef f():\n    from parbank import api, lazy",
         "one": "import numpy\nfrom . import two",
         "two": "from .room.deep import name",
         "room/__init__": "from parbank.room import registered",
-        **dict.fromkeys(["later", "lazy", "room/thing", "room/deep", "room/registered", "room/unused", "cli"], ""),
+        **dict.fromkeys(["later", "lazy", "room/thing", "room/deep", "room/registered", "room/unused", "api"], ""),
     }
     for name, text in files.items():
         path = tmp_path / "parbank" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.setattr("parbank.__file__", str(tmp_path / "parbank" / "__init__.py"))
-    assert {*collect()} == {f"parbank/{name}.py" for name in files} - {"parbank/cli.py", "parbank/room/unused.py"}
+    assert {*collect()} == {f"parbank/{name}.py" for name in files} - {"parbank/api.py", "parbank/room/unused.py"}
 
 
 def test_commands_are_not_counted(counted: dict[str, ast.Module]) -> None:
