@@ -1,14 +1,8 @@
-<<<<<<< HEAD
-# make demo   sets everything up and runs the main job: text in, a scored model in one file out
-# make test   sets everything up and runs ruff, mypy and the tests
-# make claims writes the figures in README and docs from benchmarks/results
-# TORCH=...   another build or version of PyTorch, e.g. make test TORCH="torch==2.11.0"
-=======
 # make demo           sets everything up and runs the main job: text in, a scored model in one file out
 # make test           sets everything up and runs ruff, mypy and the tests
 # make integrations   sets everything up and runs the tests with other packages and outside the tree
+# make claims         writes the figures in README and docs from benchmarks/results
 # TORCH=...           another build or version of PyTorch, e.g. make test TORCH="torch==2.11.0"
->>>>>>> 5ba3e32 (Add make integrations: wheel and source distribution as strangers meet them)
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -17,11 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO_OUT ?= runs/demo
 
-<<<<<<< HEAD
-.PHONY: demo test check claims install dev clean
-=======
-.PHONY: demo test integrations check install dev clean
->>>>>>> 5ba3e32 (Add make integrations: wheel and source distribution as strangers meet them)
+.PHONY: demo test integrations check claims install dev clean
 
 demo: install
 	rm -rf $(DEMO_OUT)
