@@ -11,6 +11,12 @@ from parbank.ops.backend import use_triton
 HASH_CURRENT, HASH_PREVIOUS = 40_499, 25_033
 
 
+def make_table(rows: int, width: int) -> nn.Embedding:
+    """An embedding with PyTorch's start. On "meta" there is none: it would import PyTorch's compiler, which takes seconds."""
+    weight = torch.empty(rows, width)
+    return nn.Embedding(rows, width, _weight=weight) if weight.is_meta else nn.Embedding(rows, width)
+
+
 class BigramEmbedding(nn.Module):
     """An embedding of the pair (previous token, this token), hashed into a fixed number of buckets.
 
@@ -20,7 +26,7 @@ class BigramEmbedding(nn.Module):
     def __init__(self, buckets: int, narrow: int, width: int) -> None:
         super().__init__()
         self.buckets = buckets
-        self.embedding = nn.Embedding(buckets, narrow)
+        self.embedding = make_table(buckets, narrow)
         self.projection = nn.Parameter(torch.zeros(width, narrow))
         self.scale = nn.Parameter(torch.tensor(0.05))
 
@@ -54,7 +60,7 @@ class ValueEmbedding(nn.Module):
     def __init__(self, vocab_size: int, narrow: int, kv_width: int, layers: tuple[int, ...]) -> None:
         super().__init__()
         self.slots = {layer: slot for slot, layer in enumerate(layers)}
-        self.embedding = nn.Embedding(vocab_size, narrow)
+        self.embedding = make_table(vocab_size, narrow)
         self.projection = nn.Parameter(torch.zeros(kv_width, narrow))
         self.scale = nn.Parameter(torch.tensor(0.1))
         self.layer_scales = nn.Parameter(torch.ones(len(layers)))

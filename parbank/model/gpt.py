@@ -14,7 +14,7 @@ from parbank.errors import ConfigError
 from parbank.model.attention import Attention, Context, rope_tables
 from parbank.model.banks import Banks
 from parbank.model.config import ModelConfig
-from parbank.model.embeddings import BigramEmbedding, SmearGate, ValueEmbedding
+from parbank.model.embeddings import BigramEmbedding, SmearGate, ValueEmbedding, make_table
 from parbank.ops import fp8
 from parbank.ops.backend import use_triton
 
@@ -36,9 +36,9 @@ class Block(nn.Module):
         gains, mix = config.block_gains, config.residual_mix
         self.attention_gain = nn.Parameter(torch.ones(config.width)) if gains else None
         self.mlp_gain = nn.Parameter(torch.ones(config.width)) if gains else None
-        self.residual_mix = (
-            nn.Parameter(torch.stack([torch.ones(config.width), torch.zeros(config.width)])) if mix else None
-        )
+        self.residual_mix = nn.Parameter(torch.zeros(2, config.width)) if mix else None
+        if self.residual_mix is not None:
+            self.residual_mix.data[0] = 1  # the block starts from its stream alone
 
     def forward(
         self,
@@ -119,7 +119,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         c = self.config = config
-        self.token_embedding = nn.Embedding(c.vocab_size, c.width)
+        self.token_embedding = make_table(c.vocab_size, c.width)
         self.bigram = BigramEmbedding(c.bigram_buckets, c.bigram_width, c.width) if c.bigram_buckets else None
         self.smear = SmearGate(c.width) if c.smear else None
         self.value_embedding = (

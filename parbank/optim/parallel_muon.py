@@ -13,6 +13,8 @@ Which blocks form a batch and who owns them: `layout`. What is sent: `communicat
 the interface in `algorithm`), `newton_schulz`, `update`. What a checkpoint holds: `state`.
 """
 
+import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -33,6 +35,14 @@ from parbank.optim.hyper import DECAY, LR, HyperTable, send
 from parbank.optim.layout import LAYOUT_OPTIONS, Batch, Piece, find_matrices, plan_batches
 from parbank.optim.newton_schulz import Coefficients
 from parbank.optim.update import Control
+
+
+def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of PyTorch's optimizer without the mark that keeps torch.compile out of it.
+
+    At its first call the mark imports the compiler, which takes 3 s. Where nobody has imported it, nothing is being compiled.
+    """
+    return method if "torch._dynamo" in sys.modules else getattr(method, "__wrapped__", method)
 
 
 class ParallelMuon(torch.optim.Optimizer):
@@ -138,7 +148,7 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         complete_group(param_group, self.defaults, self._adam_lr)
-        super().add_param_group(param_group)
+        _plain(torch.optim.Optimizer.add_param_group)(self, param_group)
         try:
             check_group(self.param_groups[-1])
         except ConfigError:
@@ -147,11 +157,11 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As for any optimizer, with every tensor whole: it loads on any number of ranks. Collective."""
-        return state.save(self, super().state_dict)
+        return state.save(self, functools.partial(_plain(torch.optim.Optimizer.state_dict), self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state written on any number of ranks; each rank keeps its part of it. Collective."""
-        super().load_state_dict(state_dict)
+        _plain(torch.optim.Optimizer.load_state_dict)(self, state_dict)
         state.load(self, state_dict)
         self._reset_counters()
 
@@ -167,7 +177,7 @@ class ParallelMuon(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As for any optimizer; by default gradients that a CUDA graph reads or that lie in a bank stay where they are."""
         if set_to_none is not None or self._graph is not None:
-            super().zero_grad(set_to_none=bool(set_to_none))
+            _plain(torch.optim.Optimizer.zero_grad)(self, set_to_none=bool(set_to_none))
             return
         for param in zero_bank_grads([param for group in self.param_groups for param in group["params"]]):
             param.grad = None

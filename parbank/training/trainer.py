@@ -126,7 +126,7 @@ class Trainer:
 
     def _rehearse(self) -> None:
         """Has every kernel of a step compiled, all at the same time. What it leaves in weights and state is garbage."""
-        with rehearsal():
+        with rehearsal(self.runtime.device):
             for stage in self.stages:
                 self._schedule(0.0)
                 self.passes.rehearse(cut_windows(self.batches.next(), stage.sequence_length))
