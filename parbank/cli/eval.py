@@ -116,7 +116,7 @@ def evaluate(
     compare: Annotated[
         Path | None, typer.Option(metavar="RESULT.json", help="An earlier result; unlike ones are refused.")
     ] = None,
-    eager: Annotated[bool, typer.Option("--eager", help="Do not compile on a GPU: quicker for a short text.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Do not replay CUDA graphs: launch by launch.")] = False,
     device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -165,7 +165,7 @@ def evaluate(
         "blocks": _parse_blocks(blocks),
         "rank": rank,
     }
-    chosen = {"compiled": not eager, **flags, **_parse_settings(settings or [])}
+    chosen = {"graphed": not eager, **flags, **_parse_settings(settings or [])}
     result = _score(path, data, method, context, chosen, theirs, breakdown, device)
     if result is None:  # another rank prints
         return

@@ -3,7 +3,7 @@
 Chunked scores are windows side by side, sliding scores overlap, and test-time training may score its chunks by windows.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -56,15 +56,14 @@ class WindowScorer:
     """Windows, many at a time; which rank takes a batch is decided by its number."""
 
     def __init__(
-        self, model: GPT, runtime: Runtime, *, width: int, stride: int, rows: int, compiled: bool = False
+        self, model: GPT, runtime: Runtime, *, width: int, stride: int, rows: int, graphed: bool = False
     ) -> None:
-        """`rows` windows of at most `width` tokens go through together. Compiled, every batch is padded to that, and on a
-        GPU replayed as a graph: Python takes longer to launch such a pass than the GPU to run it."""
-        self._forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compiled else model
+        """`rows` windows of at most `width` tokens go through together. Graphed, every batch is padded to that, and on
+        a GPU replayed as a graph: Python takes longer to launch such a pass than the GPU to run it."""
         self._runtime, self._width, self._stride, self._rows = runtime, width, stride, rows
-        self._padded = compiled
+        self._padded = graphed
         self._model = model
-        self._graphs = Graphs(enabled=compiled and runtime.is_cuda)
+        self._graphs = Graphs(enabled=graphed and runtime.is_cuda)
 
     @property
     def captures(self) -> int:
@@ -95,7 +94,7 @@ class WindowScorer:
 
     def _run(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with autocast(inputs.device):
-            return self._forward(inputs, targets, reduction="none")
+            return self._model(inputs, targets, reduction="none")
 
 
 def check_windows(context: int, stride: int, *, width: int | None = None) -> None:
@@ -120,7 +119,7 @@ def make_window_scorer(
     context: int,
     stride: int,
     batch_tokens: int | None,
-    compiled: bool,
+    graphed: bool,
 ) -> WindowScorer:
     """For a text of so many targets that comes whole, or in pieces of at most so many."""
     width = min(context, targets)
@@ -128,7 +127,7 @@ def make_window_scorer(
     together = batch_tokens or tokens_together(model.config.vocab_size, runtime)
     stride = min(stride, width)
     rows = min(max(1, together // width), 1 + (piece or targets) // stride)  # never more than there are windows to fill
-    return WindowScorer(model, runtime, width=width, stride=stride, rows=rows, compiled=compiled)
+    return WindowScorer(model, runtime, width=width, stride=stride, rows=rows, graphed=graphed)
 
 
 def score_windows(
@@ -139,7 +138,7 @@ def score_windows(
     stride: int,
     runtime: Runtime,
     batch_tokens: int | None = None,
-    compiled: bool = False,
+    graphed: bool = False,
     progress: Progress = silent,
 ) -> Scored:
     """Sliding windows over a text; see plan_windows for the protocol."""
@@ -152,7 +151,7 @@ def score_windows(
         context=context,
         stride=stride,
         batch_tokens=batch_tokens,
-        compiled=compiled,
+        graphed=graphed,
     )
     return run_scorer(scorer, model, text, runtime, progress)
 

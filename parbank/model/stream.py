@@ -12,11 +12,9 @@ at token ten million as at the first. So a key that is carried on is never rotat
 Nothing else needs carrying. Smear and bigrams look one and two tokens back, and a segment is given those two tokens.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,9 +28,6 @@ from parbank.model.gpt import GPT, Skips, _of_layer
 from parbank.ops.window_attention import takes
 
 BEFORE = 2  # tokens given ahead of a segment: smear looks one back, at an embedding whose bigram looks one more back
-# Most layers a compiled stream may have: every layer is compiled once for itself, and Dynamo's own limit of 8 versions of
-# one function is meant to catch functions that are compiled again and again.
-COMPILED_LAYERS = 256
 
 Past = tuple[Tensor, Tensor]
 
@@ -100,7 +95,7 @@ class Reach:
     low: Tensor  # (T,)
     queries: Tensor  # (runs + 1,) int32: where each run of queries begins, then the end
     keys: Tensor
-    flash: bool = False  # whether the device has FlashAttention; asked here, outside of what is compiled
+    flash: bool = False  # whether the device has FlashAttention
 
     @classmethod
     def spread(cls, queries: Tensor, keys: Tensor, length: int) -> "Reach":
@@ -113,20 +108,12 @@ class Reach:
 class Stream:
     """A model reading one text, segment after segment."""
 
-    def __init__(
-        self, model: GPT, window: int, *, carry: Carry | None = None, compiled: bool = False, graph: bool = False
-    ) -> None:
-        """`compiled` builds each layer once for one length of segment; give segments of that length only. `graph` replays
-        segments of a length, from the second on, as a CUDA graph: for short ones, which take longer to launch than to
-        run, and with a carry that stays in place. It holds on to the memory of a pass."""
+    def __init__(self, model: GPT, window: int, *, carry: Carry | None = None, graph: bool = False) -> None:
+        """`graph` replays segments of a length, from the second on, as a CUDA graph: for short ones, which take longer to
+        launch than to run, and with a carry that stays in place. It holds on to the memory of a pass."""
         self.model, self.window = model, window
         self._graphs = Graphs(enabled=graph and model.token_embedding.weight.is_cuda)
         self.carry = carry if carry is not None else LocalCarry()
-        # where neither runs, a layer is a loop over blocks of queries, which compiling would write out
-        self._compiled = compiled = compiled and fits_flash(model)
-        self._embed: Callable[..., Any] = torch.compile(_embed, dynamic=False) if compiled else _embed
-        self._layer: Callable[..., Any] = torch.compile(_layer, dynamic=False) if compiled else _layer
-        self._read_out: Callable[..., Any] = torch.compile(_read_out, dynamic=False) if compiled else _read_out
 
     @property
     def captures(self) -> int:
@@ -144,8 +131,7 @@ class Stream:
         inputs = [ids, start, first, *runs, *([] if targets is None else [targets])]
         dtype = self.model._compute_dtype(device)
         work = partial(self._read, dtype=dtype, last=last)
-        with torch._dynamo.config.patch(recompile_limit=COMPILED_LAYERS) if self._compiled else nullcontext():
-            return self._graphs.run(work, inputs, key=(dtype, last), places=lambda: addresses(self.model.parameters()))
+        return self._graphs.run(work, inputs, key=(dtype, last), places=lambda: addresses(self.model.parameters()))
 
     def _read(
         self,
@@ -161,7 +147,7 @@ class Stream:
     ) -> Tensor:
         model, c = self.model, self.model.config
         length, device = ids.shape[1] - BEFORE, ids.device
-        x, extras = self._embed(model, ids, first_of_text, dtype)
+        x, extras = _embed(model, ids, first_of_text, dtype)
         cos, sin = _rotations(start, length, c.rope_dims, c.rope_base)
         reach = Reach.spread(queries, keys, length)
         matrices = model.matrices(x)
@@ -175,11 +161,11 @@ class Stream:
             weights = _of_layer(matrices, layer)
             shared = (cos, sin, reach, self.window)
             skips.keep(layer, x)
-            x, values, past = self._layer(model, layer, (x, skip, x0), weights, extras.get(layer), first, past, shared)
+            x, values, past = _layer(model, layer, (x, skip, x0), weights, extras.get(layer), first, past, shared)
             self.carry.give(layer, past)
             first = values if first is None and c.value_residual else first
         x = x[:, -1:] if last else x
-        return self._read_out(model, x, None if targets is None else targets[None])[0]
+        return _read_out(model, x, None if targets is None else targets[None])[0]
 
     def _nothing(self, dtype: torch.dtype, device: torch.device) -> Past:
         """What stands ahead of the text: as many keys as ever, so that shapes stay; `Reach.low` hides them."""
@@ -230,8 +216,7 @@ def _layer(
 
 
 def _keep(past: Tensor, own: Tensor) -> Tensor:
-    """The last keys of both, as many as were carried. A copy, since a view would hold all of the segment; laid out like the
-    first carry, for compiled code looks."""
+    """The last keys of both, as many as were carried. A copy, since a view would hold all of the segment."""
     carried, length = past.shape[1], own.shape[1]
     if length < carried:
         return torch.cat([past[:, length:], own], dim=1)
@@ -258,7 +243,7 @@ def find_runs(segment: Segment, window: int, *, isolated: bool) -> tuple[Tensor,
         max(0, carried - (segment.start - begin)),
         *(carried + cut for cut in cuts[1:]),
     ]  # the first key of each run
-    # Runs without a token at the end, up to a power of two: compiled code then meets few numbers of runs.
+    # Runs without a token at the end, up to a power of two: graphs then meet few numbers of runs.
     spare = (1 << (len(cuts) - 1).bit_length()) - len(cuts) + 1
     queries, keys = cuts + [length] * spare, heads + [carried + length] * spare
     # Never blocking: a copy that is waited for drains the GPU. The driver has taken the numbers when it returns.
@@ -280,10 +265,6 @@ def has_flash(device: torch.device) -> bool:
     """Whether this is a GPU that PyTorch's own FlashAttention 2 runs on. It has windows, which scaled_dot_product_attention
     does not pass on."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def fits_flash(model: GPT) -> bool:
-    return has_flash(model.token_embedding.weight.device) and _fits_head(model.config.head_width)
 
 
 def _fits_head(width: int) -> bool:

@@ -135,7 +135,7 @@ def test_segments_are_even_and_no_longer_than_asked(targets: int, segment: int) 
     assert pieces == math.ceil(targets / segment)
     assert length * pieces - targets < max(128 * pieces, targets / 32 + 1)
     assert even_segment(1_250_000, 32_768) == 32_768, (
-        "a chunk of ttt and a segment of a long text share what is compiled"
+        "a chunk of ttt and a segment of a long text share what is graphed"
     )
 
 
@@ -147,12 +147,12 @@ def test_the_first_window_is_scored_alike_and_later_ones_are_not(model: GPT, dat
 
 
 def test_padded_batches_score_the_same(model: GPT, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiled scoring does besides compiling: batches and segments padded to one shape."""
+    """What graphed scoring does besides compiling: batches and segments padded to one shape."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     tokens = TokenSet([dataset.val.read(0, 200)])
-    padded = score_windows(model, tokens, context=16, stride=4, runtime=CPU, batch_tokens=112, compiled=True)
+    padded = score_windows(model, tokens, context=16, stride=4, runtime=CPU, batch_tokens=112, graphed=True)
     text = Text.load(tokens, CPU)
-    scorer = make_stream_scorer(model, CPU, targets=text.targets, context=16, segment=48, compiled=True)
+    scorer = make_stream_scorer(model, CPU, targets=text.targets, context=16, segment=48, graphed=True)
     stream = run_scorer(scorer, model, text, CPU, shares.append)
     plain = score_windows(model, tokens, context=16, stride=4, runtime=CPU)
     np.testing.assert_allclose(padded.nats, plain.nats, rtol=1e-4, atol=1e-4)

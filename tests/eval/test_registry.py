@@ -32,7 +32,7 @@ CPU = Runtime(device=torch.device("cpu"))
         ("streaming", {"stride": 64}, "--stride is no setting of streaming; that is for sliding and ttt"),
         ("chunked", {"segment": 5}, "--segment is no setting of chunked; that is for streaming and ttt"),
         ("sliding", {"lr": 0.1}, "--lr is no setting of sliding; that is for ttt"),
-        ("sliding", {"beams": 4}, "--beams is no setting of sliding; sliding has: context, compiled, stride"),
+        ("sliding", {"beams": 4}, "--beams is no setting of sliding; sliding has: context, graphed, stride"),
         ("ttt", {"stride": 64}, "--stride is no setting of ttt with streaming scores and the sgd adapter"),
         ("ttt", {"rank": 4}, "--rank is no setting of ttt with streaming scores and the sgd adapter"),
         ("ttt", {"scores": "chunked"}, "--ttt-scores must be streaming or sliding, got 'chunked'"),
@@ -54,10 +54,10 @@ def test_settings_find_their_owner() -> None:
     assert make_method("sliding", context=16, stride=None) == Sliding(context=16)
     assert Sliding(context=16).step == 16
     assert Sliding(context=2048).step == 64
-    found = make_method("ttt", context=32, compiled=False, scores="sliding", stride=8, adapter="low-rank", rank=3, lr=1)
+    found = make_method("ttt", context=32, graphed=False, scores="sliding", stride=8, adapter="low-rank", rank=3, lr=1)
     assert isinstance(found, ScoreFirst)
-    assert found.scores == Sliding(context=32, stride=8, compiled=False)
-    assert (found.context, found.compiled) == (32, False)
+    assert found.scores == Sliding(context=32, stride=8, graphed=False)
+    assert (found.context, found.graphed) == (32, False)
     assert found.adapt == ADAPTERS["low-rank"](lr=1.0, rank=3)  # type: ignore[call-arg]
     assert found.chunk == 32
     assert isinstance(make_method("ttt"), ScoreFirst)

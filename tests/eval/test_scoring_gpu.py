@@ -1,7 +1,6 @@
-"""The compiled methods on a GPU, in bfloat16, against the same on the CPU in float32."""
+"""The graphed methods on a GPU, in bfloat16, against the same on the CPU in float32."""
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -37,13 +36,6 @@ def tokens(text_spec: str) -> np.ndarray:
     return np.concatenate([dataset.val.read(0, 1500), dataset.val.read(0, 700)])
 
 
-@pytest.fixture(autouse=True)
-def forget_compiled() -> Iterator[None]:
-    """All tests compile one function, and Dynamo gives up on a function after 8 versions."""
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_a_gpu_scores_what_a_cpu_does(method: Method, tokens: np.ndarray) -> None:
@@ -66,7 +58,7 @@ def test_replayed_windows_score_what_launched_ones_do(tokens: np.ndarray) -> Non
     cuda = Runtime(device=torch.device("cuda", 0))
     model, text = make_model().cuda(), Text.load(TokenSet([tokens]), cuda)
     shape: dict[str, Any] = {"context": 64, "stride": 16, "batch_tokens": 512}
-    scorer = make_window_scorer(model, cuda, targets=text.targets, compiled=True, **shape)
+    scorer = make_window_scorer(model, cuda, targets=text.targets, graphed=True, **shape)
     first, again = (run_scorer(scorer, model, text, cuda, silent).nats for _ in range(2))
     assert scorer.captures == 1
     assert np.array_equal(first, again)
@@ -80,9 +72,8 @@ def test_replayed_windows_score_what_launched_ones_do(tokens: np.ndarray) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("kind", "config"), [(SgdAdapter, SgdConfig), (LowRankAdapter, LowRankConfig)])
-def test_a_graph_learns_what_launches_do(kind: Any, config: Any, compiled: bool, tokens: np.ndarray) -> None:
+def test_a_graph_learns_what_launches_do(kind: Any, config: Any, tokens: np.ndarray) -> None:
     """Steps of two shapes, several micro-batches, a learning rate that falls and a reset; and no wait for the GPU."""
     cuda = Runtime(device=torch.device("cuda", 0))
     settings = config(lr=0.01, sequences=3, micro_tokens=128)
@@ -91,7 +82,7 @@ def test_a_graph_learns_what_launches_do(kind: Any, config: Any, compiled: bool,
     found = {}
     for graph in (False, True):
         model = make_model().cuda().eval()
-        adapter = kind(model, cuda, settings, context=64, compiled=compiled, graph=graph)
+        adapter = kind(model, cuda, settings, context=64, graph=graph)
         for number, piece in enumerate(pieces):
             adapter.reset()
             torch.cuda.set_sync_debug_mode("error" if graph and number else "default")

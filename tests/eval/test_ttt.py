@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
@@ -241,7 +239,7 @@ def test_only_the_chosen_blocks_learn(
 ) -> None:
     model = make_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    adapter = kind(lr=0.05, **settings).make_adapter(model, CPU, context=CONTEXT, compiled=False)
+    adapter = kind(lr=0.05, **settings).make_adapter(model, CPU, context=CONTEXT, graphed=False)
     adapter.learn(torch.from_numpy(tokens[: CHUNK + 1].astype(np.int64)), 0.0)
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     blocks = {int(name.split(".")[1]) for name in changed if name.startswith("blocks.")}
@@ -285,44 +283,6 @@ def test_steps_cover_a_chunk_with_one_width() -> None:
         assert set(torch.cat([batch[:, 1:].flatten() for batch in batches]).tolist()) == set(range(1, count + 1))
 
 
-@pytest.mark.parametrize("kind", ADAPTERS.values())
-def test_the_loss_compiles_whole(tokens: np.ndarray, kind: type[AdaptConfig], monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_: Callable[..., Any] = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, **o, fullgraph=True, backend="aot_eager"))
-    piece = torch.from_numpy(tokens[: CHUNK + 1].astype(np.int64))
-    states = []
-    for compiled in (True, False):
-        model = make_model()
-        kind(lr=0.01, epochs=1).make_adapter(model, CPU, context=CONTEXT, compiled=compiled).learn(piece, 0.0)
-        states.append(weights(model))
-    torch._dynamo.reset()
-    for a, b in zip(*states):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ADAPTERS.values())
-def test_what_is_compiled_has_no_product_in_float32(
-    tokens: np.ndarray, kind: type[AdaptConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inductor warns of one on every GPU that has TF32, and pytest makes errors of warnings."""
-    found: list[torch.dtype] = []
-
-    def record(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        products = [n for n in module.graph.nodes if str(n.target).split(".")[-2:-1] in (["mm"], ["bmm"], ["addmm"])]
-        found.extend(node.meta["val"].dtype for node in products)
-        return make_boxed_func(module.forward)
-
-    compile_: Callable[..., Any] = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, **o, backend=aot_autograd(fw_compiler=record)))
-    model = make_model()
-    adapter = kind(lr=0.001, epochs=1).make_adapter(model, CPU, context=CONTEXT, compiled=True)
-    with torch.autocast("cpu", torch.bfloat16):  # as it is on a GPU
-        adapter.learn(torch.from_numpy(tokens[: CHUNK + 1].astype(np.int64)), 0.0)
-    torch._dynamo.reset()
-    assert len(found) > 20, "forward and backward were seen"
-    assert set(found) == {torch.bfloat16}
-
-
 def test_a_low_rank_adapter_that_was_reset_is_a_new_one(tokens: np.ndarray) -> None:
     """Bit for bit, and in the same memory: a CUDA graph would go on with the old."""
     config = LowRankConfig(lr=0.01)
@@ -344,7 +304,7 @@ def test_a_low_rank_adapter_that_was_reset_is_a_new_one(tokens: np.ndarray) -> N
 @pytest.mark.parametrize("kind", ADAPTERS.values())
 def test_an_adapter_is_gone_when_it_is_dropped(tokens: np.ndarray, kind: type[AdaptConfig]) -> None:
     """And so are its graphs, which hold the memory of a whole pass: no cycle keeps them for the garbage collector."""
-    adapter: Any = kind(lr=0.01).make_adapter(make_model(), CPU, context=CONTEXT, compiled=False)
+    adapter: Any = kind(lr=0.01).make_adapter(make_model(), CPU, context=CONTEXT, graphed=False)
     adapter.learn(torch.from_numpy(tokens[: CHUNK + 1].astype(np.int64)), 0.0)
     alive = weakref.ref(adapter), weakref.ref(adapter._graphs)
     gc.disable()

@@ -60,7 +60,7 @@ class AdaptConfig(ABC):
         )
 
     @abstractmethod
-    def make_adapter(self, model: GPT, runtime: Runtime, *, context: int, compiled: bool) -> "Adapter":
+    def make_adapter(self, model: GPT, runtime: Runtime, *, context: int, graphed: bool) -> "Adapter":
         """An adapter of `model` that learns through windows of `context` tokens."""
 
     def describe(self, context: int) -> dict[str, Any]:
@@ -97,12 +97,11 @@ class StepwiseAdapter(ABC, Generic[C]):
         config: C,
         *,
         context: int,
-        compiled: bool = False,
         graph: bool = False,
     ) -> None:
         _check_blocks(model, config)
         self._config, self._context, self._runtime = config, context, runtime
-        self._forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compiled else model
+        self._model = model
         self._graphs = Graphs(enabled=graph and runtime.is_cuda and runtime.world == 1)
         self._weights: list[Tensor]  # of the model: what the loss is differentiated by
         self._masks: list[Tensor | None]
@@ -136,7 +135,7 @@ class StepwiseAdapter(ABC, Generic[C]):
     def _gradients(self, inputs: Tensor, targets: Tensor, count: int) -> list[Tensor]:
         """Of the sum of the losses over `count`, by the model's weights."""
         with torch.enable_grad(), autocast(self._runtime.device):
-            value = self._forward(inputs, targets, reduction="sum") / count
+            value = self._model(inputs, targets, reduction="sum") / count
         grads = torch.autograd.grad(value, self._weights)
         return [grad if mask is None else grad * mask for grad, mask in zip(grads, self._masks)]
 

@@ -31,15 +31,15 @@ class LowRankConfig(AdaptConfig):
         super().__post_init__()
         require(self.rank >= 1, f"--rank must be at least 1, got {self.rank}")
 
-    def make_adapter(self, model: GPT, runtime: Runtime, *, context: int, compiled: bool) -> Adapter:
-        return LowRankAdapter(model, runtime, self, context=context, compiled=compiled, graph=compiled)
+    def make_adapter(self, model: GPT, runtime: Runtime, *, context: int, graphed: bool) -> Adapter:
+        return LowRankAdapter(model, runtime, self, context=context, graph=graphed)
 
 
 class LowRankAdapter(StepwiseAdapter[LowRankConfig]):
     """W + left @ right for every matrix, with left and right learnt by Adam; zero again at the start of a document.
 
     The sum is written to where W stands, so the model that learns is the model that scores, and no more than the model is
-    compiled. With G the gradient by W, left's is G right^T and right's is left^T G.
+    computed. With G the gradient by W, left's is G right^T and right's is left^T G.
     """
 
     def _begin(self, model: GPT) -> None:

@@ -33,8 +33,8 @@ class SgdConfig(AdaptConfig):
         super().__post_init__()
         require(0 <= self.momentum < 1, f"--momentum must lie in [0, 1), got {self.momentum}")
 
-    def make_adapter(self, model: GPT, runtime: Runtime, *, context: int, compiled: bool) -> Adapter:
-        return SgdAdapter(model, runtime, self, context=context, compiled=compiled, graph=compiled)
+    def make_adapter(self, model: GPT, runtime: Runtime, *, context: int, graphed: bool) -> Adapter:
+        return SgdAdapter(model, runtime, self, context=context, graph=graphed)
 
 
 class SgdAdapter(StepwiseAdapter[SgdConfig]):

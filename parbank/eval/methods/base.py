@@ -20,15 +20,15 @@ class Method(ABC):
 
     name: ClassVar[str]
     help: ClassVar[str]
-    rounding: ClassVar[frozenset[str]] = frozenset({"compiled"})
+    rounding: ClassVar[frozenset[str]] = frozenset({"graphed"})
     """Settings that change rounding only: scores that differ in them still compare."""
     any_model: ClassVar[bool] = False
     """Whether the forward pass is all it needs of a model, so that modules parbank did not build can be scored."""
 
     context: int = 1024
     """The window, in tokens."""
-    compiled: bool = True
-    """On a GPU, compile the model for scoring. Rounding only."""
+    graphed: bool = True
+    """On a GPU, replay passes of one shape as CUDA graphs. Rounding only."""
 
     def __post_init__(self) -> None:
         check_context(self.context)

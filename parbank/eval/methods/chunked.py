@@ -25,8 +25,7 @@ class Chunked(Method):
         check_windows(self.context, self.context)
 
     def score(self, model: GPT, tokens: TokenSet, runtime: Runtime, progress: Progress = silent) -> Scored:
-        """Never compiled: the pass is over before it would be, and then gives the same bits as the score training ends
-        with."""
+        """Never graphed: its passes are long, and give the same bits as the score training ends with."""
         return score_windows(
             model, tokens, context=self.context, stride=self.context, runtime=runtime, progress=progress
         )

@@ -46,7 +46,7 @@ class Sliding(PieceMethod):
             context=self.context,
             stride=self.step,
             batch_tokens=self.batch_tokens,
-            compiled=self.compiled and runtime.is_cuda,
+            graphed=self.graphed and runtime.is_cuda,
         )
 
     def find_reach_in(self, pieces: Iterable[tuple[int, int]], targets: int) -> np.ndarray:

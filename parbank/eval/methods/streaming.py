@@ -31,15 +31,15 @@ class StreamScorer:
     """Segments go round the ranks. A segment needs, layer by layer, what the one before it left, so a rank starts on its
     segment as soon as its neighbour is through the first layer: a wave that keeps all of them busy."""
 
-    def __init__(self, model: GPT, runtime: Runtime, *, context: int, segment: int, compiled: bool = False) -> None:
+    def __init__(self, model: GPT, runtime: Runtime, *, context: int, segment: int, graphed: bool = False) -> None:
         check_context(context)
         require(segment >= 1, f"a segment has at least 1 token, got {segment}; raise --segment")
-        self._runtime, self._segment, self._padded = runtime, segment, compiled
+        self._runtime, self._segment, self._padded = runtime, segment, graphed
         self._bos = model.config.bos_id if model.config.isolate_documents else None
         self._ring = RingCarry(model, context, runtime) if runtime.world > 1 else None
         carry: Carry = LocalCarry() if self._ring is None else self._ring
-        graph = compiled and self._ring is None and segment <= GRAPHED
-        self._stream = Stream(model, context, carry=carry, compiled=compiled, graph=graph)
+        graph = graphed and self._ring is None and segment <= GRAPHED
+        self._stream = Stream(model, context, carry=carry, graph=graph)
         self._number = 0  # segments read so far, by all ranks
 
     @torch.inference_mode()
@@ -69,7 +69,7 @@ class StreamScorer:
 
 def even_segment(targets: int, segment: int) -> int:
     """A length near `segment`, and no longer, that leaves little of the last segment empty. Where that is little anyway the
-    length stays as it was asked for, and what was compiled for it serves the next text too."""
+    length stays as it was asked for, and what was graphed for it serves the next text too."""
     require(segment >= 1, f"a segment has at least 1 token, got {segment}; raise --segment")
     pieces = math.ceil(targets / segment)
     if (pieces * segment - targets) * SPARE <= targets:
@@ -86,7 +86,7 @@ def make_stream_scorer(
     piece: int | None = None,
     context: int,
     segment: int | None = None,
-    compiled: bool = False,
+    graphed: bool = False,
 ) -> StreamScorer:
     """For a text of so many targets that comes whole, or in pieces of at most so many. The segment's length changes
     rounding only; unless given it is what memory allows."""
@@ -95,7 +95,7 @@ def make_stream_scorer(
         segment = tokens_together(model.config.vocab_size, runtime) * longer
     length = even_segment(piece or targets, segment)
     window = min(context, targets)  # more would see the same, and carry keys that nothing ever fills
-    return StreamScorer(model, runtime, context=window, segment=length, compiled=compiled)
+    return StreamScorer(model, runtime, context=window, segment=length, graphed=graphed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class Streaming(PieceMethod):
             piece=piece,
             context=self.context,
             segment=self.segment,
-            compiled=self.compiled and runtime.is_cuda,
+            graphed=self.graphed and runtime.is_cuda,
         )
 
     def find_reach_in(self, pieces: Iterable[tuple[int, int]], targets: int) -> np.ndarray:

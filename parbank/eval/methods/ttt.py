@@ -108,7 +108,7 @@ class ScoreFirst(Method):
             )
         scorer = from_dict(scores, {name: own[name] for name in own if name in setting_docs(scores)})
         adapt = from_dict(adapter, {name: own[name] for name in own if name in setting_docs(adapter)})
-        return cls(context=scorer.context, compiled=scorer.compiled, scores=scorer, adapt=adapt)
+        return cls(context=scorer.context, graphed=scorer.graphed, scores=scorer, adapt=adapt)
 
     @property
     def chunk(self) -> int:
@@ -125,8 +125,8 @@ class ScoreFirst(Method):
             model.eval()
             try:
                 scorer = self.scores.make_scorer(model, runtime, targets=text.targets, piece=chunk)
-                compiled = self.compiled and runtime.is_cuda
-                learner = self.adapt.make_adapter(model, runtime, context=self.context, compiled=compiled)
+                graphed = self.graphed and runtime.is_cuda
+                learner = self.adapt.make_adapter(model, runtime, context=self.context, graphed=graphed)
                 _run(text, nats, scorer, learner, chunk, self._bos_id(model.config), progress)
             finally:
                 model.train(training)
