@@ -67,6 +67,16 @@ BENCHMARKS = {
     "peer_autoresearch": Benchmark(
         "peers/autoresearch.py --data {data} --seed {seed}", 3.7, "karpathy/autoresearch's train.py on our tokens"
     ),
+    "startup": Benchmark(
+        "startup.py --only train --data {data}",
+        4.5,
+        "parbank train --recipe sprint: the command to its first step, by part",
+    ),
+    "startup_eval": Benchmark(
+        "startup.py --only eval --model {model} --data {data} --claim startup_eval",
+        6.0,
+        "parbank eval as a command, by method, first and second start",
+    ),
     "ops": Benchmark("ops.py --quick", 5.0, "every op beside PyTorch, eager and compiled"),
 }
 

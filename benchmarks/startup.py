@@ -1,0 +1,128 @@
+"""How long a command takes before and after its real work: `parbank train` to its first step, and `parbank eval`.
+
+    python benchmarks/startup.py [--only train] [--recipe sprint] [--data SPEC] [--steps 20] [--set a.b=v]...
+    python benchmarks/startup.py --only eval --model ARTIFACT --data SPEC [--methods chunked,streaming,ttt] --claim startup_eval
+
+Every command is a process of its own, as a user starts it, and runs twice. The first start finds PARBANK_CACHE empty: it
+prepares the data, trains the tokenizer and compiles every kernel. The second finds what the first has left. `eval` gets an empty
+cache for each method, so that no method finds another one's kernels.
+
+The parts of a training's setup are those that its summary.json holds. `imports` is the time from the command to the start of that
+setup; `scoring and packing` is everything after the last step: both scores, the packing, the sample, the compressors.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import harness  # noqa: E402
+
+MEASURED = ("parbank", "benchmarks/startup.py")
+STARTS = ("first start", "second start")
+READY = "the clock starts now"
+"""In the line that `parbank train` prints when setup ends."""
+
+
+def run(words: list[str], cache: Path) -> tuple[float, list[tuple[float, str]]]:
+    """Runs a command of parbank; returns its seconds, and every line it printed with the seconds until then."""
+    # A user's own folders for compiled code would make the first start a warm one.
+    hidden = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {"PARBANK_CACHE": str(cache), "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+    began, lines = time.perf_counter(), []
+    command = [sys.executable, "-m", "parbank", *words]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=HERE.parent, env=environment, **streams) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append((time.perf_counter() - began, line.rstrip()))
+            print(f"{lines[-1][0]:8.2f} s  {lines[-1][1]}", flush=True)
+    seconds = time.perf_counter() - began
+    if process.returncode:
+        raise SystemExit(f"parbank {' '.join(words)} failed with {process.returncode}: see its output above")
+    return seconds, lines
+
+
+def train_rows(
+    start: str, seconds: float, lines: list[tuple[float, str]], summary: dict[str, Any]
+) -> list[harness.Row]:
+    """One start of `parbank train`, by part."""
+    ready = next((moment for moment, line in lines if READY in line), None)
+    if ready is None:
+        raise SystemExit(f"parbank train printed no line with {READY!r}: without it nothing says when setup ended")
+    parts = {
+        "whole command": seconds,
+        "command to first step": ready,
+        "imports": ready - summary["setup_seconds"],
+        **summary["setup_parts"],
+        "training": summary["train_seconds"],
+        "scoring and packing": seconds - ready - summary["train_seconds"],
+    }
+    note = f"compiled code: {summary['compile_cache']}"
+    return [
+        harness.Row(f"train: {part}", start, value, "s", note=note if part == "warm-up" else "")
+        for part, value in parts.items()
+    ]
+
+
+def eval_rows(method: str, start: str, seconds: float, lines: list[tuple[float, str]]) -> list[harness.Row]:
+    """One start of `parbank eval`: the command, and the scoring inside it."""
+    result = json.loads(next(line for _, line in lines if line.startswith("{")))
+    return [
+        harness.Row(
+            f"eval, {method}", start, seconds, "s", note=f"{result['bytes']:,} bytes, {result['tokens']:,} tokens"
+        ),
+        harness.Row(f"eval, {method}: scoring alone", start, result["seconds"], "s"),
+        harness.Row(f"eval, {method}: bits per byte", start, result["val_bpb"], "bits/byte"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["train", "eval"], default=None, help="both if not given")
+    parser.add_argument("--recipe", default="sprint")
+    parser.add_argument("--data", default="stdlib")
+    parser.add_argument("--steps", type=int, default=20, help="of training; the setup is that of a whole run")
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="a.b=v")
+    parser.add_argument("--model", type=Path, default=None, help="for eval; the one just trained if not given")
+    parser.add_argument("--methods", default="chunked,streaming,ttt", help="of eval, separated by commas")
+    parser.add_argument("--claim", default="startup", help="the result's folder")
+    arguments = harness.start(parser)
+    if arguments.only == "eval" and arguments.model is None:
+        parser.error("--only eval trains no model: name one by --model")
+    rows: list[harness.Row] = []
+
+    def save() -> Path:
+        """After every command, so that a run that is cut off leaves what it has."""
+        options = harness.settings_of(arguments)
+        return harness.write(arguments.claim, rows, out=arguments.out, settings=options, measured=MEASURED)
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for start in STARTS if arguments.only != "eval" else ():
+            out = folder / start.replace(" ", "-")
+            words = ["train", "--recipe", arguments.recipe, "--data", arguments.data, "--steps", str(arguments.steps)]
+            words += ["--out", str(out), *(part for setting in arguments.settings for part in ("--set", setting))]
+            seconds, lines = run(words, folder / "cache")
+            rows += train_rows(start, seconds, lines, json.loads((out / "summary.json").read_text(encoding="utf-8")))
+            save()
+        model = arguments.model or out / "model.pbk"
+        for method in arguments.methods.split(",") if arguments.only != "train" else ():
+            for start in STARTS:
+                words = ["eval", str(model), "--data", arguments.data, "--method", method, "--json"]
+                rows += eval_rows(method, start, *run(words, folder / f"cache-{method}"))
+                save()
+    print(save().with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main()
