@@ -28,8 +28,8 @@ from parbank.artifact.streams import (  # noqa: E402
     encode_halves,
     encode_integers,
     encode_scales,
-    entropy_bits,
 )
+from parbank.quant.coders.base import entropy_bits  # noqa: E402
 from parbank.quant.config import QuantConfig  # noqa: E402
 from parbank.quant.integers import (  # noqa: E402
     Quantised,

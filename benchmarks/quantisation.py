@@ -37,7 +37,6 @@ from parbank.artifact.container import decode_artifact  # noqa: E402
 from parbank.artifact.contents import pack_contents  # noqa: E402
 from parbank.artifact.load import TOKENIZER  # noqa: E402
 from parbank.artifact.pack import pack_tensors, plan, unpack_tensors  # noqa: E402
-from parbank.artifact.streams import Coder  # noqa: E402
 from parbank.data.dataset import open_dataset  # noqa: E402
 from parbank.data.validation import open_validation  # noqa: E402
 from parbank.errors import ArtifactError, ConfigError  # noqa: E402
@@ -116,11 +115,11 @@ class Bench:
         found = score_chunked(self.model, self.val, self.tokenizer, context=context, runtime=self.runtime)
         return found.bpb
 
-    def build(self, contents: Contents, coder: Coder = "ans") -> bytes:
+    def build(self, contents: Contents, coder: str = "ans") -> bytes:
         roles, extra = {name: self.roles[name] for name in contents}, {TOKENIZER: self.tokenizer.to_bytes()}
         return pack_contents(contents, roles, describe_run(self.config), extra, coder=coder)
 
-    def record(self, method: str, contents: Contents, began: float, *, coder: Coder = "ans", note: str = "") -> Result:
+    def record(self, method: str, contents: Contents, began: float, *, coder: str = "ans", note: str = "") -> Result:
         """Codes the contents and scores what a reader gets."""
         data = self.build(contents, coder)
         self.sync()

@@ -20,6 +20,11 @@ class DataError(ParbankError):
 class ArtifactError(ParbankError):
     """A packed model that is damaged, foreign, or does not fit its cap."""
 
+    @classmethod
+    def damaged(cls, source: str, what: str) -> "ArtifactError":
+        """For a file, or a place in one, whose bytes are not those that were written."""
+        return cls(f"{source} is damaged: {what}; copy or download it again, or write it anew with `parbank pack`")
+
 
 class FileError(ParbankError):
     """A file or folder that cannot be written."""

@@ -14,7 +14,6 @@ import numpy as np
 
 from parbank.artifact.container import Artifact, encode_artifact
 from parbank.artifact.streams import (
-    Coder,
     decode_bytes,
     decode_halves,
     decode_integers,
@@ -23,10 +22,9 @@ from parbank.artifact.streams import (
     encode_halves,
     encode_integers,
     encode_scales,
-    entropy_bits,
-    may_hold,
 )
 from parbank.errors import ArtifactError
+from parbank.quant.coders.base import FREE_WEIGHTS, MAX_WEIGHTS_PER_BYTE, entropy_bits
 from parbank.quant.integers import Halves, Quantised
 from parbank.quant.roles import Role, Shape
 
@@ -96,7 +94,7 @@ def pack_contents(
     meta: Mapping[str, Any],
     extra_sections: Mapping[str, bytes],
     *,
-    coder: Coder = "ans",
+    coder: str = "ans",
 ) -> bytes:
     """The whole file of tensors already quantised: a function of its arguments, whatever the order of the dicts."""
     for name in extra_sections:
@@ -191,10 +189,11 @@ def read_specs(artifact: Artifact) -> list[Spec]:
     specs = _read_table(artifact)
     count = sum(spec.count for spec in specs if spec.q)
     size = sum(len(data) for name, data in artifact.sections.items() if name.startswith(INTEGERS))
-    if not may_hold(size, count):
-        raise _damaged(artifact, f"it claims to hold {count:,} weights in {size:,} bytes")
+    if count > max(FREE_WEIGHTS, MAX_WEIGHTS_PER_BYTE * size):
+        raise ArtifactError.damaged(artifact.source, f"it claims to hold {count:,} weights in {size:,} bytes")
     if not _may_multiply(artifact.sections, specs):
-        raise _damaged(artifact, "its low-rank factors claim to make more of its weights than their size allows")
+        what = "its low-rank factors claim to make more of its weights than their size allows"
+        raise ArtifactError.damaged(artifact.source, what)
     return specs
 
 
@@ -253,7 +252,7 @@ def _read_streams_1(artifact: Artifact, specs: list[Spec]) -> tuple[Decoded, Dec
     counts, source = [spec.scales for spec in whole], f"{artifact.source} ({SCALES})"
     everything = decode_halves(artifact.sections[SCALES], sum(counts), source=source)
     if np.signbit(everything).any():
-        raise _damaged(artifact, "it holds a negative scale")
+        raise ArtifactError.damaged(artifact.source, "it holds a negative scale")
     each = 8 * len(artifact.sections[SCALES]) / sum(counts)
     parts = np.split(everything, np.cumsum(counts)[:-1])
     return values, {spec.name: (part, each * part.size) for spec, part in zip(whole, parts)}
@@ -278,7 +277,9 @@ def _check_sections(artifact: Artifact, specs: list[Spec], needed: set[str]) -> 
     needed = {TABLE, *needed} | ({HALVES} if any(spec.rank or not spec.q for spec in specs) else set())
     found = {name for name in artifact.sections if name.startswith(PREFIX)}
     if found != needed:
-        raise _damaged(artifact, f"its weight sections are {sorted(found)}, its table needs {sorted(needed)}")
+        raise ArtifactError.damaged(
+            artifact.source, f"its weight sections are {sorted(found)}, its table needs {sorted(needed)}"
+        )
 
 
 def _read_table(artifact: Artifact) -> list[Spec]:
@@ -291,10 +292,10 @@ def _read_table(artifact: Artifact) -> list[Spec]:
             raise ValueError("too many rows")
         specs = [_read_spec(row, 4 if artifact.version == 1 else 7) for row in rows]
     except (ValueError, TypeError, RecursionError):
-        raise _damaged(artifact, "its table of tensors is malformed") from None
+        raise ArtifactError.damaged(artifact.source, "its table of tensors is malformed") from None
     names = [spec.name for spec in specs]
     if names != sorted(set(names)):
-        raise _damaged(artifact, "its table of tensors is out of order or repeats a name")
+        raise ArtifactError.damaged(artifact.source, "its table of tensors is out of order or repeats a name")
     return specs
 
 
@@ -312,7 +313,3 @@ def _read_spec(row: Any, length: int) -> Spec:
     if not (_is_sound(spec) if q else (groups, rotation, rank) == (1, 0, 0)):
         raise ValueError("malformed row")
     return spec
-
-
-def _damaged(artifact: Artifact, what: str) -> ArtifactError:
-    return ArtifactError(f"{artifact.source} is damaged: {what}; copy it again, or write it anew with `parbank pack`")

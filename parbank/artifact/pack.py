@@ -15,11 +15,12 @@ import torch
 
 from parbank.artifact.container import Artifact, decode_artifact
 from parbank.artifact.contents import Content, Spec, pack_contents, read_contents
-from parbank.artifact.streams import entropy_bits, integer_bits
 from parbank.errors import ArtifactError
 from parbank.files import write_file
 from parbank.quant.bank import Contents
 from parbank.quant.calibration import Calibration
+from parbank.quant.coders.base import entropy_bits
+from parbank.quant.coders.fixed import integer_bits
 from parbank.quant.config import QuantConfig
 from parbank.quant.integers import Floats, Quantised, dequantise, quantise_rows, to_half
 from parbank.quant.roles import Role, Shape, role

@@ -17,9 +17,9 @@ import numpy as np
 from parbank.artifact.container import encode_artifact
 from parbank.artifact.contents import HALVES, INTEGERS, SCALES, TABLE, Spec, table_bytes
 from parbank.artifact.pack import plan
-from parbank.artifact.streams import Coder, encode_bytes, encode_integers, encode_scales, fixed_bytes
+from parbank.artifact.streams import encode_bytes, encode_integers, encode_scales, fixed_bytes
 from parbank.errors import ConfigError
-from parbank.quant.coders.ans import require_coder
+from parbank.quant.coders import CODERS
 from parbank.quant.config import QuantConfig
 from parbank.quant.roles import Shape
 
@@ -29,8 +29,6 @@ _ENTRY_BYTES = 100
 # The solver meets caps of fewer bits a weight than this, but the loss then grows fast: 0.03 bits per byte at 2.4 bits, 0.4
 # at 1.2 (docs/log). Fewer weights with more bits each are the better buy.
 FEW_BITS = 2
-# The coders over the entropy of Gaussian integers: lzma 2.3% at 6 bits, 3.1% at 5, 1.6% at 4; ans hits it.
-_MARGINS = {"ans": 1.0, "lzma": 1.025}
 
 
 def overhead_bytes(meta: Mapping[str, Any], extra_sections: Mapping[str, bytes]) -> int:
@@ -56,7 +54,7 @@ def expected_bytes(shapes: Mapping[str, Shape], config: QuantConfig, *, overhead
     """
     specs = plan(shapes, config, config.matrix_q)
     bits = sum(spec.count * _gaussian_bits(spec) for spec in specs if spec.q)
-    total = math.ceil(bits * _MARGINS[config.coder] / 8) + 2 * sum(spec.scales + spec.halves for spec in specs)
+    total = math.ceil(bits * CODERS[config.coder].margin / 8) + 2 * sum(spec.scales + spec.halves for spec in specs)
     return overhead + total + 4 * _ENTRY_BYTES
 
 
@@ -73,7 +71,7 @@ def check_fits(
 
     `reserve` is what the overhead may still grow by: nothing is refused for it, but the cap that is named has room for it.
     """
-    require_coder()
+    encode_scales([])  # needs the entropy coder's package: without it a run would fail after its training
     fixed = overhead + code_bytes
     # What fits at two bits a weight fits as zeros, too, and is known without writing millions of them.
     ladder = (
@@ -114,7 +112,7 @@ def _most_bytes(specs: list[Spec]) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=8)
-def _zeros_bytes(specs: tuple[Spec, ...], coder: Coder) -> dict[str, int]:
+def _zeros_bytes(specs: tuple[Spec, ...], coder: str) -> dict[str, int]:
     """The same where all integers are zero: written by the writer itself, so exact but for the float16 numbers. A second
     or two for a golf model, hence the cache."""
     shapes = [spec.shape for spec in specs if spec.q]

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from parbank.config import require
+from parbank.config import choose, require
+from parbank.quant.coders import CODERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class QuantConfig:
     """Bits of a matrix weight at the coarsest setting a byte cap may force; every level count between is tried."""
     embedding_bits: int = 8
     """Bits of an embedding weight, 2 to 8. A cap does not change it."""
-    coder: Literal["ans", "lzma"] = "ans"
+    coder: str = "ans"
     """How integers become bytes: ans, an entropy coder under models fitted to each tensor; lzma, to compare with."""
     qat_share: float = 0.0
     """The last share of the training budget in which the model sees its matrices as integers per row; 0 never."""
@@ -52,6 +53,7 @@ class QuantConfig:
     """rows: scales as they are, or rounded up to powers of two, which take next to no bytes and up to a bit of precision."""
 
     def __post_init__(self) -> None:
+        choose(CODERS, self.coder, "quant.coder")
         for name in ("matrix_bits", "min_matrix_bits", "embedding_bits", "qat_bits"):
             bits = getattr(self, name)
             require(2 <= bits <= 8, f"quant.{name} must be 2 to 8, got {bits}")

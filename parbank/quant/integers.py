@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from parbank.errors import ArtifactError
 from parbank.quant.coders.ans import coded_bits
+from parbank.quant.coders.base import Integers
 
 Floats = npt.NDArray[np.float32]
-Integers = npt.NDArray[np.int8]
 Halves = npt.NDArray[np.float16]
 _SLICE = 1 << 16  # weights that `dequantise` works on at a time: the sums of so many stay in the cache of one core
 

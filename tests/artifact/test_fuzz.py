@@ -19,12 +19,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parbank.artifact import streams
 from parbank.artifact.container import DIGEST_BYTES, Artifact, decode_artifact, encode_artifact, read_artifact
 from parbank.artifact.contents import HALVES, INTEGERS, SCALES, TABLE, pack_contents
 from parbank.artifact.load import load_artifact
 from parbank.artifact.pack import describe_tensors, pack_tensors, unpack_tensors
 from parbank.artifact.streams import decode_bytes, encode_bytes
+from parbank.compress import FILTERS
 from parbank.errors import ArtifactError
 from parbank.quant.config import QuantConfig
 from parbank.quant.integers import Quantised
@@ -247,7 +247,7 @@ def bomb(rows, cols, rotation, rank=0, groups=1):
         INTEGERS: bytes(-(-rows * cols // 5)),
         HALVES: bytes(2 * rank * (rows + cols)),
     }
-    filters = streams._FILTERS
+    filters = FILTERS
     packed = {n: b"\1" + lzma.compress(data, lzma.FORMAT_RAW, filters=filters) for n, data in sections.items() if data}
     return encode_artifact({}, packed | {SCALES: b"\0" + np.ones(rows * groups, "<f2").tobytes()})
 
@@ -278,7 +278,7 @@ def test_weights_that_lzma_makes_from_nothing_cost_little(shape, believed):
 
 def test_the_streams_of_version_1_share_one_allowance():
     rows = [[f"{q:03}", [1, 1 << 23], "matrix", q] for q in range(8, 128)]
-    one = b"\1" + lzma.compress(bytes(1 << 23), lzma.FORMAT_RAW, filters=streams._FILTERS)
+    one = b"\1" + lzma.compress(bytes(1 << 23), lzma.FORMAT_RAW, filters=FILTERS)
     sections = {TABLE: encode_bytes(json.dumps(rows).encode()), SCALES: b"\0" + bytes(240)}
     sections |= {f"{INTEGERS}/{q}": one for q in range(8, 128)}
     with pytest.raises(ArtifactError, match=r"evil\.pbk.* claims to hold 1,006,632,960 weights"):

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parbank.artifact.streams import entropy_bits
 from parbank.errors import ArtifactError
 from parbank.quant.coders import models
 from parbank.quant.coders.ans import (
@@ -21,6 +20,7 @@ from parbank.quant.coders.ans import (
     encode_scales,
     encode_tensors,
 )
+from parbank.quant.coders.base import entropy_bits
 from parbank.quant.coders.models import choose_model, flat_weights
 from parbank.quant.integers import quantise_rows
 

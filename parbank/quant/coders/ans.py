@@ -17,17 +17,15 @@ import numpy.typing as npt
 
 from parbank.errors import ArtifactError
 from parbank.quant.coders import models
+from parbank.quant.coders.base import MAX_WEIGHTS_PER_BYTE, Coder, Integers
 from parbank.quant.coders.division import CODES, divide, find_classes
 from parbank.quant.coders.models import Array, Piece, describe_numbers, flat_piece, flat_weights, piece_bits
 
-Integers = npt.NDArray[np.int8]
 Halves = npt.NDArray[np.float16]
 
-# What a stream may expand to, so that a few hostile bytes cannot fill the memory: a million weights, or 64 for each
-# byte. The writer keeps to it: a stream under an eighth of a bit a weight is written again with models that cannot go
-# so low (models.py).
+# Numbers that a stream may hold in any case; more need a byte for every MAX_WEIGHTS_PER_BYTE. The writer keeps to it: a
+# stream under an eighth of a bit a weight is written again with models that cannot go so low (models.py).
 _FREE_EXPANSION = 1 << 20
-_MAX_EXPANSION = 64
 _SCALE_LIMIT = 0x7C00  # float16 patterns below it are finite and not negative
 _FINE = 6  # lowest bits of a scale, sent as they are: below 1/16 of an octave there is nothing to model
 _COARSE = _SCALE_LIMIT >> _FINE
@@ -44,7 +42,7 @@ def encode_tensors(tensors: Sequence[tuple[Integers, int]]) -> bytes:
     count = sum(values.size for values, _ in tensors)
     for only_decay in (False, True):
         stream = _push([piece for values, q in tensors for piece in _describe(values, q, only_decay)])
-        if may_expand(len(stream), count):
+        if _may_expand(len(stream), count):
             break
     return stream
 
@@ -61,6 +59,9 @@ def decode_tensors(
             values = _read_tensor(pull, rows, cols, q)
             found.append((values, float(before - left())))
     return found
+
+
+ANS = Coder(name="ans", tag=3, encode=encode_tensors, decode=decode_tensors)
 
 
 def coded_bits(values: Integers, q: int | None = None, *, quick: bool = False) -> float:
@@ -87,7 +88,7 @@ def encode_scales(tensors: Sequence[Halves]) -> bytes | None:
         places = (np.searchsorted(distinct, p) for p in patterns)
         plans.append([*listed, *(piece for p in places for piece in describe_numbers(p, len(distinct)))])
     stream = _push(min(plans, key=piece_bits))
-    return stream if may_expand(len(stream), sum(p.size for p in patterns)) else None
+    return stream if _may_expand(len(stream), sum(p.size for p in patterns)) else None
 
 
 def decode_scales(stream: bytes, counts: Sequence[int], *, source: str) -> list[tuple[Halves, float]]:
@@ -108,13 +109,8 @@ def decode_scales(stream: bytes, counts: Sequence[int], *, source: str) -> list[
     return found
 
 
-def require_coder() -> None:
-    """An ArtifactError if the coder cannot be imported: known before training, not after."""
-    _load()
-
-
-def may_expand(packed: int, count: int, *, free: int = _FREE_EXPANSION) -> bool:
-    return count <= max(free, _MAX_EXPANSION * packed)
+def _may_expand(packed: int, count: int) -> bool:
+    return count <= max(_FREE_EXPANSION, MAX_WEIGHTS_PER_BYTE * packed)
 
 
 def _describe(values: Integers, q: int, only_decay: bool) -> list[Piece]:
@@ -200,7 +196,7 @@ def _popping(stream: bytes, source: str) -> Iterator[tuple[Pull, Callable[[], in
     """Reads a stream: gives a function that takes symbols off it, and one that says how many bits are left."""
     stack, model = _load()
     if len(stream) % 4:
-        raise _damaged(source, f"its coded data is {len(stream):,} bytes, not whole words of 4")
+        raise ArtifactError.damaged(source, f"its coded data is {len(stream):,} bytes, not whole words of 4")
 
     def pull(weights: Array, count: int) -> npt.NDArray[np.int32]:
         if not count:
@@ -218,10 +214,10 @@ def _popping(stream: bytes, source: str) -> Iterator[tuple[Pull, Callable[[], in
         # None is known to come from any input (a last word of zero is a ValueError); a panic of the library's is no
         # Exception to Python and would end the process.
         if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
-            raise _damaged(source, "its coded data is broken") from None
+            raise ArtifactError.damaged(source, "its coded data is broken") from None
         raise
     if not ended:
-        raise _damaged(source, "its coded data does not end where it should")
+        raise ArtifactError.damaged(source, "its coded data does not end where it should")
 
 
 def _load() -> tuple[Any, Callable[[Array], Any]]:
@@ -241,11 +237,5 @@ def _load() -> tuple[Any, Callable[[Array], Any]]:
 
 
 def _check_expansion(stream: bytes, count: int, source: str) -> None:
-    if not may_expand(len(stream), count):
-        raise _damaged(source, f"it claims to hold {count:,} numbers in {len(stream):,} bytes")
-
-
-def _damaged(source: str, what: str) -> ArtifactError:
-    return ArtifactError(
-        f"{source} is damaged: {what}; copy or download it again, or write it anew with `parbank pack`"
-    )
+    if not _may_expand(len(stream), count):
+        raise ArtifactError.damaged(source, f"it claims to hold {count:,} numbers in {len(stream):,} bytes")

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from parbank.quant.coders.base import Integers
 from parbank.quant.coders.models import PRECISION, Array, Piece, choose_model, describe_numbers, flat_piece, piece_bits
-
-Integers = npt.NDArray[np.int8]
 
 # Numbers of rows and of columns: steps to an octave of spread, and how many. A spread wrong by an eighth of an octave
 # costs 0.01 bits a weight; finer steps save less than their own description takes in a row of 512.

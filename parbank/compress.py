@@ -1,0 +1,51 @@
+"""Bytes to fewer bytes by lzma, and back under a limit on what a few hostile bytes may become."""
+
+import lzma
+
+from parbank.errors import ArtifactError
+
+# Weights are noise to lzma: there is nothing to find in a dictionary, and a large one makes it pay for false finds.
+# On Gaussian weights at 6 bits preset 9e takes 5.459 bits each and these filters 5.439 in a quarter of the time; at 4
+# bits 3.458 and 3.236, two integers to a byte (docs/log). lc = lp = pb = 0: neighbours say nothing either.
+FILTERS = [
+    {
+        "id": lzma.FILTER_LZMA2,
+        "preset": 9 | lzma.PRESET_EXTREME,
+        "dict_size": 1 << 12,
+        "lc": 0,
+        "lp": 0,
+        "pb": 0,
+        "mode": lzma.MODE_NORMAL,
+        "mf": lzma.MF_BT4,
+        "depth": 1,
+    }
+]
+# What a stream may expand to: 16 MiB, or 32 times its own size.
+_FREE_EXPANSION = 1 << 24
+_MAX_EXPANSION = 32
+
+
+def compress(data: bytes) -> bytes | None:
+    """The bytes compressed; None where `expand` would refuse the result."""
+    packed = lzma.compress(data, format=lzma.FORMAT_RAW, filters=FILTERS)
+    return packed if len(data) <= _limit(packed) else None
+
+
+def expand(packed: bytes, size: int | None, *, source: str) -> bytes:
+    """Undoes `compress`, and stops as soon as more comes out than was announced, or than the limit allows. `source` names
+    the place in errors."""
+    limit = _limit(packed) if size is None else size
+    if limit > _limit(packed):
+        raise ArtifactError.damaged(source, f"it claims to hold {limit:,} bytes in {len(packed):,}")
+    decoder = lzma.LZMADecompressor(format=lzma.FORMAT_RAW, filters=FILTERS)
+    try:
+        data = decoder.decompress(packed, max_length=limit + 1)
+    except lzma.LZMAError:
+        raise ArtifactError.damaged(source, "its compressed data is broken") from None
+    if not decoder.eof or decoder.unused_data or len(data) > limit or size not in (None, len(data)):
+        raise ArtifactError.damaged(source, "its compressed data has the wrong length")
+    return data
+
+
+def _limit(packed: bytes) -> int:
+    return max(_FREE_EXPANSION, _MAX_EXPANSION * len(packed))

@@ -1,0 +1,40 @@
+"""What a coder must offer: integers to few bytes and back."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int8]
+Encode = Callable[[Sequence[tuple[Integers, int]]], bytes | None]
+Decode = Callable[..., list[tuple[Integers, float]]]
+
+# What a reader believes, so that a few hostile bytes cannot fill its memory or its time: so many weights in any case, or
+# so many for each byte. Writers keep to it.
+FREE_WEIGHTS = 1 << 23
+MAX_WEIGHTS_PER_BYTE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coder:
+    """One way to code the integers of all tensors. A coder is a file here, and a line in `CODERS`."""
+
+    name: str
+    """As `quant.coder` names it."""
+    tag: int
+    """The first byte of its streams, 0 to 255: part of the file format, never given to another coder."""
+    margin: float = 1.0
+    """Its size over the entropy of Gaussian integers, for the size to expect."""
+    encode: Encode
+    """Matrices of integers, each with the q of its range -q..q, as bytes; None where no reader would take them."""
+    decode: Decode
+    """(bytes, [(rows, cols, q), ...], source=...): undoes `encode`. Each matrix comes with the bits it took, or where a
+    coder cannot tell, a share of them. `source` names the place in errors."""
+
+
+def entropy_bits(values: Integers) -> float:
+    """Bits of all values together under their own histogram: the bound of a coder that sees no context."""
+    counts = np.bincount(values.ravel().view(np.uint8), minlength=1)
+    counts = counts[counts > 0]
+    return float(-(counts * np.log2(counts / max(values.size, 1))).sum())
