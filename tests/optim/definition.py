@@ -4,7 +4,7 @@ What is compared is what the steps have moved, not where the weights are: a weig
 update behind a relative tolerance of 1%, and with it the weight decay, the caution and the momentum.
 
 The bound. On a GPU Newton-Schulz works in float16 and everything else in float32. Measured against float64, five steps in
-float16 are wrong by 0.1 to 0.3% of the update, whichever the method (tests/optim/test_definition.py does it on a CPU;
+float16 are wrong by 0.1 to 0.3% of the update, whichever the method (tests/optim/test_optim_definition.py does it on a CPU;
 `test_orthogonalize_in_sixteen_bits` allows 0.6% on a GPU). Updates of later steps add up as their errors do, so the share
 stays. Caution doubles it at most: it decays or spares a weight by the sign of an update that may be near zero. float32 rounds
 a weight of 0.1 by 3e-9 a step, where a step moves it by 1e-3. AdamW has no part in float16: its bound is float32's.
