@@ -9,6 +9,7 @@ wait that is missing shows as wrong data every time, and not once in a thousand 
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,8 +59,9 @@ class Event:
             self.place = (stream, stream.put(lambda: None))
 
     def synchronize(self) -> None:
-        with self.gpu.lock:
-            if self.place is not None:
+        if self.place is not None:
+            time.sleep(self.gpu.seconds)
+            with self.gpu.lock:
                 self.place[0].run_to(self.place[1])
 
 
@@ -86,8 +88,9 @@ class DeviceTensor:
 class FakeGpu:
     """Two streams: `compute`, which is current, and `copy`, the only one that anybody makes."""
 
-    def __init__(self, lags: set[str]) -> None:
-        self.lags, self.lock = lags, threading.RLock()
+    def __init__(self, lags: set[str], seconds: float = 0.0) -> None:
+        """`seconds`: what the host waits for an event."""
+        self.lags, self.seconds, self.lock = lags, seconds, threading.RLock()
         self.compute, self.copier = Stream(self, COMPUTE), Stream(self, COPY)
         self._local = threading.local()
         self.torch = _Torch(self)

@@ -1,5 +1,7 @@
 """The loader's CUDA path on a machine without a GPU: every wait between its streams is needed, and all of them are there."""
 
+import time
+
 import pytest
 import torch
 
@@ -49,3 +51,16 @@ def test_the_loop_never_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         for _ in range(3):
             batches.next()
         assert gpu.compute.done == 0
+
+
+def test_waiting_for_the_gpu_is_not_waiting_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A producer that the GPU keeps waiting has its data in time all the same: the loop is ahead of the device."""
+    gpu = FakeGpu(set(), seconds=0.03)
+    monkeypatch.setattr(prefetch, "torch", gpu.torch)
+    with prefetch.Prefetcher(open_stream(), device=CUDA, depth=1) as batches:
+        began = time.perf_counter()
+        for _ in range(12):
+            batches.next()
+        elapsed = time.perf_counter() - began
+        assert elapsed > 0.2, "the ring must be waited for, or the test sees nothing"
+        assert batches.wait_seconds < 0.3 * elapsed
