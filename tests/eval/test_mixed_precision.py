@@ -1,0 +1,83 @@
+"""Every pass of a model takes its precision from one place: bfloat16 on a GPU, wherever the model is used."""
+
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from parbank import precision
+from parbank.artifact.calibrate import calibrate
+from parbank.data.shards import TokenSet
+from parbank.eval.adaptation import AdaptConfig
+from parbank.eval.methods.streaming import score_streaming
+from parbank.eval.methods.ttt import score_ttt
+from parbank.eval.sampling import sample_tokens
+from parbank.eval.windows import score_windows
+from parbank.model import GPT, ModelConfig
+from parbank.runtime import Runtime
+from parbank.training.passes import Passes
+
+CPU = Runtime(device=torch.device("cpu"))
+TOKENS = TokenSet([np.random.default_rng(0).integers(1, 40, 65).astype(np.uint16)])
+
+
+def _train(model: GPT) -> None:
+    passes = Passes(model, model, CPU.device, 1, graph=False)
+    passes.start()
+    passes.add(torch.from_numpy(TOKENS.read(0, 65).astype(np.int64))[None])
+
+
+def _adapt(model: GPT, adapter: str) -> None:
+    config = AdaptConfig(adapter=adapter, chunk=16, lr=0.01, epochs=1)  # type: ignore[arg-type]
+    score_ttt(model, TOKENS, context=16, stride=8, runtime=CPU, config=config)
+
+
+class _Letters:
+    """As much of a tokenizer as sampling needs."""
+
+    bos_id = 1
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([ord(letter) - 90 for letter in text], dtype=np.uint16)
+
+
+USES: dict[str, Callable[[GPT], object]] = {
+    "training": _train,
+    "windows": lambda model: score_windows(model, TOKENS, context=16, stride=8, runtime=CPU),
+    "streaming": lambda model: score_streaming(model, TOKENS, context=16, runtime=CPU),
+    "sgd": lambda model: _adapt(model, "sgd"),
+    "low-rank": lambda model: _adapt(model, "low-rank"),
+    "calibrating": lambda model: calibrate(model, TOKENS, context=16, count=64, runtime=CPU),
+    "sampling": lambda model: list(sample_tokens(model, _Letters(), "abc", tokens=4, context=16)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_every_pass_runs_under_autocast(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: autocast is made to mean bfloat16 on the CPU, and the model says in which dtype it was asked to compute."""
+    original, seen = precision.autocast, list[torch.dtype]()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("parbank.") and getattr(module, "autocast", None) is original:
+            monkeypatch.setattr(module, "autocast", lambda device: torch.autocast("cpu", torch.bfloat16))
+    compute = GPT._compute_dtype
+
+    def watch(self: GPT, device: torch.device) -> torch.dtype:
+        seen.append(compute(self, device))
+        return seen[-1]
+
+    monkeypatch.setattr(GPT, "_compute_dtype", watch)
+    torch.manual_seed(0)
+    USES[use](GPT(ModelConfig(vocab_size=40, layers=2, width=32, heads=2, kv_heads=1, rope_dims=8)))
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_autocast_is_bfloat16_on_a_gpu_and_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(torch, "autocast", lambda *args: asked.append(args))
+    precision.autocast(torch.device("cuda", 1))
+    assert asked == [("cuda", torch.bfloat16)]
+    with precision.autocast(torch.device("cpu")):
+        assert not torch.is_autocast_enabled("cpu")
+    assert len(asked) == 1
