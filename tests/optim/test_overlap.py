@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parbank.optim import ParallelMuon, parallel_muon
+from parbank.optim import ParallelMuon
+from parbank.optim.algorithms import muon
 from tests.distributed import run_distributed_test
 
 PATIENCE_SECONDS = 20.0  # beside other work on the machine; the other rank needs milliseconds
@@ -22,7 +23,7 @@ def _step(case: str, folder: Path) -> Tensor:
     """One step in which one rank stays in Newton-Schulz of the first batch until the other has come to the second."""
     rank = dist.get_rank()
     late = 1 if case == "even" else 0  # left over, the first rank owns the first batch
-    iterate, began = parallel_muon.iterate, folder / case
+    iterate, began = muon.iterate, folder / case
 
     def watched(X: Tensor, *args: Any, **options: Any) -> Tensor:
         if X.shape[-1] == 6 and rank != late:
@@ -39,7 +40,7 @@ def _step(case: str, folder: Path) -> Tensor:
     for weight in weights:
         weight.grad = torch.randn(weight.shape, generator=generator)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_muon, "iterate", watched)
+        patch.setattr(muon, "iterate", watched)
         ParallelMuon(weights, max_norm=1.0).step()
     return torch.cat([weight.detach().flatten() for weight in weights])
 
