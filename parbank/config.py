@@ -6,6 +6,7 @@ Configs are frozen keyword-only dataclasses that live beside their owner. Nothin
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import json
@@ -77,6 +78,7 @@ def walk(config: Any, *, path: str = "") -> Iterator[tuple[str, Any, str]]:
             yield _join(path, field.name), value, docs.get(field.name, "")
 
 
+@functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """The docstring written under each field. Python drops them at run time, so they are read from the source."""
     try:
