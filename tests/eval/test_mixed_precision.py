@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,9 @@ import torch
 from parbank import precision
 from parbank.artifact.calibrate import calibrate
 from parbank.data.shards import TokenSet
-from parbank.eval.adaptation import AdaptConfig
-from parbank.eval.methods.streaming import score_streaming
-from parbank.eval.methods.ttt import score_ttt
+from parbank.eval.adaptation import ADAPTERS
+from parbank.eval.methods import METHODS, make_method
 from parbank.eval.sampling import sample_tokens
-from parbank.eval.windows import score_windows
 from parbank.model import GPT, ModelConfig
 from parbank.runtime import Runtime
 from parbank.training.passes import Passes
@@ -29,9 +28,8 @@ def _train(model: GPT) -> None:
     passes.add(torch.from_numpy(TOKENS.read(0, 65).astype(np.int64))[None])
 
 
-def _adapt(model: GPT, adapter: str) -> None:
-    config = AdaptConfig(adapter=adapter, chunk=16, lr=0.01, epochs=1)  # type: ignore[arg-type]
-    score_ttt(model, TOKENS, context=16, stride=8, runtime=CPU, config=config)
+def _score(method: str, **settings: Any) -> Callable[[GPT], object]:
+    return lambda model: make_method(method, context=16, **settings).score(model, TOKENS, CPU)
 
 
 class _Letters:
@@ -45,10 +43,8 @@ class _Letters:
 
 USES: dict[str, Callable[[GPT], object]] = {
     "training": _train,
-    "windows": lambda model: score_windows(model, TOKENS, context=16, stride=8, runtime=CPU),
-    "streaming": lambda model: score_streaming(model, TOKENS, context=16, runtime=CPU),
-    "sgd": lambda model: _adapt(model, "sgd"),
-    "low-rank": lambda model: _adapt(model, "low-rank"),
+    **{name: _score(name) for name in METHODS},
+    **{f"learning by {name}": _score("ttt", adapter=name, chunk=16, epochs=1) for name in ADAPTERS},
     "calibrating": lambda model: calibrate(model, TOKENS, context=16, count=64, runtime=CPU),
     "sampling": lambda model: list(sample_tokens(model, _Letters(), "abc", tokens=4, context=16)),  # type: ignore[arg-type]
 }

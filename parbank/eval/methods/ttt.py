@@ -2,7 +2,8 @@
 
 The driver here owns the text. It scores a chunk with the weights as they are, and only then shows the adapter that chunk,
 as a copy of its own. An adapter never holds the text, the scores, or anything that leads to them, so no token can have
-touched the weights that score it. The last chunk is not learnt from: nothing is scored after it.
+touched the weights that score it. One that leaves a hook on the model is refused before the next chunk is scored. The last
+chunk is not learnt from: nothing is scored after it.
 
 Under streaming scores the keys and values carried into a chunk were made by the weights of their time. They too came from
 tokens already scored, so the order holds; it is another model than one that would recompute them, and a cheaper one.
@@ -19,6 +20,7 @@ from parbank.config import from_dict, require
 from parbank.data.shards import TokenSet
 from parbank.eval.adaptation import ADAPTERS
 from parbank.eval.adaptation.base import AdaptConfig, Adapter, restored
+from parbank.eval.adaptation.guard import Guard
 from parbank.eval.adaptation.sgd import SgdConfig
 from parbank.eval.methods.base import Method, PieceMethod, setting_docs
 from parbank.eval.methods.sliding import Sliding
@@ -124,10 +126,11 @@ class ScoreFirst(Method):
         with restored(model):
             model.eval()
             try:
+                guard = Guard(model)
                 scorer = self.scores.make_scorer(model, runtime, targets=text.targets, piece=chunk)
                 graphed = self.graphed and runtime.is_cuda
                 learner = self.adapt.make_adapter(model, runtime, context=self.context, graphed=graphed)
-                _run(text, nats, scorer, learner, chunk, self._bos_id(model.config), progress)
+                _run(text, nats, scorer, learner, guard, chunk, self._bos_id(model.config), progress)
             finally:
                 model.train(training)
         return Scored.gather(text, nats, runtime)
@@ -170,6 +173,7 @@ def _run(
     nats: torch.Tensor,
     scorer: Scorer,
     learner: Adapter,
+    guard: Guard,
     chunk: int,
     bos_id: int | None,
     progress: Progress,
@@ -179,6 +183,7 @@ def _run(
     for piece in plan_pieces(text.tokens, chunk, bos_id):
         if piece.fresh:
             learner.reset()
+        guard.check()
         scorer.score(text.upto(piece.last), piece.first, nats, more=piece.last < text.targets)
         progress(piece.last / text.targets)
         if is_learnt_from(piece, chunk):
