@@ -69,7 +69,7 @@ def override(config: C, *assignments: str) -> C:
 
 def walk(config: Any, *, path: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yields (dotted path, value, docstring) for every leaf setting, in the order of declaration."""
-    docs = field_docs(type(config))
+    docs = field_docs(type(config))  # type: ignore[arg-type]  # a class is hashable
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
