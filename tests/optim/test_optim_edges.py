@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from parbank.optim import ParallelMuon
-from parbank.optim.schedules import warmdown
+from parbank.optim.schedules import linear
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
@@ -26,6 +26,6 @@ def test_a_skipped_step_does_not_decay_by_a_rate_on_the_device(algorithm: str) -
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.1, 0.5])
-def test_the_warmdown_is_one_straight_line_down_to_its_floor(floor: float) -> None:
-    values = [warmdown(0.6 + 0.04 * step, 0.4, floor=floor) for step in range(11)]
+def test_the_linear_warmdown_is_one_straight_line_down_to_its_floor(floor: float) -> None:
+    values = [linear(0.6 + 0.04 * step, 0.4, floor) for step in range(11)]
     assert values == pytest.approx([1 - (1 - floor) * step / 10 for step in range(11)])
