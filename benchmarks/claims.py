@@ -180,13 +180,13 @@ class Claims:
 
     def render(self, text: str, where: Path) -> str:
         """The text with every figure and block as its result has it. `where` is its path."""
-        text = BLOCK.sub(lambda m: m[1] + (m[3] if m[2] == LINKS else self.block(m[2], where)) + m[4], text)
+        text = BLOCK.sub(lambda m: m[0] if m[2] == LINKS else between(m, self.block(m[2], where)), text)
         names = sorted({match[2] for match in FIGURE.finditer(text)})
         text = FIGURE.sub(lambda m: f"[{self._show_or_not(m[2])}][{m[2]}]", text)
         links = "".join(f"[{name}]: {self.link(name, where)}\n" for name in names)
         if names and f"<!-- claims:{LINKS} -->" not in text:
             text += f"\n<!-- claims:{LINKS} -->\n<!-- /claims -->\n"
-        return BLOCK.sub(lambda m: m[1] + (links if m[2] == LINKS else m[3]) + m[4], text)
+        return BLOCK.sub(lambda m: between(m, links) if m[2] == LINKS else m[0], text)
 
     def _show_or_not(self, name: str) -> str:
         try:
@@ -206,6 +206,11 @@ class Claims:
         return lines + [
             f"{path.parent.relative_to(self._results)}: made with uncommitted code, not used" for path in dirty
         ]
+
+
+def between(block: re.Match[str], content: str) -> str:
+    """The markers with something else between them, and empty lines around it: not all of Markdown is read without."""
+    return block[1] + (f"\n{content}\n" if content else "") + block[4]
 
 
 def relative(target: Path, where: Path) -> str:

@@ -21,7 +21,7 @@ from parbank.ops.backend import use_triton
 MAX_POSITIONS = 32_768  # rows of the rotation tables: 1 MB at 16 dims, and sixteen times the longest recipe
 # From here on the head's product and the loss are made in chunks. With few tokens the logits are small, and the product
 # followed by the loss is faster: 0.66 against 0.86 ms at 1,024; at 8,192 they tie, and chunks take a seventh of the memory
-# (benchmarks/results/ops_h200_2026-11-15).
+# (docs/log/2026-11-15-ops.md).
 CHUNKED_HEAD_VOCAB = 4096
 
 

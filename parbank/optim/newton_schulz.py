@@ -32,7 +32,7 @@ from parbank.optim.coefficients import Triple, resolve_coefficients
 METHODS = ("auto", "plain", "symmetric", "gram")
 RESTART = 3  # in float16, 3 steps are as accurate as 2 on every spectrum tried, and 5 lose digits even in float32
 # What a GPU multiplies in the time the host takes to launch one of our kernels: 15 launches of a few GFLOP each took 3.0 ms on an
-# H200 (benchmarks/results/optimizer_h200_2026-11-15, orthogonalize eager), which does 600 TFLOP/s of these products.
+# H200 (docs/log/2026-11-15-optimizer.md), which does 600 TFLOP/s of these products.
 LAUNCH_FLOP = 1e11
 NORM_EPS = 1e-20  # keeps a zero matrix at zero; far below the norm of anything float32 can square
 

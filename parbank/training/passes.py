@@ -1,7 +1,7 @@
 """Forward and backward over one micro-batch, launch by launch or replayed as one CUDA graph.
 
 A pass of the golf model is some six hundred launches, and Python needs almost as long to make them as the GPU to run them (58 of
-69 ms on an H200: benchmarks/results/step_before_h200_2026-11-15). A graph makes them one. What it reads and writes stays in place:
+69 ms on an H200: docs/log/2026-11-15-step.md). A graph makes them one. What it reads and writes stays in place:
 the batch is copied in, gradients are added to where they lie, and the loss is added to a total.
 """
 

@@ -99,8 +99,8 @@ def test_tables_leave_out_lines_without_results(claims: ModuleType, results: Pat
     text = claims.Claims(SPEC, results).render(text, results / "page.md")
     link = "[step](step/2026-01-02-h200-bbbbbbbbb/result.md)"
     assert text == (
-        "<!-- claims:table -->\n| what | ours | result |\n| --- | --- | --- |\n"
-        f"| a step | 5.0 ms, not 12.0 ms | {link} |\n<!-- /claims -->\n<!-- claims:nothing -->\n<!-- /claims -->\n"
+        "<!-- claims:table -->\n\n| what | ours | result |\n| --- | --- | --- |\n"
+        f"| a step | 5.0 ms, not 12.0 ms | {link} |\n\n<!-- /claims -->\n<!-- claims:nothing -->\n<!-- /claims -->\n"
     )
 
 
