@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from parbank.data.tokenizer import Tokenizer
 from parbank.data.validation import open_validation
 from parbank.errors import ArtifactError, ConfigError, DataError
 from parbank.eval.methods import METHODS, make_method
-from parbank.eval.sampling import continuation, sample_tokens
+from parbank.eval.sampling import check_settings, sample_tokens, write_text
 from parbank.eval.score import Score
 from parbank.files import write_file
 from parbank.model import GPT
@@ -162,18 +162,57 @@ class Model:
         tokens: int = 200,
         temperature: float = 0.8,
         top_k: int = 0,
+        top_p: float = 1.0,
+        stop: Sequence[str] = (),
         seed: int = 0,
         context: int | None = None,
     ) -> str:
-        """Text that continues the prompt, without the prompt. The same seed writes the same text.
+        """Text that continues the prompt, without the prompt. The same seed writes the same text; for several texts, give
+        several seeds.
 
-        It ends after `tokens` tokens, or where the model ends the document. Temperature 0 takes the likeliest token.
+        It ends after `tokens` tokens, before the first of the `stop` strings, or where the model ends the document.
+        Temperature 0 takes the likeliest token; top_k keeps the k likeliest (0: all), top_p of these the fewest that together
+        have that share of the probability.
         """
-        written = sample_tokens(
-            self._gpt("sampling"), self.tokenizer, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed,
+        return "".join(
+            self.stream(
+                prompt,
+                tokens=tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                stop=stop,
+                seed=seed,
+                context=context,
+            )
+        )
+
+    def stream(
+        self,
+        prompt: str = "",
+        *,
+        tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+        context: int | None = None,
+    ) -> Iterator[str]:
+        """The text of `sample`, piece by piece as it is written."""
+        check_settings(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
+        drawn = sample_tokens(
+            self._network(),
+            self.tokenizer,
+            prompt,
+            tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
             context=self.context if context is None else context,
-        )  # fmt: skip
-        return continuation(self.tokenizer, prompt, list(written))
+        )
+        return write_text(self.tokenizer, prompt, drawn, stop)
 
     @torch.inference_mode()
     def logits(self, ids: Tensor | np.ndarray | Iterable[int]) -> Tensor:
@@ -185,7 +224,7 @@ class Model:
         low, high = int(batch.min()), int(batch.max())
         if low < 0 or high >= self.tokenizer.vocab_size:
             raise ConfigError(f"ids must be 0 to {self.tokenizer.vocab_size - 1}, got {low} to {high}")
-        model = self._scorable()
+        model = self._network()
         training = model.training
         model.eval()
         try:
@@ -233,18 +272,22 @@ class Model:
             raise ConfigError(f"{what} needs a model that parbank built; this one is a {type(self.module).__name__}")
         return self.module
 
+    def _network(self) -> GPT | PlainModel:
+        """The network as scoring and sampling take it. Of somebody else's module they use the forward pass alone."""
+        module = self.module
+        if isinstance(module, GPT):
+            return module
+        plain = PlainModel(module, vocab_size=self.tokenizer.vocab_size, bos_id=self.tokenizer.bos_id)
+        return plain.train(module.training)
+
     def _scorable(self, reads_inside: str | None = None) -> GPT:
-        """The network as scoring takes it. A module of somebody else's has its forward pass and nothing more, so a method
-        that reads inside the network is refused by its name."""
-        if isinstance(self.module, GPT):
-            return self.module
-        if reads_inside is not None:
+        """The network, for scoring. A method that reads inside it is refused by its name for somebody else's module."""
+        if reads_inside is not None and not isinstance(self.module, GPT):
             able = " or ".join(name for name, method in METHODS.items() if method.any_model)
             raise ConfigError(
                 f"method {reads_inside!r} reads inside the network, and this one is a {type(self.module).__name__}; use {able}"
             )
-        plain = PlainModel(self.module, vocab_size=self.tokenizer.vocab_size, bos_id=self.tokenizer.bos_id)
-        return cast(GPT, plain.train(self.module.training))
+        return cast(GPT, self._network())
 
     def _open_text(self, text: str | bytes | os.PathLike[str] | None) -> TokenSet:
         if text is None:

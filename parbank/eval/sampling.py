@@ -1,84 +1,119 @@
 """Text from a model, one token after another."""
 
+import codecs
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from parbank.config import require
 from parbank.data.tokenizer import Tokenizer
 from parbank.model import GPT
+from parbank.model.protocol import PlainModel
 from parbank.model.stream import Segment, Stream
 from parbank.precision import autocast
 from parbank.runtime import check_seed
 
 PREFILL = 4096  # tokens of a prompt read together: a bound on memory, however long it is
 
+Reader = Callable[[list[int]], Tensor]
+"""All tokens so far -> the logits of the next."""
+
 
 def sample_tokens(
-    model: GPT,
+    model: GPT | PlainModel,
     tokenizer: Tokenizer,
     prompt: str = "",
     *,
     tokens: int = 200,
     temperature: float = 0.8,
     top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
     context: int = 1024,
 ) -> Iterator[int]:
     """Yields up to `tokens` tokens that continue the prompt, and stops where the model ends the document.
 
-    temperature 0 takes the likeliest token; top_k 0 keeps all of them. The same seed gives the same text on one machine.
-    Every token is computed once, over the keys and values of the `context` - 1 before it: the engine that scores a running
-    text, a token at a time (parbank/model/stream.py).
+    temperature 0 takes the likeliest token. top_k keeps the k likeliest (0: all of them), top_p of these the fewest that
+    together have that share of the probability. The same seed gives the same text on one machine.
     """
-    check_settings(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    check_settings(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     require(context >= 1, f"a window has at least 1 token, got {context}")
     window = [tokenizer.bos_id, *map(int, tokenizer.encode(prompt))]
     generator = torch.Generator().manual_seed(seed)
-    return _continue(model, window, tokenizer.bos_id, tokens, temperature, top_k, generator, context)
+
+    def choose(logits: Tensor) -> int:
+        return _choose(logits.double().cpu(), temperature, top_k, top_p, generator)
+
+    return _continue(model, window, tokenizer.bos_id, tokens, context, choose)
 
 
-def check_settings(*, tokens: int, temperature: float, top_k: int, seed: int) -> None:
+def check_settings(
+    *, tokens: int, temperature: float, top_k: int, seed: int, top_p: float = 1.0, stop: Sequence[str] = ()
+) -> None:
     """What can be refused before a model is read."""
     require(tokens >= 1, f"the number of tokens must be at least 1, got {tokens}")
     require(0 <= temperature < math.inf, f"the temperature must be a finite number, 0 or more, got {temperature}")
     require(top_k >= 0, f"top-k must be 0 (keep all) or positive, got {top_k}")
+    require(0 < top_p <= 1, f"top-p is a share of the probability, above 0 and at most 1 (keep all), got {top_p}")
+    require(not isinstance(stop, str), f"stop strings come as a list, such as [{stop!r}]")
+    require(all(stop), "a stop string must not be empty: the text would end before it begins")
     check_seed(seed)
 
 
-def continuation(tokenizer: Tokenizer, prompt: str, tokens: list[int]) -> str:
-    """The text of tokens that follow a prompt. A tokenizer that drops the space before a document must not drop it here."""
+def continuation(tokenizer: Tokenizer, prompt: str, tokens: Iterable[int]) -> str:
+    """The text of tokens that follow a prompt."""
+    return "".join(write_text(tokenizer, prompt, tokens))
+
+
+def write_text(tokenizer: Tokenizer, prompt: str, tokens: Iterable[int], stop: Sequence[str] = ()) -> Iterator[str]:
+    """The text of tokens that follow a prompt, piece by piece: as far as it is certain when a token comes.
+
+    It ends before the stop string that is complete first, so what may be the beginning of one is held back; so are the
+    first bytes of a character. A tokenizer that drops the space before a document must not drop it after a prompt.
+    """
     before = tokenizer.encode(prompt)
     previous = int(before[-1]) if len(before) else None
-    return tokenizer.decode_bytes(tokens, previous=previous).decode("utf-8", errors="replace")
+    decoder, held = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
+    for token in tokens:
+        held += decoder.decode(tokenizer.decode_bytes([token], previous=previous))
+        previous = token
+        if (end := _find_stop(held, stop)) is not None:
+            yield held[:end]
+            return
+        certain = len(held) - _partial_stop(held, stop)
+        if certain:
+            yield held[:certain]
+            held = held[certain:]
+    held += decoder.decode(b"", final=True)
+    if held:
+        yield held[: _find_stop(held, stop)]
+
+
+def _find_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Where the stop string begins that is the first to be complete, however many tokens that took."""
+    found = [(place + len(word), place) for word in stop if (place := text.find(word)) >= 0]
+    return min(found)[1] if found else None
+
+
+def _partial_stop(text: str, stop: Sequence[str]) -> int:
+    """How many characters at the end of the text may be the beginning of a stop string."""
+    lengths = (n for word in stop for n in range(1, min(len(word), len(text) + 1)) if text.endswith(word[:n]))
+    return max(lengths, default=0)
 
 
 @torch.inference_mode()
 def _continue(
-    model: GPT,
-    window: list[int],
-    end: int,
-    tokens: int,
-    temperature: float,
-    top_k: int,
-    generator: torch.Generator,
-    context: int,
+    model: GPT | PlainModel, window: list[int], end: int, tokens: int, context: int, choose: Callable[[Tensor], int]
 ) -> Iterator[int]:
-    device = next(model.parameters()).device
     training = model.training
     model.eval()
-    stream, read = Stream(model, context, graph=True), 0
+    read = _read_stream(model, end, context) if isinstance(model, GPT) else _read_window(model, context)
     try:
         for _ in range(tokens):
-            while read < len(window):
-                first, read = read, min(read + PREFILL, len(window))
-                documents = np.flatnonzero(np.array(window) == end) if model.config.isolate_documents else None
-                ids = torch.tensor(window, device=device)
-                with autocast(device):
-                    logits = stream.read(Segment.cut(ids, first, read, documents=documents), last=True)[-1]
-            chosen = _choose(logits.double().cpu(), temperature, top_k, generator)
+            chosen = choose(read(window))
             if chosen == end:
                 return
             window.append(chosen)
@@ -87,7 +122,37 @@ def _continue(
         model.train(training)
 
 
-def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+def _read_stream(model: GPT, end: int, context: int) -> Reader:
+    """Computes every token once, over the keys and values of the `context` - 1 before it: the engine that scores a running
+    text, a token at a time (parbank/model/stream.py)."""
+    stream, done = Stream(model, context, graph=True), 0
+    device = next(model.parameters()).device
+
+    def read(window: list[int]) -> Tensor:
+        nonlocal done
+        while done < len(window):
+            first, done = done, min(done + PREFILL, len(window))
+            documents = np.flatnonzero(np.array(window) == end) if model.config.isolate_documents else None
+            ids = torch.tensor(window, device=device)
+            with autocast(device):
+                logits = stream.read(Segment.cut(ids, first, done, documents=documents), last=True)[-1]
+        return logits
+
+    return read
+
+
+def _read_window(model: PlainModel, context: int) -> Reader:
+    """Computes the whole window for every token: all that can be asked of a model that parbank did not build."""
+    device = next(model.parameters()).device
+
+    def read(window: list[int]) -> Tensor:
+        with autocast(device):
+            return model(torch.tensor([window[-context:]], device=device))[0, -1]
+
+    return read
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
     if temperature == 0 or top_k == 1:
         return int(logits.argmax())
     # The largest becomes 0 before the division, so that no temperature, however small, makes infinity of it.
@@ -95,4 +160,11 @@ def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: tor
     if 0 < top_k < len(scaled):
         kept = logits.topk(top_k).indices
         scaled = torch.full_like(scaled, float("-inf")).index_copy(0, kept, scaled[kept])
-    return int(torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=generator))
+    chances = torch.softmax(scaled, dim=-1)
+    if top_p < 1:
+        falling, order = chances.sort(descending=True, stable=True)
+        before = (
+            falling.cumsum(0) - falling
+        )  # what the likelier tokens have: a token is needed while that is short of p
+        chances[order[before >= top_p]] = 0
+    return int(torch.multinomial(chances, 1, generator=generator))

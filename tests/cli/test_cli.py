@@ -70,7 +70,7 @@ def test_the_options_are_those_that_were_promised() -> None:
     promised = {
         "train": "--recipe --data --minutes --steps --tokens --max-bytes --out --seed --device --set --resume",
         "eval": "--data --json",
-        "sample": "--prompt --tokens --temperature --top-k --seed",
+        "sample": "--prompt --tokens --temperature --top-k --top-p --stop --samples --seed --interactive",
         "pack": "--max-bytes --out --set",
         "export": "--format --out --dtype",
         "import": "--out --tokenizer --max-bytes",

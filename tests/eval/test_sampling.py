@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ConfigError, DataError
-from parbank.eval.sampling import continuation, sample_tokens
+from parbank.eval.sampling import check_settings, continuation, sample_tokens, write_text
 from parbank.model import GPT
+from parbank.model.protocol import PlainModel
 from parbank.model.stream import Segment, Stream
 from parbank.recipes import get_recipe
 from tests.eval.test_score import make_model
@@ -89,6 +90,80 @@ def test_top_k_keeps_the_k_likeliest(model: GPT, tokenizer: Tokenizer) -> None:
     assert everything[0] == everything[1] == everything[2]
 
 
+def test_top_p_keeps_the_fewest_tokens_with_that_share(model: GPT, tokenizer: Tokenizer) -> None:
+    with torch.no_grad():
+        logits = model(torch.tensor([[tokenizer.bos_id]]))[0, -1].double()
+    chances, order = torch.softmax(logits / 4, 0).sort(descending=True)
+    count = int((chances.cumsum(0) < 0.05).sum()) + 1  # the fewest with a share of 0.05 or more
+    assert 3 < count < 30
+    kept = set(order[:count].tolist())
+    seeds = range(20 * count)
+
+    def draw(top_p: float, top_k: int = 0) -> set[int]:
+        options = {"tokens": 1, "temperature": 4.0, "top_p": top_p, "top_k": top_k}
+        return {token for s in seeds for token in sample_tokens(model, tokenizer, seed=s, **options)}
+
+    assert draw(0.05) == kept - {tokenizer.bos_id}
+    assert draw(0.05, top_k=2) == set(order[:2].tolist()) - {tokenizer.bos_id}, "of the k likeliest"
+    assert draw(1e-9) == {int(order[0])}, "the likeliest stays, however small its share"
+    whole = [list(sample_tokens(model, tokenizer, tokens=9, seed=4, top_p=p)) for p in (1.0, 1 - 1e-12)]
+    assert whole[0] == whole[1]
+
+
+def test_a_model_of_somebody_else_writes_the_same(model: GPT, tokenizer: Tokenizer) -> None:
+    """The forward pass over the window is all that is used of it, and up to a window it sees what a stream sees."""
+    plain = PlainModel(model, vocab_size=320, bos_id=tokenizer.bos_id)
+    for options in ({"temperature": 0}, {"seed": 3, "top_p": 0.9}):
+        own, theirs = (list(sample_tokens(m, tokenizer, "class A", tokens=20, **options)) for m in (model, plain))
+        assert own == theirs
+    short = list(sample_tokens(plain, tokenizer, "class A", tokens=1, temperature=0, context=1))
+    assert short == greedy(model, [int(tokenizer.encode("class A")[-1])], 1)
+
+
+def test_a_text_ends_before_its_stop_string(tokenizer: Tokenizer) -> None:
+    text = "one and two, then thr\u00e9\u00e9 and more"
+    tokens = tokenizer.encode(text).tolist()
+    assert "".join(write_text(tokenizer, "", tokens)) == text
+    for stop, kept in [
+        (["then"], "one and two, "),
+        (["and more", "two"], "one and "),
+        (["two, then", "wo"], "one and t"),  # the shorter one is complete first
+        (["o"], ""),
+        (["\u00e9 and"], "one and two, then thr\u00e9"),
+        (["not there"], text),
+        (["and more still"], text),  # held back until the end, and then given
+        (["more"], text[:-4]),
+    ]:
+        pieces = list(write_text(tokenizer, "", tokens, stop))
+        assert "".join(pieces) == kept, stop
+    beyond = iter(tokens)
+    assert "".join(write_text(tokenizer, "", beyond, ["and"])) == "one "
+    assert len(list(beyond)) > len(tokens) / 2, "what follows a stop string is not computed"
+
+
+@given(
+    st.text(alphabet="ab \u00e9", max_size=30),
+    st.lists(st.text(alphabet="ab \u00e9", min_size=1, max_size=4), max_size=3),
+)
+@settings(max_examples=200, deadline=None)
+def test_stop_strings_cut_as_a_search_in_the_whole_text_does(tokenizer: Tokenizer, text: str, stop: list[str]) -> None:
+    found = "".join(write_text(tokenizer, "", tokenizer.encode(text).tolist(), stop))
+    ends = [(place + len(word), place) for word in stop if (place := text.find(word)) >= 0]
+    assert found == text[: min(ends)[1] if ends else len(text)], (
+        "the first to be complete, however it is cut into tokens"
+    )
+
+
+def test_pieces_are_whole_characters_and_come_early(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("a\u221e b").tolist()
+    assert len(tokens) >= 6, "the sign is three tokens of a byte each"
+    pieces = list(write_text(tokenizer, "", tokens, ["xyz"]))
+    assert "\ufffd" not in "".join(pieces)
+    assert pieces[:2] == ["a", "\u221e"]
+    cut = "".join(write_text(tokenizer, "", tokens[:2]))
+    assert cut == "a\ufffd", "half a character at the very end is shown as such"
+
+
 def test_writing_stops_where_the_document_ends(model: GPT, tokenizer: Tokenizer) -> None:
     ending = GPT(get_recipe("nano").model)
     ending.load_state_dict(model.state_dict())
@@ -154,6 +229,9 @@ def test_a_space_after_the_prompt_stays_with_a_tokenizer_that_drops_one_before_d
         ({"temperature": math.nan}, "0 or more, got nan"),
         ({"temperature": math.inf}, "0 or more, got inf"),
         ({"top_k": -1}, "0 .keep all. or positive, got -1"),
+        ({"top_p": 0.0}, "above 0 and at most 1 .keep all., got 0.0"),
+        ({"top_p": 1.1}, "got 1.1"),
+        ({"top_p": math.nan}, "got nan"),
         ({"context": 0}, "at least 1 token, got 0"),
         ({"seed": 2**70}, "from 0 to"),
         ({"seed": -1}, "from 0 to"),
@@ -162,6 +240,14 @@ def test_a_space_after_the_prompt_stays_with_a_tokenizer_that_drops_one_before_d
 def test_bad_arguments_are_refused_at_once(model: GPT, tokenizer: Tokenizer, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sample_tokens(model, tokenizer, **options)
+
+
+def test_stop_strings_are_checked() -> None:
+    options = {"tokens": 1, "temperature": 1.0, "top_k": 0, "seed": 0}
+    with pytest.raises(ConfigError, match="must not be empty"):
+        check_settings(stop=["a", ""], **options)
+    with pytest.raises(ConfigError, match="come as a list"):
+        check_settings(stop="end", **options)
 
 
 def test_half_a_character_is_refused(model: GPT, tokenizer: Tokenizer) -> None:
