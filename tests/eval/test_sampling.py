@@ -104,7 +104,7 @@ def test_top_p_keeps_the_fewest_tokens_with_that_share(model: GPT, tokenizer: To
         return {token for s in seeds for token in sample_tokens(model, tokenizer, seed=s, **options)}
 
     assert draw(0.05) == kept - {tokenizer.bos_id}
-    assert draw(0.05, top_k=2) == set(order[:2].tolist()) - {tokenizer.bos_id}, "of the k likeliest"
+    assert draw(0.3, top_k=4) == set(order[:2].tolist()) - {tokenizer.bos_id}, "a share of what the k likeliest have"
     assert draw(1e-9) == {int(order[0])}, "the likeliest stays, however small its share"
     whole = [list(sample_tokens(model, tokenizer, tokens=9, seed=4, top_p=p)) for p in (1.0, 1 - 1e-12)]
     assert whole[0] == whole[1]
