@@ -1,4 +1,4 @@
-"""Files that are whole or absent: one writer for everything a user keeps."""
+"""Files that are whole or absent: one writer for everything a user keeps, and the folder for what can be made again."""
 
 import json
 import os
@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from parbank.errors import FileError
+
+
+def default_cache() -> Path:
+    """Where prepared text and compiled kernels are kept: $PARBANK_CACHE, else ~/.cache/parbank."""
+    return Path(os.environ.get("PARBANK_CACHE") or Path.home() / ".cache" / "parbank")
 
 
 def write_file(path: str | Path, data: bytes) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 
 from parbank import runtime
 from parbank.config import override, parse_value
-from parbank.data.corpora import absolute_spec
 from parbank.data.validation import open_validation
 from parbank.errors import ConfigError
 from parbank.eval.methods import make_method
@@ -27,7 +26,6 @@ from parbank.training.run import run
 def train(place: runtime.Runtime, recipe: str, out: str, **settings: str) -> dict[str, Any] | None:
     """Trains, scores and packs; the summary, or None where a signal stopped it."""
     config = override(get_recipe(recipe), *(f"{name}={value}" for name, value in settings.items()))
-    config = override(config, f"data={json.dumps(absolute_spec(config.data))}")
     return run(config, place, Path(out)).summary
 
 

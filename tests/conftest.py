@@ -54,7 +54,7 @@ def text_spec(tmp_path_factory: pytest.TempPathFactory) -> str:
         for name in names:
             source = Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py"
             (folder / split / source.name).write_bytes(source.read_bytes())
-    return f"text:train={folder / 'train'},val={folder / 'val'}"
+    return f"text:train={folder / 'train'},val={folder / 'val'},glob=*"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,6 +18,7 @@ from parbank.artifact.state_dict import KIND as FOREIGN
 from parbank.artifact.state_dict import unpack_state_dict
 from parbank.config import require
 from parbank.data.shards import TokenSet
+from parbank.data.sources import is_spec
 from parbank.data.tokenizer import Tokenizer
 from parbank.data.validation import open_validation
 from parbank.errors import ArtifactError, ConfigError, DataError
@@ -31,9 +32,6 @@ from parbank.precision import autocast
 from parbank.runtime import Runtime, pick_device
 from parbank.training.compiled import use_compile_cache
 from parbank.training.load import load_model
-
-NAMES = ("stdlib", "fineweb")  # data specs that are a word,
-KINDS = ("text", "shards", "fineweb")  # and what the others have before the colon
 
 
 def load(path: str | os.PathLike[str], device: str = "auto") -> "Model":
@@ -141,8 +139,8 @@ class Model:
     ) -> Score:
         """Bits per byte of a text: `.bpb`, from `.bits`, `.bytes` and `.tokens`.
 
-        text: a string is the text itself, unless it is a data spec ("stdlib", or one that begins with "text:", "shards:" or
-        "fineweb:"); the validation part of a spec is scored, as by `parbank eval --data`. A Path is a file or folder of text,
+        text: a string is the text itself, unless it is a data spec ("stdlib", or one that begins with a kind such as "text:"
+        or "shards:"); the validation part of a spec is scored, as by `parbank eval --data`. A Path is a file or folder of text,
         all of it scored. A string that names an existing file is refused: it could be meant either way. Bytes are always
         the text, in UTF-8. Nothing means the validation text of the data that the model was trained on.
         method: chunked, sliding, streaming or ttt. `settings` are its own, such as stride=64 of sliding or lr=0.002 of ttt;
@@ -305,7 +303,7 @@ class Model:
             if "," in os.fspath(text):
                 raise ConfigError(f"{text} has a comma, which separates paths in a spec; rename it, or score its text")
             return self._open_spec(f"text:val={os.fspath(text)}")
-        if _is_spec(text):
+        if is_spec(text):
             return self._open_spec(text)
         if len(text) < 4096 and "\n" not in text and os.path.exists(os.path.expanduser(text)):
             raise ConfigError(
@@ -321,11 +319,6 @@ class Model:
         if not text:
             raise DataError("there is no text to score: it is empty")
         return TokenSet([np.concatenate([[self.tokenizer.bos_id], self.tokenizer.encode(text)]).astype(np.uint16)])
-
-
-def _is_spec(text: str) -> bool:
-    kind, colon, _ = text.partition(":")
-    return text in NAMES or (bool(colon) and kind in KINDS)
 
 
 def say_nothing(line: str) -> None:

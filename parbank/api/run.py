@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from parbank import runtime
 from parbank.api.model import Model, load
 from parbank.config import override
-from parbank.data.corpora import absolute_spec
+from parbank.data.sources import absolute_spec
 from parbank.errors import CheckpointError, ConfigError
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime

@@ -10,6 +10,7 @@ from parbank.artifact.container import Artifact, read_artifact
 from parbank.artifact.contents import read_specs
 from parbank.artifact.pack import unpack_tensors
 from parbank.config import from_dict, to_dict
+from parbank.data.sources import is_public
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ParbankError
 from parbank.model import GPT, ModelConfig
@@ -17,7 +18,6 @@ from parbank.model.gpt import MAX_POSITIONS
 
 KIND = "parbank language model"
 TOKENIZER = "tokenizer"
-PUBLIC_DATA = ("stdlib", "fineweb")  # specs that mean something on any machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class LoadedModel:
 def artifact_meta(config: ModelConfig, *, context: int, data: str, recipe: str, seed: int) -> dict[str, Any]:
     """What an artifact says about itself. A path of the machine it was made on is nobody's business and left out."""
     about = {"kind": KIND, "model": to_dict(config), "context": context, "recipe": recipe, "seed": seed}
-    return about | {"data": data if data.split(":", maxsplit=1)[0] in PUBLIC_DATA else None}
+    return about | {"data": data if is_public(data) else None}
 
 
 def load_artifact(path: Path, device: torch.device) -> LoadedModel:

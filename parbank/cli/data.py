@@ -44,8 +44,8 @@ def fetch(
     source: Annotated[str | None, typer.Option(help="A hub repository or a local folder laid out like it.")] = None,
 ) -> None:
     """Fetch a published data set. What is there and whole is not fetched again."""
-    from parbank.data.dataset import default_cache
-    from parbank.data.fineweb import REPOSITORY, fetch_fineweb, fineweb_folder
+    from parbank.data.sources.fineweb import REPOSITORY, fetch_fineweb, fineweb_folder
+    from parbank.files import default_cache
 
     if name != "fineweb":
         raise ConfigError(f"there is no published data set {name!r} here; there is: fineweb")

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from parbank.data.dataset import default_cache
+from parbank.files import default_cache
 from parbank.ops import backend, flash
 
 Status = Literal["ok", "note", "bad"]

@@ -5,12 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
+from parbank.data.sources import describe_sources
+
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-DATA_HELP = (
-    "stdlib (the running Python's library), text:PATH,... (files, folders, globs; .txt .md .py .jsonl, plain or .gz .xz .zst), "
-    "text:train=PATH,...,val=PATH,..., shards:DIR, fineweb or fineweb:N (N training shards). Commas separate paths: reach a path "
-    "that has one by a glob, with ? for the comma."
-)
+DATA_HELP = f"{describe_sources()}. Commas separate paths: reach a path that has one by a glob, with ? for the comma."
 
 
 def print_pairs(pairs: dict[str, Any]) -> None:

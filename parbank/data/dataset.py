@@ -1,7 +1,6 @@
 """A data spec opened: training and validation tokens, and the tokenizer that made them."""
 
 import hashlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from parbank.data.corpora import parse_corpus
 from parbank.data.prepare import ensure_prepared, read_manifest
 from parbank.data.progress import Say, say_on_stderr
 from parbank.data.shards import TokenSet, read_shards
+from parbank.data.sources import parse_spec
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import DataError
+from parbank.files import default_cache
 
 _BLOCK = 1 << 22  # tokens looked at together when a whole stream is counted or decoded
 
@@ -86,21 +86,14 @@ class Dataset:
 
 
 def open_dataset(spec: str, *, vocab_size: int, cache: Path | None = None, say: Say = say_on_stderr) -> Dataset:
-    """Opens `stdlib`, `text:...`, `shards:DIR` or `fineweb[:N]`. Text is prepared into the cache unless that was done before."""
+    """Opens any spec of parbank.data.sources. Text is prepared into the cache unless that was done before."""
     cache = Path(cache) if cache is not None else default_cache()
-    kind, _, rest = spec.partition(":")
-    if kind == "shards":
-        if not rest:
-            raise DataError("shards: needs a folder; write shards:DIR")
-        return open_shards(Path(rest).expanduser(), vocab_size=vocab_size, name=spec)
-    if kind == "fineweb":
-        from parbank.data.fineweb import ensure_fineweb
-
-        return open_shards(ensure_fineweb(rest, cache=cache, say=say), vocab_size=vocab_size, name=spec)
-    corpus = parse_corpus(spec)
-    key = hashlib.sha256(f"{corpus.spec}\n{vocab_size}".encode()).hexdigest()[:12]
-    folder = cache / f"{corpus.name}-{vocab_size}-{key}"
-    ensure_prepared(corpus, folder, vocab_size=vocab_size, say=say)
+    opened = parse_spec(spec).open(cache, say)
+    if isinstance(opened, Path):
+        return open_shards(opened, vocab_size=vocab_size, name=spec)
+    key = hashlib.sha256(f"{opened.spec}\n{vocab_size}".encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    folder = cache / f"{opened.name}-{vocab_size}-{key}"
+    ensure_prepared(opened, folder, vocab_size=vocab_size, say=say)
     return open_shards(folder, vocab_size=vocab_size, name=spec)
 
 
@@ -142,11 +135,6 @@ def describe(folder: Path) -> dict[str, Any]:
         if manifest:
             _check_digests(folder, manifest[split]["shards"], stream.digests())
     return found
-
-
-def default_cache() -> Path:
-    """Where prepared text is kept: $PARBANK_CACHE, else ~/.cache/parbank."""
-    return Path(os.environ.get("PARBANK_CACHE") or Path.home() / ".cache" / "parbank")
 
 
 def _find_model(folder: Path) -> Path:

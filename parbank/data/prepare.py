@@ -17,16 +17,19 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from parbank.data.corpora import Corpus, parse_corpus, read_documents, text_corpus
 from parbank.data.progress import Meter, Say, say_on_stderr
 from parbank.data.shards import HEADER_BYTES, TOKEN, ShardInfo, ShardWriter
+from parbank.data.sources import SOURCES, parse_spec
+from parbank.data.sources.source import Corpus, Skipped
+from parbank.data.sources.text import parse_paths
 from parbank.data.spool import Document, Spool, sample, split
 from parbank.data.tokenizer import Tokenizer, check_vocab
-from parbank.errors import DataError
+from parbank.errors import ConfigError, DataError
+from parbank.files import default_cache
 
 FORMAT = 1  # of manifest.json, and of everything that decides which tokens come out: raised when either changes
 MANIFEST = "manifest.json"
@@ -39,16 +42,25 @@ _BATCH_BYTES = 16 << 20
 def prepare_text(
     inputs: Sequence[str], out: Path, *, vocab_size: int = 1024, say: Say = say_on_stderr
 ) -> dict[str, Any]:
-    """`data prepare INPUT... --out DIR`: the inputs (paths, folders, globs; `train=`/`val=` before them or not; or `stdlib`)
-    as shards and tokenizer in `out`. Returns the manifest; does nothing when the one there matches."""
-    whole_spec = len(inputs) == 1 and (inputs[0] == "stdlib" or inputs[0].startswith("text:"))
-    corpus = parse_corpus(inputs[0]) if whole_spec else text_corpus(inputs)
+    """`data prepare INPUT... --out DIR`: the inputs (a data spec, or items of a `text:` spec) as shards and tokenizer in `out`.
+
+    Returns the manifest; does nothing when the one there matches.
+    """
+    source = SOURCES.get(inputs[0].partition(":")[0])
+    if source is not None and source.tokens:
+        raise ConfigError(f"{inputs[0]} is tokens already; train on it with --data {inputs[0]}")
+    if source is not None and len(inputs) > 1:
+        raise ConfigError(f"{inputs[0]} is a whole data spec: give it alone, or give paths only")
+    request = parse_paths(inputs) if source is None else parse_spec(inputs[0])
+    corpus = cast(Corpus, request.open(default_cache(), say))
     return ensure_prepared(corpus, Path(out), vocab_size=vocab_size, say=say)
 
 
 def ensure_prepared(corpus: Corpus, folder: Path, *, vocab_size: int, say: Say = say_on_stderr) -> dict[str, Any]:
     """The manifest of the prepared corpus in `folder`, made now unless it is there and matches."""
     check_vocab(vocab_size)
+    if not corpus.train:
+        raise DataError("no training text: only val= was given; add train=PATH before it")
     manifest = matching_manifest(corpus, folder, vocab_size=vocab_size)
     if manifest is not None:
         return manifest
@@ -90,7 +102,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[str, Any]:
     inputs = [_describe_input(path) for path in corpus.files]
     with Spool(place / "spool") as spool:
-        train, val, dropped = _gather(corpus, spool, say)
+        train, val, left_out = _gather(corpus, spool, say)
         began = time.monotonic()
         try:
             tokenizer = Tokenizer.train(sample(train, spool, SAMPLE_BYTES), vocab_size)
@@ -111,7 +123,7 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
         "spec": corpus.spec,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.fingerprint,
-        "dropped_duplicates": dropped,
+        **left_out,
         **parts,
         "inputs": inputs,
     }
@@ -122,23 +134,23 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
     return manifest
 
 
-def _gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], list[Document], int]:
+def _gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], list[Document], dict[str, int]]:
     """Reads every document once. Equal documents are kept once, and one that validates never trains."""
     seen: dict[bytes, Document] = {}
-    dropped = 0
+    dropped, skipped = 0, Skipped()
     by_split: dict[str, list[Document]] = {"val": [], "train": []}
     with Meter("reading", say) as meter:
         for name, paths in (("val", corpus.val), ("train", corpus.train)):
-            for path in paths:
-                for document in read_documents(corpus, path):
-                    meter.advance(len(document))
-                    entry = spool.add(document)
-                    if entry.digest in seen:
-                        dropped += 1
-                    else:
-                        seen[entry.digest] = entry
-                        by_split[name].append(entry)
+            for document in corpus.documents(paths, skipped):
+                meter.advance(len(document))
+                entry = spool.add(document)
+                if entry.digest in seen:
+                    dropped += 1
+                else:
+                    seen[entry.digest] = entry
+                    by_split[name].append(entry)
     spool.seal()
+    skipped.report(say)
     if dropped:
         say(f"left out {dropped} documents that are equal to another one")
     train, val = (by_split["train"], by_split["val"]) if corpus.val else split(by_split["train"], spool)
@@ -147,7 +159,7 @@ def _gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], lis
             raise DataError(
                 f"{_names(corpus)}: nothing is left for {name}; the text is too short, or all of it is in both: give more"
             )
-    return sorted(train), sorted(val), dropped
+    return sorted(train), sorted(val), {"dropped_duplicates": dropped, "skipped_bad": skipped.count}
 
 
 def _write_split(

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from parbank.data.corpora import Corpus, parse_corpus, read_documents, text_corpus
-from parbank.data.dataset import Dataset, open_dataset, open_shards
+from parbank.data.dataset import Dataset, open_shards
 from parbank.data.progress import Meter, Say, say_on_stderr
 from parbank.data.shards import TokenSet
+from parbank.data.sources import parse_spec
+from parbank.data.sources.source import Corpus, Skipped
 from parbank.data.spool import Document, Spool, split
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import DataError
+from parbank.files import default_cache
 
 _BLOCK = 1 << 22  # tokens whose bytes are counted together
 
@@ -39,33 +41,29 @@ def open_validation(
     Which documents validate depends on the text alone. Text is read and tokenised anew, with the model's own tokenizer,
     so a text far too short to train a tokenizer on can be scored. Shards made with another tokenizer are decoded first.
     """
-    kind, _, rest = spec.partition(":")
-    if kind == "shards" and rest:
-        dataset = open_shards(Path(rest).expanduser(), name=spec)
-    elif kind in ("shards", "fineweb"):
-        dataset = open_dataset(spec, vocab_size=tokenizer.vocab_size, cache=cache, say=say)
-    elif rest.startswith("val=") and "train=" not in rest:
-        return _read_text(text_corpus(rest.removeprefix("val=").split(",")), tokenizer, say, whole=True)
-    else:
-        return _read_text(parse_corpus(spec), tokenizer, say, whole=False)
+    opened = parse_spec(spec).open(cache if cache is not None else default_cache(), say)
+    if not isinstance(opened, Path):
+        return _read_text(opened, tokenizer, say)
+    dataset = open_shards(opened, name=spec)
     if dataset.tokenizer.fingerprint == tokenizer.fingerprint:
         return _describe(dataset.val, dataset.val_text_sha256, tokenizer)
     return _encode(_documents(dataset), dataset.val_bytes, tokenizer, say)
 
 
-def _read_text(corpus: Corpus, tokenizer: Tokenizer, say: Say, *, whole: bool) -> Validation:
+def _read_text(corpus: Corpus, tokenizer: Tokenizer, say: Say) -> Validation:
     """The same documents in the same order as preparing takes: equal ones once, in the order of their hashes."""
     found: dict[bytes, Document] = {}
+    skipped = Skipped()
     with tempfile.TemporaryDirectory(prefix="parbank-") as folder, Spool(Path(folder) / "spool") as spool:
         with Meter("reading", say) as meter:
-            for path in corpus.val or corpus.train:
-                for document in read_documents(corpus, path):
-                    entry = spool.add(document)
-                    found.setdefault(entry.digest, entry)
-                    meter.advance(len(document))
+            for document in corpus.documents(corpus.val or corpus.train, skipped):
+                entry = spool.add(document)
+                found.setdefault(entry.digest, entry)
+                meter.advance(len(document))
         spool.seal()
+        skipped.report(say)
         entries = list(found.values())
-        chosen = sorted(entries if whole or corpus.val else split(entries, spool)[1])
+        chosen = sorted(entries if corpus.val else split(entries, spool)[1])
         if not chosen:
             names = ", ".join(map(str, corpus.files[:3]))
             raise DataError(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 import parbank
-from parbank.data.dataset import default_cache
+from parbank.files import default_cache
 from parbank.ops import backend
 
 Start = Literal["cold", "warm", "none"]

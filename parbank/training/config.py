@@ -1,10 +1,12 @@
 """The whole of a run in one frozen value: what recipes return, --set changes, and config.json holds."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from parbank.config import choose, require
+from parbank.config import choose, from_dict, require
 from parbank.data.orders import ORDERS
+from parbank.data.sources import remembered_spec
 from parbank.model.config import ModelConfig
 from parbank.ops.fp8 import MULTIPLE, Parts
 from parbank.optim.algorithm import ALGORITHMS, ElementwiseAlgorithm
@@ -240,7 +242,7 @@ class RunConfig:
     recipe: str
     """The recipe this started from."""
     data: str = "stdlib"
-    """What to train on: stdlib, text:PATH, text:train=PATH,val=PATH, shards:DIR or fineweb."""
+    """What to train on, as a data spec such as text:PATH; `parbank train --help` lists the kinds."""
     seed: int = 0
     """Fixes the starting weights and the order of the data."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -269,3 +271,9 @@ class RunConfig:
                 size % MULTIPLE == 0,
                 f"{name} is {size}; with train.fp8={parts} it must be a multiple of {MULTIPLE}: change it, or leave fp8 off",
             )
+
+
+def read_config(values: dict[str, Any]) -> RunConfig:
+    """The config that an earlier run wrote, its data as it was meant then."""
+    config = from_dict(RunConfig, values)
+    return replace(config, data=remembered_spec(config.data))

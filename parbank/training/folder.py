@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from parbank.config import from_dict, override
+from parbank.config import override
 from parbank.errors import CheckpointError, ConfigError
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint, list_checkpoints
-from parbank.training.config import RunConfig
+from parbank.training.config import RunConfig, read_config
 
 
 def load_run_config(out: Path, *assignments: str) -> RunConfig:
@@ -21,7 +21,7 @@ def load_run_config(out: Path, *assignments: str) -> RunConfig:
         raise CheckpointError(
             f"{out} holds no run to resume ({error}); give --out the folder of an earlier run"
         ) from error
-    return override(from_dict(RunConfig, values), *assignments)
+    return override(read_config(values), *assignments)
 
 
 @contextmanager

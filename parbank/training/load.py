@@ -10,13 +10,13 @@ import torch
 
 from parbank.artifact.container import is_artifact
 from parbank.artifact.load import LoadedModel, artifact_meta, load_artifact
-from parbank.config import from_dict
+from parbank.data.sources import remembered_spec
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import CheckpointError, ParbankError
 from parbank.model import GPT
 from parbank.optim.averaging import Averages
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
-from parbank.training.config import RunConfig
+from parbank.training.config import RunConfig, read_config
 
 
 def load_model(path: Path, device: torch.device) -> LoadedModel:
@@ -52,7 +52,7 @@ def _trained_on(folder: Path) -> str | None:
         found = json.loads((folder / "config.json").read_bytes())["data"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if isinstance(found, str) else None
+    return remembered_spec(found) if isinstance(found, str) else None
 
 
 def load_trained(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, RunConfig]:
@@ -60,7 +60,7 @@ def load_trained(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, RunC
     file = find_checkpoint(path)
     state = load_checkpoint(file)
     try:
-        config = from_dict(RunConfig, state["config"])
+        config = read_config(state["config"])
         model = GPT(config.model).to(device)
         model.load_state_dict(state["model"])
         averages = Averages(dict(model.named_parameters()), config.average)

@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from parbank.artifact.container import read_artifact
 from parbank.artifact.pack import unpack_tensors
 from parbank.config import override, require, to_dict
 from parbank.data.dataset import Dataset, open_dataset
+from parbank.data.sources import absolute_spec
 from parbank.errors import ConfigError, DataError
 from parbank.eval.score import Score
 from parbank.eval.windows import score_chunked
@@ -58,6 +59,7 @@ def run(
     """Trains, scores and packs. Everything a user keeps is in the folder `out`."""
     setup = Laps()
     display = display or Display(enabled=runtime.is_main)
+    config = replace(config, data=absolute_spec(config.data))
     _check_settings(config, runtime)
     check_size(config, display)
     with open_folder(out, resume, runtime) as checkpoint:

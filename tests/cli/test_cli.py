@@ -19,8 +19,8 @@ from parbank.cli import main as cli
 from parbank.cli.terminal import printable
 from parbank.config import to_dict, walk
 from parbank.data.dataset import open_dataset
-from parbank.data.fineweb import SHARDS_AT, TOKENIZER_AT
 from parbank.data.shards import write_shard
+from parbank.data.sources.fineweb import SHARDS_AT, TOKENIZER_AT
 from parbank.errors import ConfigError, DataError
 from parbank.recipes import RECIPES, get_recipe
 from tests.cli.calls import Answer, Call, train_arguments
@@ -100,9 +100,13 @@ def test_no_arguments_show_the_help(call: Call) -> None:
         ("train --recipe nano --set model.layers", "'model.layers'", "model.layers=6"),
         ("train --recipe nano --set model.layers=x", "'x'", "a whole number"),
         ("train --recipe nano --set model=3", "model", "model.layers"),
-        ("train --recipe nano --data nonsense", "'nonsense'", "use stdlib, text:PATH"),
+        ("train --recipe nano --data nonsense", "'nonsense'", "use stdlib; text:PATH"),
         ("train --recipe nano --data text:missing.txt", "missing.txt", "give files"),
-        ("train --recipe nano --data text:empty.txt", "empty.txt is empty", "delete it or leave it out"),
+        (
+            "train --recipe nano --data text:empty.txt",
+            "empty.txt is empty",
+            "delete it, leave it out, or skip it by --skip-bad",
+        ),
         ("train --recipe nano --data text:latin.txt", "latin.txt, byte 3", "iconv"),
         ("train --recipe nano --data text:short.txt", "short.txt", "give more text"),
         ("train --recipe nano --data text:a,b.txt", "/a does not exist", "globs"),

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parbank.data.dataset import Dataset, default_cache, describe, open_dataset, open_shards
+from parbank.data.dataset import Dataset, describe, open_dataset, open_shards
 from parbank.data.shards import read_shard, write_shard
 from parbank.data.tokenizer import Tokenizer
-from parbank.errors import DataError
+from parbank.errors import ConfigError, DataError
 
 SENTENCE = "each of these documents says something about nothing in particular and then it stops"
 
@@ -118,9 +118,9 @@ def test_incomplete_folders_are_refused(copy: Path, tmp_path: Path) -> None:
         open_shards(copy)
     with pytest.raises(DataError, match="no folder"):
         open_dataset(f"shards:{tmp_path / 'none'}", vocab_size=320)
-    with pytest.raises(DataError, match="write shards:DIR"):
+    with pytest.raises(ConfigError, match="write shards:DIR"):
         open_dataset("shards:", vocab_size=320)
-    with pytest.raises(DataError, match="unknown data 'nonsense'"):
+    with pytest.raises(ConfigError, match="unknown data 'nonsense'"):
         open_dataset("nonsense", vocab_size=320)
 
 
@@ -141,9 +141,19 @@ def test_shards_of_another_tokenizer_are_refused_by_name(copy: Path) -> None:
         open_shards(copy)
 
 
-def test_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PARBANK_CACHE", str(tmp_path / "here"))
-    assert default_cache() == tmp_path / "here"
-    monkeypatch.delenv("PARBANK_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache() == tmp_path / ".cache" / "parbank"
+def test_prepared_text_is_found_where_it_was_before_there_were_options(tmp_path: Path) -> None:
+    """The name of its folder is a hash of the spec as it was spelled then; each option makes another name."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i}.txt").write_text(
+            f"Document {i} is about the number {i}, its square {i * i} and its cube {i**3}.\n" * 9
+        )
+    (text / "one.jsonl").write_text('{"text": "a line", "body": "another line"}\n')
+    folders = []
+    for option in ("", ",glob=*", ",glob=*.txt", ",field=body", ",skip-bad=yes"):
+        found = open_dataset(f"text:{text}{option}", vocab_size=300, cache=tmp_path / "cache", say=lambda line: None)
+        folders.append(found.folder.name)
+    key = hashlib.sha256(f"text:train={text}\n300".encode()).hexdigest()[:12]
+    assert folders[0] == folders[1] == f"text-300-{key}"
+    assert len(set(folders)) == 4

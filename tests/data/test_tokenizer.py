@@ -11,13 +11,13 @@ import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import parbank.data.corpora
 import parbank.data.shards
+import parbank.data.sources.files
 from parbank.data import tokenizer as module
 from parbank.data.tokenizer import MAX_VOCAB, MIN_VOCAB, SPACE, Tokenizer
 from parbank.errors import DataError
 
-SOURCES = [inspect.getsource(m) for m in (module, parbank.data.shards, parbank.data.corpora, re, inspect, st)]
+SOURCES = [inspect.getsource(m) for m in (module, parbank.data.shards, parbank.data.sources.files, re, inspect, st)]
 NASTY = [
     "",
     "\0",

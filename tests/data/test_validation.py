@@ -11,7 +11,7 @@ from parbank.data.prepare import prepare_text
 from parbank.data.shards import write_shard
 from parbank.data.tokenizer import Tokenizer
 from parbank.data.validation import open_validation
-from parbank.errors import DataError
+from parbank.errors import DataError, ParbankError
 
 
 def silent(line: str) -> None: ...
@@ -120,12 +120,12 @@ def test_a_character_too_short_to_split(dataset: Dataset, tmp_path: Path) -> Non
         ("shards:no/such", "no/such is no folder"),
         ("text:no/such", "no/such does not exist"),
         ("text:val=no/such", "no/such does not exist"),
-        ("text:val=", "an empty path"),
+        ("text:val=", "val= without a value"),
         ("fineweb:x", "write fineweb, or fineweb:N"),
     ],
 )
 def test_specs_that_cannot_be_opened(dataset: Dataset, spec: str, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ParbankError, match=message):
         open_validation(spec, dataset.tokenizer, say=silent)
 
 

@@ -1,4 +1,4 @@
-"""The published FineWeb shards (1024 tokens): fetched once, file by file, into one folder that `shards:` can read.
+"""`fineweb`: the published FineWeb shards (1024 tokens), fetched once, file by file, into one folder.
 
 They come from the Hugging Face hub, with huggingface_hub as an optional extra, or from a local folder laid out like the
 repository there: a mirror, a shared disk, or a test.
@@ -6,13 +6,13 @@ repository there: a mirror, a shared disk, or a test.
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from parbank.data.progress import Meter, Say, say_on_stderr
-from parbank.data.shards import read_shard
-from parbank.data.tokenizer import Tokenizer
-from parbank.errors import DataError
+from parbank.data.sources.source import Source
+from parbank.errors import ConfigError, DataError
 
 # The public parameter-golf data set, and where in it the 1024-token export lies.
 REPOSITORY = "willdepueoai/parameter-golf"
@@ -62,17 +62,30 @@ def fineweb_folder(cache: Path) -> Path:
     return Path(cache) / "fineweb"
 
 
-def ensure_fineweb(count: str, *, cache: Path, say: Say = say_on_stderr, source: str | Path = REPOSITORY) -> Path:
-    """The folder of the `fineweb` spec, fetched when it is not there; `fineweb:N` wants at least N training shards."""
-    if count and not (count.isdigit() and int(count) >= 1):
-        raise DataError(f"fineweb:{count} is not understood; write fineweb, or fineweb:N for N training shards")
-    folder = fineweb_folder(cache)
-    have = len(list(folder.glob("*_train_*.bin")))
-    complete = any(folder.glob("*.model")) and any(folder.glob("*_val_*.bin")) and not (folder / _HALF_WAY).exists()
-    needed = int(count) if count else max(1, have)
-    if not complete or have < needed:
-        fetch_fineweb(folder, shards=needed, source=source, say=say)
-    return folder
+@dataclass(frozen=True)
+class FinewebRequest:
+    shards: int | None
+    """At least so many training shards; None takes those that are there, or fetches one."""
+
+    @property
+    def spec(self) -> str:
+        return "fineweb" if self.shards is None else f"fineweb:{self.shards}"
+
+    def open(self, cache: Path, say: Say = say_on_stderr, *, source: str | Path = REPOSITORY) -> Path:
+        """The folder in the cache, fetched when it is not there."""
+        folder = fineweb_folder(cache)
+        have = len(list(folder.glob("*_train_*.bin")))
+        complete = any(folder.glob("*.model")) and any(folder.glob("*_val_*.bin")) and not (folder / _HALF_WAY).exists()
+        needed = max(1, have) if self.shards is None else self.shards
+        if not complete or have < needed:
+            fetch_fineweb(folder, shards=needed, source=source, say=say)
+        return folder
+
+
+def parse(rest: str) -> FinewebRequest:
+    if rest and not (rest.isdecimal() and int(rest) >= 1):
+        raise ConfigError(f"fineweb:{rest} is not understood; write fineweb, or fineweb:N for N training shards")
+    return FinewebRequest(int(rest) if rest else None)
 
 
 def _choose(origin: _Source, shards: int) -> list[str]:
@@ -106,6 +119,9 @@ def _fetch_file(origin: _Source, file: str, out: Path, say: Say) -> Path:
 
 def _fault(path: Path, out: Path) -> DataError | None:
     """What is wrong with a file that has arrived, if anything."""
+    from parbank.data.shards import read_shard
+    from parbank.data.tokenizer import Tokenizer
+
     try:
         if path.suffix == ".model":
             Tokenizer.load(path)
@@ -181,3 +197,14 @@ def _open_source(source: str | Path) -> _Source:
             f"{source} is no folder; give a folder laid out like the data set {REPOSITORY}, or its name on the hub"
         )
     return _Hub(source)
+
+
+SOURCE = Source(
+    name="fineweb",
+    form="fineweb or fineweb:N",
+    help="the published FineWeb shards, fetched when they are not here; N training shards of 100 million tokens",
+    parse=parse,
+    tokens=True,
+    public=True,
+    package="huggingface_hub",
+)

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from parbank.data import fineweb
 from parbank.data.dataset import open_dataset, open_shards
-from parbank.data.fineweb import SHARDS_AT, TOKENIZER_AT, ensure_fineweb, fetch_fineweb
 from parbank.data.shards import write_shard
+from parbank.data.sources import fineweb
+from parbank.data.sources.fineweb import SHARDS_AT, TOKENIZER_AT, FinewebRequest, fetch_fineweb
 from parbank.data.tokenizer import Tokenizer
-from parbank.errors import DataError
+from parbank.data.validation import open_validation
+from parbank.errors import ConfigError, DataError
 
 DOCUMENTS = [f"Document {i} is about a thing, and the {i * i} things beside it." for i in range(200)]
 
@@ -124,7 +125,7 @@ def test_counts_that_cannot_be_had(hub: Path, tmp_path: Path) -> None:
 def test_spec_opens_what_was_fetched_without_asking_the_hub(
     hub: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ensure_fineweb("2", cache=tmp_path, say=said.append, source=hub)
+    FinewebRequest(2).open(tmp_path, said.append, source=hub)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # any use of it fails from here on
     for spec in ("fineweb", "fineweb:1", "fineweb:2"):
         data = open_dataset(spec, vocab_size=330, cache=tmp_path, say=said.append)
@@ -132,8 +133,15 @@ def test_spec_opens_what_was_fetched_without_asking_the_hub(
     with pytest.raises(DataError, match=r"needs the package huggingface_hub.*parbank\[fineweb\]"):
         open_dataset("fineweb:3", vocab_size=330, cache=tmp_path, say=said.append)
     for spec in ("fineweb:x", "fineweb:0", "fineweb:-1"):
-        with pytest.raises(DataError, match="write fineweb, or fineweb:N"):
+        with pytest.raises(ConfigError, match="write fineweb, or fineweb:N"):
             open_dataset(spec, vocab_size=330, cache=tmp_path, say=said.append)
+
+
+def test_a_model_with_another_tokenizer_is_scored_on_the_same_text(hub: Path, tmp_path: Path) -> None:
+    FinewebRequest(1).open(tmp_path, lambda line: None, source=hub)
+    other = Tokenizer.train(iter(DOCUMENTS), 300)
+    found = open_validation("fineweb", other, cache=tmp_path, say=lambda line: None)
+    assert other.decode_bytes(found.tokens.read(0, len(found.tokens))).decode() == "".join(DOCUMENTS[3::4])
 
 
 def test_the_hub_is_asked_for_the_published_files(

@@ -1,0 +1,78 @@
+"""Where text comes from, one file for each kind. A data spec is `KIND:REST`, such as text:my_folder.
+
+A new kind is a new file with a SOURCE, and a line in SOURCES. Help, errors, training, scoring and `doctor` read this table.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from parbank.data.sources import fineweb, shards, stdlib, text
+from parbank.data.sources.source import Request, Source
+from parbank.errors import ConfigError
+
+SOURCES: dict[str, Source] = {
+    source.name: source
+    for source in (
+        stdlib.SOURCE,
+        text.SOURCE,
+        shards.SOURCE,
+        fineweb.SOURCE,
+    )
+}
+
+
+def find_source(spec: str) -> Source:
+    source = SOURCES.get(spec.partition(":")[0])
+    if source is None:
+        forms = "; ".join(source.form for source in SOURCES.values())
+        meant = f"; did you mean text:{spec}?" if spec and Path(spec).expanduser().exists() else ""
+        raise ConfigError(f"unknown data {spec!r}; use {forms}{meant}")
+    return source
+
+
+def parse_spec(spec: str) -> Request:
+    """What a spec asks for. Nothing on disk is looked at."""
+    return find_source(spec).parse(spec.partition(":")[2])
+
+
+def is_spec(text: str) -> bool:
+    """Whether a string is meant as a data spec: a kind and a colon, or a kind that needs nothing more."""
+    kind, colon, _ = text.partition(":")
+    return kind in SOURCES and (bool(colon) or SOURCES[kind].public)
+
+
+def absolute_spec(spec: str) -> str:
+    """The same spec with whole paths: what a run folder remembers must not depend on where one stands."""
+    return parse_spec(spec).spec
+
+
+def remembered_spec(spec: str) -> str:
+    """A spec as a run folder remembers it. Before `glob=` was a part of every spec of text, a folder gave fewer files."""
+    if spec.startswith("text:") and ",glob=" not in spec:
+        return ",".join([spec, *(f"glob={pattern}" for pattern in text.KIND.earlier_globs)])
+    return spec
+
+
+def is_public(spec: str) -> bool:
+    """Whether a spec names the same text on any machine, so that an artifact may say it."""
+    return spec.partition(":")[0] in {source.name for source in SOURCES.values() if source.public}
+
+
+def add_options(spec: str, options: Iterable[str]) -> str:
+    """The spec with parts such as `glob=*.md`, in its own words, so that the spec alone says which text is meant."""
+    source = find_source(spec)
+    for option in options:
+        name = option.partition("=")[0]
+        if name not in source.options:
+            takers = " or ".join(f"{other.name}:PATH" for other in SOURCES.values() if name in other.options)
+            raise ConfigError(f"--{name} is not for --data {spec}; it goes with {takers}")
+        if "," in option:
+            raise ConfigError(
+                f"--{name} {option.partition('=')[2]!r} has a comma, which separates the parts of a data spec"
+            )
+    return ",".join([spec, *options])
+
+
+def describe_sources() -> str:
+    """For `--help`: every kind of text, how it is written and what it is."""
+    return "; ".join(f"{source.form} ({source.help})" for source in SOURCES.values())

@@ -1,0 +1,96 @@
+"""Files that may be packed (.gz, .xz, .zst), read as the bytes inside."""
+
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from parbank.errors import DataError
+
+PACKED_SUFFIXES = (".gz", ".xz", ".zst")
+
+
+def plain_name(name: str) -> str:
+    """The name without the suffix of a packed file: a.jsonl for a.jsonl.gz."""
+    stem, dot, suffix = name.rpartition(".")
+    return stem if dot + suffix.lower() in PACKED_SUFFIXES else name
+
+
+@contextmanager
+def open_unpacked(path: Path) -> Iterator[BinaryIO]:
+    """The unpacked bytes of a file; whatever is wrong with it is reported under its name, also while reading."""
+    opener = {".gz": _open_gzip, ".xz": _open_xz, ".zst": _open_zstd}.get(path.suffix.lower(), _open_as_is)
+    try:
+        with opener(path) as file:
+            yield file
+    except (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{path} cannot be unpacked ({error}); it is damaged or cut short: copy or pack it again"
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _open_as_is(path: Path) -> BinaryIO:
+    return open(path, "rb")
+
+
+def _open_gzip(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb"))
+
+
+def _open_xz(path: Path) -> BinaryIO:
+    return cast(BinaryIO, lzma.open(path, "rb"))
+
+
+def _open_zstd(path: Path) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(_ZstdReader(path), 1 << 20))
+
+
+class _ZstdReader(io.RawIOBase):
+    """zstandard's own reader takes the end of a file that was cut short for the end of the text; this one says so."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            remedy = "install it (pip install zstandard), or unpack the file"
+            raise DataError(f"{path} needs the package zstandard, which is missing; {remedy}") from None
+        self._zstd = zstandard
+        self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
+        self._frame = self._next_frame()
+        self._waiting = b""
+        self._inside = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._waiting:
+            block = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame, self._inside = self._next_frame(), False
+            block = block or self._file.read(1 << 18)
+            if not block:
+                if self._inside:
+                    raise EOFError("the last zstd frame does not end")
+                return 0
+            self._inside = True
+            try:
+                self._waiting = self._frame.decompress(block)
+            except self._zstd.ZstdError as error:
+                raise EOFError(str(error)) from error
+        count = min(len(buffer), len(self._waiting))
+        buffer[:count], self._waiting = self._waiting[:count], self._waiting[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _next_frame(self) -> Any:
+        return self._zstd.ZstdDecompressor().decompressobj()
