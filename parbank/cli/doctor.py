@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from parbank.data.sources import SOURCES
 from parbank.files import default_cache
 from parbank.ops import backend, flash
 
@@ -196,8 +197,7 @@ def _extras() -> Finding:
         "safetensors": "export and import",
         "zstandard": ".zst files",
         "tensorboard": "training curves",
-        "huggingface_hub": "data fetch fineweb",
-    }
+    } | {source.package: f"--data {source.name}" for source in SOURCES.values() if source.package}
     missing = []
     for package, use in uses.items():
         try:

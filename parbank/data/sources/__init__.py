@@ -6,7 +6,7 @@ A new kind is a new file with a SOURCE, and a line in SOURCES. Help, errors, tra
 from collections.abc import Iterable
 from pathlib import Path
 
-from parbank.data.sources import fineweb, shards, stdlib, text
+from parbank.data.sources import fineweb, parquet, shards, stdlib, text
 from parbank.data.sources.source import Request, Source
 from parbank.errors import ConfigError
 
@@ -15,6 +15,7 @@ SOURCES: dict[str, Source] = {
     for source in (
         stdlib.SOURCE,
         text.SOURCE,
+        parquet.SOURCE,
         shards.SOURCE,
         fineweb.SOURCE,
     )
