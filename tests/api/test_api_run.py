@@ -49,7 +49,7 @@ def test_the_keywords_are_the_options_of_the_command() -> None:
     assert configure().recipe == "demo"
     clock = configure(recipe="nano", minutes=0.5).budget
     assert (clock.minutes, clock.steps) == (0.5, None), "one budget replaces the recipe's"
-    assert configure(recipe="nano", data="text:x.txt").data == f"text:train={Path('x.txt').absolute()}"
+    assert configure(recipe="nano", data="text:x.txt").data == f"text:train={Path('x.txt').absolute()},glob=*"
     assert configure(recipe="nano").model == get_recipe("nano").model
 
 
