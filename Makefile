@@ -31,6 +31,7 @@ check: dev
 	$(BIN)/mypy
 
 claims: dev
+	$(BIN)/python benchmarks/pictures.py
 	$(BIN)/python benchmarks/claims.py
 
 install: $(VENV)/installed

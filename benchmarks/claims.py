@@ -182,26 +182,28 @@ class Claims:
         """The text with every figure and block as its result has it. `where` is its path."""
         text = BLOCK.sub(lambda m: m[0] if m[2] == LINKS else between(m, self.block(m[2], where)), text)
         names = sorted({match[2] for match in FIGURE.finditer(text)})
-        text = FIGURE.sub(lambda m: f"[{self._show_or_not(m[2])}][{m[2]}]", text)
+        text = FIGURE.sub(lambda m: f"[{self.show_or_not(m[2])}][{m[2]}]", text)
         links = "".join(f"[{name}]: {self.link(name, where)}\n" for name in names)
         if names and f"<!-- claims:{LINKS} -->" not in text:
             text += f"\n<!-- claims:{LINKS} -->\n<!-- /claims -->\n"
         return BLOCK.sub(lambda m: between(m, links) if m[2] == LINKS else m[0], text)
 
-    def _show_or_not(self, name: str) -> str:
+    def show_or_not(self, name: str) -> str:
         try:
             return self.show(name)
         except Missing:
             return NOT_YET
 
     def notes(self) -> list[str]:
-        """What a reader of the results should know: stale ones, dirty ones, claims without any."""
+        """What a reader of the results should know: claims without any, rows that are missing, stale and dirty results."""
         lines = []
         for claim, spec in self._spec["claims"].items():
             if not self.results(claim):
                 lines.append(f"{claim}: no result on {spec['hardware']}; python benchmarks/{spec['script']} makes one")
-            else:
-                lines += [f"{self.newest(claim).name}: {note}" for note in stale(self.newest(claim).about)]
+                continue
+            lines += [f"{self.newest(claim).name}: {note}" for note in stale(self.newest(claim).about)]
+            names = [f"{claim}.{name}" for name, figure in spec.items() if isinstance(figure, dict)]
+            lines += [f"{name}: no result has its row" for name in names if self.show_or_not(name) == NOT_YET]
         dirty = [path for path in self._results.glob("*/*-dirty/result.json")]
         return lines + [
             f"{path.parent.relative_to(self._results)}: made with uncommitted code, not used" for path in dirty

@@ -71,7 +71,7 @@ def test_every_claim_of_the_file_can_be_read(claims: ModuleType) -> None:
     for claim, spec in found._spec["claims"].items():
         assert (claims.HERE / spec["script"]).is_file(), claim
         for figure in (name for name, value in spec.items() if isinstance(value, dict)):
-            assert found._show_or_not(f"{claim}.{figure}")
+            assert found.show_or_not(f"{claim}.{figure}")
 
 
 def test_a_figure_is_the_newest_clean_result_of_its_hardware(claims: ModuleType, results: Path) -> None:
@@ -115,6 +115,15 @@ def test_grids_and_pictures_follow_the_newest_result(claims: ModuleType, results
 def test_names_that_do_not_exist_are_errors(claims: ModuleType, results: Path, text: str) -> None:
     with pytest.raises(claims.ClaimError, match=r"claims\.toml has no"):
         claims.Claims(SPEC, results).render(text, results / "page.md")
+
+
+def test_rows_that_are_missing_are_named(claims: ModuleType, results: Path) -> None:
+    add_result(results, "2026-01-05-h200-ccccccccc", ours=5.0)
+    notes = claims.Claims(SPEC, results).notes()
+    assert "step.theirs: no result has its row" in notes
+    assert "step.ours: no result has its row" not in notes
+    assert "later: no result on h200; python benchmarks/later.py makes one" in notes
+    assert "step/2026-01-04-h200-bbbbbbbbb-dirty: made with uncommitted code, not used" in notes
 
 
 def test_results_say_when_what_they_measured_has_changed(claims: ModuleType) -> None:
