@@ -1,7 +1,9 @@
 """One run from text to artifact: open the data, refuse what cannot fit, train, score, pack, score what was packed."""
 
+import lzma
 import shlex
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from parbank.config import override, require, to_dict
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.sources import absolute_spec
 from parbank.errors import ConfigError, DataError
+from parbank.eval.compression import compressor_bpb
 from parbank.eval.score import Score
 from parbank.eval.windows import score_chunked
 from parbank.files import write_json
@@ -97,11 +100,16 @@ def run(
 def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display) -> dict[str, Any]:
     """Scores the averaged weights, packs them, and scores what came out of the file: that is the result."""
     config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
-    with trainer.averages.applied():
+    laps = Laps()
+    # xz takes seconds and one core: it works beside everything below.
+    with ThreadPoolExecutor(1) as aside, trainer.averages.applied():
+        compressed = aside.submit(compressor_bpb, dataset.val_text()) if runtime.is_main else None
         before = _score(trainer, display, "scoring")
+        laps.end("scoring")
         display.say(f"val bpb {before.bpb:.4f} before packing; packing")
         path = trainer.out / "model.pbk"
         measured = calibrate_model(trainer.model, config, dataset.train, runtime, display)
+        laps.end("calibration")
         packed = (
             pack_model(trainer.model, config, dataset.tokenizer, measured, say=display.say) if runtime.is_main else None
         )
@@ -110,14 +118,27 @@ def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display)
             trainer.model.load_state_dict(unpack_tensors(read_artifact(path)))
         for parameter in trainer.model.parameters():
             runtime.broadcast(parameter.data)
+        laps.end("packing")
         after = _score(trainer, display, "scoring the packed model")
+        laps.end("scoring the packed model")
         summary = summarise(trainer, before, after, setup.seconds, wait_seconds)
-        if packed is not None:
+        if packed is not None and compressed is not None:
             display.say("writing a sample, and compressing the same text with zlib, xz and zstd")
-            summary |= summarise_packed(trainer, packed)
+            summary |= summarise_packed(trainer, packed) | {"compressors_bpb": _wait_for(compressed, display)}
+    laps.end("sample and compressors")
+    summary |= {"finish_seconds": laps.total, "finish_parts": laps.seconds}
     if runtime.is_main:
         write_json(trainer.out / "summary.json", summary)
     return summary
+
+
+def _wait_for(compressed: Future[dict[str, float]], display: Display) -> dict[str, float]:
+    """The yardstick beside a score. It may fail (xz -9 takes 700 MB); the run does not fail with it."""
+    try:
+        return compressed.result()
+    except (MemoryError, OSError, lzma.LZMAError) as error:
+        display.say(f"note: the text could not be compressed for comparison ({type(error).__name__}: {error})")
+        return {}
 
 
 def _check_settings(config: RunConfig, runtime: Runtime) -> None:

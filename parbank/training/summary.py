@@ -6,7 +6,6 @@ import torch
 
 from parbank.artifact.code import code_bytes
 from parbank.artifact.pack import Packed
-from parbank.eval.compression import compressor_bpb
 from parbank.eval.sampling import sample_tokens
 from parbank.eval.score import Score
 from parbank.runtime import versions
@@ -63,6 +62,5 @@ def summarise_packed(trainer: Trainer, packed: Packed) -> dict[str, Any]:
         "artifact_bytes": packed.size,
         "code_bytes": code,
         "matrix_q": packed.matrix_q,
-        "compressors_bpb": compressor_bpb(dataset.val_text()),
         "sample": dataset.tokenizer.decode(tokens_out),
     }

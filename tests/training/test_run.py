@@ -105,6 +105,7 @@ def test_the_summary_says_what_happened(finished: tuple[Path, Result], text_spec
     assert 0 <= summary["data_wait_seconds"] < summary["train_seconds"]
     assert summary["setup_seconds"] == sum(summary["setup_parts"].values()) > 0
     assert list(summary["setup_parts"]) == ["data", "model", "warm-up"]
+    assert summary["finish_seconds"] == sum(summary["finish_parts"].values()) > 0
     assert summary["device"] == "cpu"
     assert {"parbank", "python", "torch"} <= summary["versions"].keys()
     assert str(out.parent) not in json.dumps(read_artifact(out / "model.pbk").meta), "a path of this machine"
@@ -307,7 +308,16 @@ def test_a_stopped_run_goes_on_to_the_same_result(
     result = run(load_run_config(out), PLACE, out, resume=True, display=quiet())
     assert result.summary is not None
     assert uninterrupted.summary is not None
-    timing = {"train_seconds", "setup_seconds", "setup_parts", "tokens_per_second", "data_wait_seconds", "memory_bytes"}
+    timing = {
+        "train_seconds",
+        "setup_seconds",
+        "setup_parts",
+        "finish_seconds",
+        "finish_parts",
+        "tokens_per_second",
+        "data_wait_seconds",
+        "memory_bytes",
+    }
     for key in result.summary.keys() - timing:
         assert result.summary[key] == uninterrupted.summary[key], key
     assert (out / "model.pbk").read_bytes() == (whole / "model.pbk").read_bytes()
@@ -433,3 +443,17 @@ def test_torchrun_on_two_processes_gives_the_losses_of_one(
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], rel=1e-4)
     assert [row["grad_norm"] for row in ours] == pytest.approx([row["grad_norm"] for row in theirs], rel=1e-3)
+
+
+def test_a_compressor_that_fails_costs_no_summary(
+    text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(text: bytes) -> dict[str, float]:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("parbank.training.run.compressor_bpb", fail)
+    config = override(get_recipe("nano"), f"data={text_spec}", "budget.steps=2")
+    result = run(config, PLACE, tmp_path / "run", display=Display(enabled=False))
+    assert result.summary is not None
+    assert result.summary["compressors_bpb"] == {}
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["val_bpb"] > 0
