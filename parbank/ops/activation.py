@@ -1,7 +1,8 @@
-"""LeakyReLU squared, forward and backward, with the input as its one saved tensor.
+"""LeakyReLU squared, forward and backward. Only the input is kept. (Squared ReLU: So et al., Primer; the leaky form:
+parameter-golf #493.)
 
-y  = x^2 where x > 0, (slope*x)^2 elsewhere
-dx = dy * 2 * x * (1 where x > 0, slope^2 elsewhere)
+    y  = x^2 where x > 0, (slope*x)^2 elsewhere
+    dx = dy * 2 * x * (1 where x > 0, slope^2 elsewhere)
 """
 
 from typing import Any

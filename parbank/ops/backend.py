@@ -1,15 +1,15 @@
-"""Which implementation an op runs: its Triton kernel, or the plain-PyTorch reference.
+"""Chooses what an op runs: its Triton kernel, or the plain-PyTorch reference.
 
-The choice is made once, when parbank is imported, and kept in one module global. `torch.compile` reads it as a constant
-(guarded, so `set_backend` is honoured) and traces a public op without a graph break: into one `torch.library` op where
-the kernels run, into plain PyTorch, which Inductor may fuse with its neighbours, where they don't.
+The choice is made when parbank is imported and kept in one module global. `torch.compile` reads it as a guarded
+constant, so `set_backend` is honoured, and traces a public op without a graph break. With kernels the graph holds one
+`torch.library` op. Without them it holds plain PyTorch, which Inductor may fuse.
 
-`PARBANK_OPS=auto|triton|reference` in the environment, `set_backend` and `use_backend` choose by hand. `auto` takes the
-kernels on an NVIDIA GPU of compute capability 8.0 or later and the reference everywhere else, tensor by tensor: a CPU
-or a float64 tensor takes the reference. `triton` asked for by name is an error where it cannot run.
+`PARBANK_OPS=auto|triton|reference` in the environment, `set_backend` and `use_backend` set the choice. `auto` takes
+the kernels on NVIDIA GPUs from compute capability 8.0 and the reference elsewhere, tensor by tensor: a CPU or float64
+tensor takes the reference. `triton` is an error where Triton cannot run.
 
-Kernel files take `triton`, `tl` and what else they need of Triton from here. Without a Triton that can be imported these are
-stand-ins that let `@triton.jit` functions be defined, so that one op stays one file, and nothing can launch them.
+Kernel files import `triton` and `tl` from here. Where Triton cannot be imported, both are placeholders that let
+`@triton.jit` functions be defined but not launched. So an op stays in one file.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _log = logging.getLogger("parbank")
 
 
 class _Absent:
-    """Stands in for `triton` and `triton.language`: decorators and annotations pass through, nothing runs."""
+    """Placeholder for `triton` and `triton.language`: decorators and annotations pass through, nothing runs."""
 
     def __getattr__(self, name: str) -> "_Absent":
         return self
@@ -46,8 +46,8 @@ class _Absent:
 
 
 def _load_triton() -> tuple[Any, ...]:
-    """All that the kernels use of Triton, and whether it interprets them. Fails in many ways where the installed one is broken
-    (another glibc, half an upgrade) or too old."""
+    """Imports all that the kernels use of Triton, and whether it runs in interpreter mode. Raises many kinds of errors
+    where the installed Triton is broken (another glibc, half an upgrade) or too old."""
     import triton
     import triton.language
     from triton import knobs
@@ -59,8 +59,9 @@ def _load_triton() -> tuple[Any, ...]:
 
 
 def _load_gluon() -> tuple[Any, ...]:
-    """Triton's lower-level language, with which a kernel says which warps do what. Called experimental: the next version may
-    compile the same lines to something else, so it is used with those that the kernels were tried with."""
+    """Imports Gluon, Triton's lower-level language, in which a kernel assigns work to warps. Gluon is experimental:
+    another version may compile the same lines differently. So only versions that the kernels were tested with are
+    accepted."""
     if not triton.__version__.startswith(GLUON_VERSIONS):
         raise ImportError(f"Triton {triton.__version__}, and they were tried with {', '.join(GLUON_VERSIONS)}")
     from triton.experimental import gluon
@@ -78,7 +79,7 @@ gluon: Any
 hopper: Any
 gluon = gl = hopper = gluon_descriptor = _Absent()
 HAS_GLUON = False
-"""Whether kernels written in Gluon can be defined: those have a Triton kernel beside them for where they cannot."""
+"""Whether Gluon kernels can be defined. Each has a Triton kernel as its fallback."""
 triton = tl = TensorDescriptor = gdc_wait = gdc_launch_dependents = _Absent()
 INTERPRETED = False
 """Triton decides at decoration whether a kernel is interpreted, so this holds for the whole process."""
@@ -107,9 +108,9 @@ if HAS_TRITON:
 class _State:
     active: str = "reference"
     strict: bool = False
-    """The kernels were asked for by name, so a tensor they don't take is an error."""
+    """Whether `triton` was asked for by name: a tensor that the kernels do not take is then an error."""
     complaint: str = ""
-    """What is wrong with PARBANK_OPS: kept at import and raised by the first op, where it can be caught."""
+    """The error in PARBANK_OPS: stored at import and raised by the first op, where a caller can catch it."""
     complaint_type: type[ParbankError] = ParbankError
 
 
@@ -123,7 +124,7 @@ def set_backend(name: str) -> None:
     obstacle = why_no_kernels()
     if name == "triton" and obstacle:
         raise DeviceError(f"the ops backend 'triton' was asked for, but {obstacle}; or use 'auto' or 'reference'")
-    # The interpreter is for the ops' own tests, which ask for it by name: `auto` would slow every other room's down.
+    # Only the tests of the ops use the interpreter, and they ask for it by name. Under `auto` it would slow all other tests.
     plain = name == "reference" or bool(obstacle) or (INTERPRETED and name == "auto")
     _state.active, _state.strict, _state.complaint = "reference" if plain else "triton", name == "triton", ""
 
@@ -161,10 +162,10 @@ def why_no_kernels() -> str:
 
 
 def use_triton(*tensors: Tensor | None) -> bool:
-    """Whether a call on these tensors takes the kernel: those of its numbers, not its indices and marks. Nones (options not
-    given) are passed over.
+    """Whether a call on these tensors takes the kernel. Pass the op's floating-point tensors, not indices or masks;
+    Nones are skipped.
 
-    Written for Dynamo: constants and tensor properties only, so it leaves no trace in a compiled graph.
+    Written for Dynamo: it reads constants and tensor properties only, so a compiled graph holds nothing of it.
     """
     if _state.complaint:
         raise _state.complaint_type(_state.complaint)
@@ -192,7 +193,7 @@ def _resolve() -> None:
         _state.complaint, _state.complaint_type = f"PARBANK_OPS: {error}", type(error)
         return
     if _state.active == "reference":
-        # A Triton that is there and fails is a mishap on any machine; one that is not there is missed on a GPU only.
+        # A Triton that fails to import is worth a warning on any machine; a missing one only on a GPU.
         loss = not HAS_TRITON and (torch.cuda.is_available() or importlib.util.find_spec("triton") is not None)
         level = logging.WARNING if loss else logging.INFO
         _log.log(level, "ops run in plain PyTorch: %s", why_no_kernels() or "by choice")

@@ -1,4 +1,4 @@
-"""What several ops share: whether a call takes its kernel, tensors as rows, persistent programs, and refusals."""
+"""Helpers that several ops share: dispatch to a kernel, tensors as rows, persistent programs, refused derivatives."""
 
 import contextlib
 import functools
@@ -19,18 +19,18 @@ MULTIPROCESSORS_INTERPRETED = 3  # few enough that a small test loops in each pr
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x (..., width) as (rows, width) with neighbours in memory along a row: a view where the strides allow, else a copy."""
+    """x (..., width) as (rows, width), contiguous along a row: a view where the strides allow it, else a copy."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
 
 
 def unit_channels(x: Tensor) -> Tensor:
-    """x (..., channels) with channels that are neighbours in memory: x itself, or a copy."""
+    """x (..., channels) with contiguous channels: x itself, or a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def as_vector(x: Tensor | None) -> Tensor | None:
-    """A vector of channels with its values side by side: a column of a parameter comes with a stride."""
+    """A vector of channels as a contiguous tensor. A column of a parameter, for instance, has a stride."""
     return None if x is None else x.contiguous()
 
 
@@ -45,18 +45,17 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def as_they_are(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """For PyTorch's products inside an op: autocast, which an op's own dtype is none of the business of, would cast them."""
+    """Disables autocast inside an op: it would change the dtype of the op's products."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
 
 def takes_kernel(*tensors: Tensor | None) -> bool:
-    """Whether a call takes the kernel: as the backend says, except under torch.func, whose transforms need the plain graph,
-    and under forward-mode differentiation.
+    """Whether a call takes the kernel: as the backend says, but never under torch.func or forward-mode differentiation.
 
-    A torch.library op with an autograd formula refuses grad, jvp and jacrev; vmap would launch once per example; a dual
-    number's tangent would be dropped without a word.
+    A torch.library op with an autograd formula refuses grad, jvp and jacrev; vmap would launch once per example; the
+    tangent of a dual number would be dropped silently.
     """
     if not use_triton(*tensors) or forward_ad._current_level >= 0:
         return False
@@ -64,16 +63,17 @@ def takes_kernel(*tensors: Tensor | None) -> bool:
 
 
 def near(x: Tensor, sides: Mapping[int, int]) -> Tensor:
-    """x, or a copy of it without gaps where 32 bits cannot hold the offsets within a tile that has these sides (by dimension).
+    """x, or a compact copy where offsets within a tile of these sides (by dimension) do not fit into 32 bits.
 
-    Kernels keep offsets of whole tiles in 64 bits; within a tile that would cost registers for what hardly any tensor needs.
+    Kernels keep the offsets of tiles in 64 bits. 64-bit offsets within a tile would cost registers, and hardly any
+    tensor needs them.
     """
     reach = sum(side * x.stride(dim) for dim, side in sides.items())
     return x.contiguous() if reach >= 2**31 else x
 
 
 def is_near(*sizes: int) -> bool:
-    """Whether `near` can do it for matrices of such sides: a row's length is at least the step from one to the next."""
+    """Whether `near` can help for matrices of these sides: the step from row to row is at least a row's length."""
     return all((TILE_SIDE + 1) * size < 2**31 for size in sizes)
 
 
@@ -82,7 +82,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def refuse_double_backward(op: str) -> Callable[..., NoReturn]:
-    """A backward for the backward ops: second derivatives are asked for by mistake more often than on purpose."""
+    """Raises an error for second derivatives, which are asked for by mistake more often than on purpose."""
 
     def refuse(ctx: Any, *grads: Any) -> NoReturn:
         raise ParbankError(
@@ -94,7 +94,7 @@ def refuse_double_backward(op: str) -> Callable[..., NoReturn]:
 
 
 class _Final(torch.autograd.Function):
-    """The first `count` tensors as they are, as functions of the others, whose derivative is refused."""
+    """Returns the first `count` tensors unchanged, as functions of the other tensors, and refuses their derivative."""
 
     @staticmethod
     def forward(ctx: Any, op: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -107,12 +107,12 @@ class _Final(torch.autograd.Function):
 
 
 def differentiate_once(op: str, backward: Callable[..., Any], ctx: Any, *grads: Tensor | None) -> Any:
-    """Calls a backward that is made of several ops, so that second derivatives of all it returns are refused.
+    """Calls a backward pass that consists of several ops, and refuses second derivatives of everything it returns.
 
-    Its ops refuse by themselves, but only where something that depends on the inputs reaches them. What forward kept of its
-    own making has no history, so a product with it would have a derivative that lacks a part, without a word.
+    The ops refuse by themselves only where a tensor that depends on the inputs reaches them. Tensors kept by the
+    forward pass have no history, so a product with such a tensor would have a silently incomplete derivative.
     """
-    # Where a compiler traces this, it refuses a derivative of what it has compiled.
+    # Under a compiler, the compiled function itself refuses another derivative.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return backward(ctx, *grads)
     with torch.no_grad():
@@ -126,7 +126,8 @@ def differentiate_once(op: str, backward: Callable[..., Any], ctx: Any, *grads: 
 
 
 def fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`op.register_fake`, and on the way the remedy below: a compiler calls the fake before it looks for the op itself."""
+    """`op.register_fake`. It also applies `_shorten_log_lines`, since a compiler calls the fake before it looks up the
+    op."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -141,9 +142,9 @@ def fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _shorten_log_lines() -> None:
-    """Before torch 2.13 Inductor writes down, for a line in a log that is off, everything behind the first call of each op that
-    it has no lowering for. That is once for every path through the graph, and a residual stream through ops has more of
-    them than there are seconds in a day: compiling eleven layers never ended."""
+    """Before torch 2.13, Inductor formats a disabled log line for each op without a lowering. The line writes out the
+    graph behind the op, once for every path through it. A residual stream has exponentially many paths, and compiling
+    eleven layers never ended."""
     exc: Any = sys.modules.get("torch._inductor.exc")
     if exc is not None and torch.__version__ < "2.13":
         exc.OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"  target: {target}")

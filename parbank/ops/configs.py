@@ -1,11 +1,11 @@
-"""Launch configs: a small table per op and architecture, chosen in the launcher.
+"""Launch configs: a small table per op and architecture, read by the launcher.
 
-`@triton.autotune` would measure at run time, give each rank its own choice, and need a driver where there is none; here
-the choice is a constant that a test can compile ahead of time. `benchmarks/tune.py` searches the candidates on a GPU and
-writes down what it found; the tables beside the kernels hold its answers.
+`@triton.autotune` would measure at run time, give each rank its own choice, and need a driver. Here the choice is a
+constant that a test can compile ahead of time. `benchmarks/tune.py` times candidates on a GPU; the tables beside the
+kernels hold its results.
 
-A table maps an architecture to rows `(limit, Launch)`: the first row whose limit is at least the size asked for wins,
-the last row takes the rest. What `size` means is the op's own affair (the side of a matrix, the length of a row).
+A table maps an architecture to rows `(limit, Launch)`. The first row whose limit is at least the size applies; the
+last row takes the rest. Each op defines what `size` means, such as the side of a matrix or the length of a row.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""Of cuBLASLt's C interface what product.py needs, by ctypes, from the library that PyTorch has loaded already.
+"""The part of cuBLASLt's C interface that product.py needs, through ctypes, from the library that PyTorch has loaded.
 
-cuBLAS keeps matrices by columns. A matrix by rows, read by columns, is its transpose, so the product by rows D = A B is asked
-for as D^T = B^T A^T: b is the library's first factor and a its second.
+cuBLAS stores matrices by columns. A row-major matrix read by columns is its transpose, so the row-major product D = A
+B is computed as D^T = B^T A^T: b is the library's first factor and a its second.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ STATUS = {
     14: "internal error",
     15: "not supported",
 }
-ALIGNMENT = 256  # bytes: what the library takes for granted where nothing is said, and more than any algorithm needs
+ALIGNMENT = 256  # bytes: the library's default assumption, and more than any algorithm needs
 
 
 class CublasError(ParbankError):
@@ -42,7 +42,7 @@ class CublasError(ParbankError):
 
 @dataclass(frozen=True)
 class Operand:
-    """How a matrix lies in memory: by rows or by columns, with a step from one of those lines to the next."""
+    """How a matrix is stored: by rows or by columns, and the step from one line to the next."""
 
     rows: int
     cols: int
@@ -53,7 +53,7 @@ class Operand:
 
 
 def lie(x: Tensor) -> Operand | None:
-    """None where neither rows nor columns are lines of neighbours, or where lines overlap."""
+    """The storage of x; None where neither rows nor columns are contiguous, or where lines overlap."""
     rows, cols = x.shape
     down, right = x.stride()
     alignment = min(ALIGNMENT, x.data_ptr() & -x.data_ptr())
@@ -95,7 +95,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the types of what is called of it."""
+    """The library, with the argument types of the functions used."""
     for name, types in _FUNCTIONS.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, c_int
@@ -104,7 +104,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library PyTorch runs on, and no other of that name that may lie around: RTLD_NOLOAD finds only what is loaded."""
+    """The library that PyTorch uses, and no other of that name: RTLD_NOLOAD finds only loaded libraries."""
     if torch.version.cuda is None or not hasattr(os, "RTLD_NOLOAD"):
         return None
     try:
@@ -114,9 +114,9 @@ def load() -> ctypes.CDLL | None:
 
 
 class Matmul:
-    """One product of given operands, and the algorithms the library proposes for it, its own first choice first.
+    """One product of given operands, and the algorithms that the library proposes for it, its own first choice first.
 
-    What it makes in the library is small and stays as long as the process: there are as many as shapes in a program.
+    Its objects in the library are small and live as long as the process: one set per shape of the program.
     """
 
     def __init__(

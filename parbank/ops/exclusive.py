@@ -1,13 +1,14 @@
-"""Exclusive self-attention's projection: what lies along a token's own value is taken out of every head's output.
+"""The projection of exclusive self-attention (Zhai 2026): removes from each head's output its component along the
+token's own value.
 
-With n = max(v.v, floor), c = y.v / n and f = dz.v / n, for the heads of one group (those that share v):
+With n = max(v.v, floor), c = y.v / n and f = dz.v / n, for the heads of one group (the heads that share v):
 
     z = y - c v,     dy = dz - f v,     dv = sum over the heads of  2 c f v - c dz - f y
 
-and the term with v comes from n, so it is missing where the floor holds. Both ways are one pass: a program takes some rows (a token
-and a kv head each) with v in registers, goes through the heads of the group, and so has the whole sum for dv. The next
-head's loads are issued before a head's results are stored, because the compiler moves no load over a store. Tensors are read
-where they lie; only the channels of a head must be neighbours in memory.
+The term with v comes from n and is absent where the floor holds. Forward and backward are one pass each. A program
+takes some rows, each a token and a kv head, keeps v in registers, and loops over the heads of the group; so it has
+the whole sum for dv. The loads of the next head are issued before a head's results are stored, because the compiler
+moves no load over a store. Tensors are read in place; only the channels of a head must be contiguous.
 """
 
 from typing import Any
@@ -61,7 +62,7 @@ def _place(KV_HEADS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _start(token, head, time, stride_b, stride_t, stride_h):
-    """Where a head of each token starts: in 64 bits, but divided in 32, for a 64-bit division is long."""
+    """Where a head of each token starts: a 64-bit offset, from a 32-bit division, since 64-bit division is slow."""
     within = (token % time).to(tl.int64) * stride_t + head.to(tl.int64) * stride_h
     return ((token // time).to(tl.int64) * stride_b + within)[:, None]
 
@@ -134,7 +135,7 @@ def _remove_own_value_backward_kernel(
 
 
 def _choose(op: str, y: Tensor, v: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid, and what the launch takes besides the kernel's tensors and strides."""
+    """The grid, and the launch arguments besides the kernel's tensors and strides."""
     batch, time, kv_heads, width = v.shape
     block = next_power_of_2(width)
     launch = configs.choose(op, block, y.device)
@@ -164,7 +165,7 @@ def _remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     schema="(Tensor dz, Tensor y, Tensor v, bool for_y, bool for_v) -> (Tensor, Tensor)",
 )
 def _remove_own_value_backward(dz: Tensor, y: Tensor, v: Tensor, for_y: bool, for_v: bool) -> tuple[Tensor, Tensor]:
-    """dy and dv; one that is not asked for is empty."""
+    """dy and dv. A gradient that is not requested is empty."""
     dy = torch.empty(y.shape if for_y else 0, dtype=y.dtype, device=y.device)
     if not y.numel():
         return dy, torch.zeros(v.shape if for_v else 0, dtype=v.dtype, device=v.device)
@@ -208,9 +209,10 @@ _remove_own_value_backward.register_autograd(refuse_double_backward("remove_own_
 
 
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
-    """y - (y.v / v.v) v per token and head, in one pass each way: exclusive self-attention. A zero value takes nothing out.
+    """y - (y.v / v.v) v per token and head, in one pass each way: exclusive self-attention. A zero value removes
+    nothing.
 
-    y (B, T, heads, D) and v (B, T, kv_heads, D), heads grouped as in attention; both may be views with gaps.
+    y (B, T, heads, D) and v (B, T, kv_heads, D), heads grouped as in attention. Both may be views with gaps.
     """
     _check(y, v)
     if not takes_kernel(y, v) or y.shape[-1] > MAX_WIDTH:

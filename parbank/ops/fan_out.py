@@ -1,9 +1,10 @@
-"""One tensor for several readers, whose gradients are added up by one pass over memory.
+"""One tensor for several readers. One pass over memory sums their gradients.
 
     y_1 = ... = y_n = x;    dx = dy_1 + ... + dy_n
 
-Autograd adds gradients in pairs: n - 1 passes that read two tensors and write one. Here each gradient is read once, the sum is
-kept in float32 and rounded once. A compiler fuses the pairs by itself, so under `torch.compile` this is plain PyTorch.
+Autograd sums gradients in pairs: n - 1 passes that read two tensors and write one. Here each gradient is read once;
+the sum is kept in float32 and rounded once. Under `torch.compile` this is plain PyTorch, because the compiler fuses
+the pairs.
 """
 
 from typing import Any
@@ -58,7 +59,7 @@ class _FanOut(torch.autograd.Function):
 
 
 def fan_out(x: Tensor, copies: int) -> tuple[Tensor, ...]:
-    """x, `copies` times; the gradients of all of them are added up by one pass."""
+    """x, `copies` times. One pass sums the gradients of all of them."""
     if copies < 1:
         raise ParbankError(f"fan_out: copies is {copies}; it must be at least 1")
     check_floating("fan_out", x=x)

@@ -1,12 +1,12 @@
-"""Causal attention: FlashAttention 3 where it is installed, PyTorch's own everywhere else.
+"""Causal attention: FlashAttention 3 where it is installed, PyTorch's own elsewhere.
 
-The kernels are not ours. On Hopper those of FlashAttention 3 take 1.82 ms a layer of golf both ways where cuDNN's, the fastest
-PyTorch has, take 2.20 (docs/log/2026-11-15-ops.md). PyTorch can put them behind scaled_dot_product_attention, but for the whole
-process, and parbank must not choose that for a program which only imports it. So there are two ops of our own around the
-library's two functions, with what a compiler needs to know of them.
+On Hopper FlashAttention 3 is faster than cuDNN, PyTorch's fastest backend, in both directions
+(docs/log/2026-11-15-ops.md). PyTorch can route scaled_dot_product_attention to it, but only for the whole process,
+and a library must not change that for its host program. So this file wraps the library's two functions as two ops,
+with the metadata that a compiler needs.
 
-The package registers `torch.ops.flash_attn_3` when its module `flash_attn_interface` is imported. That is done once, with
-parbank's own import, and only where the kernels can run.
+The package registers `torch.ops.flash_attn_3` when its module `flash_attn_interface` is imported. parbank imports it
+once, with its own import, and only where the kernels can run.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from parbank.ops.checks import check_floating, fake, same_device, takes_kernel
 MODULE = "flash_attn_interface"
 CAPABILITY = (9, 0)  # the kernels are made of Hopper's instructions
 WIDEST_HEAD = 256
-# What is called below, by name: versions differ in what else there is.
+# The arguments used below, by name. Versions of the library differ in the others.
 _FORWARD = {"q", "k", "v", "out", "softmax_scale", "is_causal", "num_splits"}
 _BACKWARD = {
     "dout",
@@ -49,7 +49,7 @@ def _has_gpu() -> bool:
 
 
 def _load() -> bool:
-    """Whether the library is there and has the functions in the form used here."""
+    """Whether the library is installed and its functions have the arguments used here."""
     try:
         if importlib.util.find_spec(MODULE) is None:
             return False
@@ -74,11 +74,12 @@ AVAILABLE = _has_gpu() and _load()
 
 
 def _parts(q: Tensor, k: Tensor) -> int:
-    """In how many calls backward: with two heads to a key each takes every second one, and the library sees as many keys as heads.
+    """The number of calls of the backward pass. With two heads per key, each call takes every second head, so that the
+    library sees as many keys as heads.
 
-    In one call it adds up the gradients of heads that share a key in float32 and in memory, which takes zeros to begin with
-    and a pass to round. Two calls and the sum of their results take less, and round before the sum, as cuDNN does. More heads
-    a key would round more often, and each call would have less to do.
+    In one call, the library sums the gradients of heads that share a key in float32 in memory. That needs zeros to
+    start with and a pass to round. Two calls and the sum of their results take less, and round before the sum, as
+    cuDNN does. With more heads per key, more calls would round more often and have less to do each.
     """
     return 2 if q.shape[2] == 2 * k.shape[2] else 1
 
@@ -87,10 +88,11 @@ def _parts(q: Tensor, k: Tensor) -> int:
     "parbank::flash_attention", mutates_args=(), schema="(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)"
 )
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The output (B, T, heads, D), and the log-sum-exp of every query by call of the backward, (calls, B, heads / calls, T)."""
+    """The output (B, T, heads, D), and the log-sum-exp of every query for each backward call: (calls, B, heads / calls,
+    T)."""
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     q, k, v = map(_aligned, (q, k, v))
-    # Splitting keys among programs pays for a few queries on many keys, and makes sums depend on how many programs fit.
+    # Splitting keys among programs pays only for few queries, and makes sums depend on how many programs fit.
     _, lse, *_ = torch.ops.flash_attn_3.fwd(
         q, k, v, out=y, softmax_scale=q.shape[-1] ** -0.5, is_causal=True, num_splits=1
     )
@@ -103,7 +105,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     schema="(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse) -> (Tensor, Tensor, Tensor)",
 )
 def _backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, and what each call has of dk and dv: (calls, B, T, kv_heads, D)."""
+    """dq, and the parts of dk and dv from each call: (calls, B, T, kv_heads, D)."""
     calls = len(lse)
     dy, q, k, v, y = map(_aligned, (dy, q, k, v, y))
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -118,10 +120,10 @@ def _backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tenso
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x as the copy engine can address it: channels side by side, the start and every other step a multiple of 16 bytes.
+    """x, or a copy that TMA can address: contiguous channels, the start and every other stride a multiple of 16 bytes.
 
-    The library asks for the first in words and takes the rest for granted. A clone and not contiguous(), which leaves alone
-    what a dimension of one has for its step.
+    The library checks the channels and assumes the rest. A clone, not contiguous(), which keeps any stride of a
+    dimension of size one.
     """
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
     fits = fits and all(step * x.element_size() % 16 == 0 for step in x.stride()[:-1])
@@ -147,7 +149,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> N
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The sums over calls are the compiler's, which may have more to add to them."""
+    """The compiler sums over calls, since it may fuse further terms into that sum."""
     if dy is None:
         return None, None, None
     dq, dk, dv = _backward(dy, *ctx.saved_tensors)
@@ -166,7 +168,7 @@ _backward.register_autograd(_refuse)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax attention of q (B, T, heads, D) over k and v (B, T, kv_heads, D), each query over the keys up to its own."""
+    """Softmax attention of q (B, T, heads, D) over k and v (B, T, kv_heads, D). Each query sees the keys up to its own."""
     _check(q, k, v)
     if AVAILABLE and _fits(q, k, v):
         return _attention(q, k, v)[0]
@@ -183,7 +185,8 @@ def fits(dtype: torch.dtype, width: int, elements: int) -> bool:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Keys of another length above all: the library would have the last query see the last key, PyTorch the first the first."""
+    """Checks shapes, lengths above all: with unequal lengths the library aligns the last query and key, PyTorch the
+    first."""
     fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
     if not fits or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ParbankError(

@@ -1,20 +1,21 @@
-"""Products in 8 bits: y = x W^T and dX = dY W on e4m3 numbers; dW = dY^T x stays in the compute dtype.
+"""Products in FP8 (Micikevicius et al. 2022): y = x W^T and dX = dY W on e4m3 numbers; dW = dY^T x stays in the compute
+dtype.
 
-Every row that a product sums over gets a scale of its own, its largest magnitude over e4m3's largest number, found in the
-pass that rounds it:
+Each row that a product sums over has its own scale: its largest magnitude over e4m3's largest number, found in the
+pass that rounds it.
 
     s = max |x_i| / 448,   x_i ~ s q_i,   y_ij = s_i t_j sum_k q_ik r_jk
 
-so nothing ever overflows, and no state is kept from step to step. Gradients are e4m3 too. The usual e5m2 buys range with a bit of
-precision, and range within one row is all that is asked for here: 448 over the smallest number is 2^18. A matrix is
-rounded twice, along its rows for y and along its columns for dX, because each product wants the numbers it sums side by side.
-dW sums over tokens, which would need transposed copies of both its factors, and is where rounding adds up over a run.
+So nothing overflows, and no state is kept between steps. Gradients are e4m3 too. The usual e5m2 trades precision for
+range, but a row's own scale leaves range enough: 448 over the smallest number is 2^18. A matrix is rounded twice,
+along rows for y and along columns for dX, because each product reads the numbers it sums contiguously. dW sums over
+tokens. It would need transposed copies of both factors, and its rounding errors would accumulate over a run.
 
-The rounding is plain PyTorch around PyTorch's own scaled product, so that Inductor makes it one pass with what is next to it
-(the activation, its derivative). Not a number stays not a number, in all of its row: the optimizer skips such a step.
+The rounding is plain PyTorch around PyTorch's scaled product, so that Inductor fuses it with the activation and its
+derivative. A NaN makes its whole row NaN, and the optimizer skips the step.
 
-`use_fp8` says which parts of a model take these products; only training passes do. Anywhere but on CUDA the same numbers are
-multiplied in float32.
+`use_fp8` selects the parts of a model that use these products, in training passes only. Without CUDA the same numbers
+are multiplied in float32.
 """
 
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ _state = _State()
 
 @contextmanager
 def use_fp8(parts: Parts) -> Iterator[None]:
-    """The named parts of a model multiply in 8 bits where its forward pass runs inside; backward may run outside."""
+    """The named parts of a model multiply in FP8 in forward passes inside this context. Backward may run outside."""
     before = _state.mlp, _state.head
     _state.mlp, _state.head = "mlp" in parts, "head" in parts
     try:
@@ -91,19 +92,19 @@ def multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dt
     """A B^T of two quantised matrices (m, depth) and (n, depth)."""
     if not a[0].is_cuda:
         return multiply_plainly(a, b, dtype)
-    # Fast: sums are kept in the tensor cores' registers, whose some 14 bits are far finer than the numbers summed.
+    # Fast accumulation: about 14 bits in the tensor cores, far finer than the e4m3 numbers that are summed.
     return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1].t(), out_dtype=dtype, use_fast_accum=True)
 
 
 def multiply_plainly(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """What `multiply` is held against: the same numbers in float32."""
+    """The reference for `multiply`: the same numbers in float32."""
     product = (a[0].float() @ b[0].float().t()) * a[1] * b[1].t()
     # An autograd.Function that ends in a cast to the same type loses its gradients in torch 2.11's compiler.
     return product if product.dtype == dtype else product.to(dtype)
 
 
 class _Linear(torch.autograd.Function):
-    """An autograd.Function and not a torch.library op: the compiler sees through it and fuses the rounding."""
+    """An autograd.Function, not a torch.library op: the compiler sees through it and fuses the rounding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -123,5 +124,5 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 
 
 def mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> Tensor:
-    """`ops.mlp` in 8 bits. The activation is plain PyTorch, for the compiler to make one pass of it and the rounding."""
+    """`ops.mlp` in FP8. The activation is plain PyTorch, so that the compiler fuses it with the rounding."""
     return linear(reference.leaky_relu_squared(linear(x, w_up), slope), w_down)

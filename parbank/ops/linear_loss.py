@@ -1,14 +1,15 @@
-"""The head product and its softcapped cross-entropy in chunks of rows: the full logits are never in memory.
+"""The head product and its softcapped cross-entropy in chunks of rows. The full logits are never in memory.
+(Liger-Kernel; Cut Cross-Entropy.)
 
-For a mean or a sum the gradient of every token's loss is known up to one factor, so forward does all the work while a
-chunk's logits are still in the L2 cache: product, loss, the logits overwritten by their gradient, and the two products that
-carry it to x and to the weight. Backward only multiplies by the factor. For a mean the factor is 1 / tokens: its mantissa is
-applied forward, before anything is rounded, and its power of two backward, where it rounds nothing. So float16 loses nothing
-to small numbers, and a gradient of 1 (or a power of two) from above costs no second rounding. The weight's gradient is
-summed in float32.
+For a mean or a sum, the gradient of each token's loss is known up to one factor. So forward does all the work while a
+chunk's logits are in the L2 cache: product, loss, gradient written over the logits, and the two products that carry
+it to x and to the weight. Backward only multiplies by the factor. For a mean the factor is 1 / tokens. Its mantissa
+is applied forward, before rounding, and its power of two backward, where it rounds nothing. So float16 does not
+underflow, and a gradient of 1 or a power of two costs no second rounding. The weight's gradient is summed in float32.
 
-Per-token losses (reduction "none") need their gradients before anything can be summed: backward makes each chunk's logits
-again. The kernel is loss.py's, walked over a chunk; memory beyond the results is one chunk of logits.
+Per-token losses (reduction "none") need their gradients before anything can be summed, so backward computes each
+chunk's logits again. The kernel is that of loss.py, applied to a chunk. Memory beyond the results is one chunk of
+logits.
 """
 
 from collections.abc import Iterator
@@ -93,7 +94,7 @@ def _linear_loss_kernel(
 
 
 def _chunks(rows: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Chunk after chunk of the rows with its logits, all in one buffer: a fresh one each would keep two alive at a time."""
+    """The rows chunk by chunk with their logits, all in one buffer: a new buffer for each chunk would keep two alive."""
     count, vocab = rows.shape[0], weight.shape[0]
     size = max(1, configs.choose("linear_softcap_cross_entropy", vocab, rows.device).blocks["CHUNK"] // vocab)
     buffer = rows.new_empty(min(size, count), vocab)
@@ -117,7 +118,7 @@ def _lose_in_place(
 
 
 def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """total += grad^T x in float32. cuBLAS accumulates there anyway; only its result must not be rounded per chunk."""
+    """total += grad^T x in float32. cuBLAS accumulates in float32 anyway; the result must not be rounded per chunk."""
     if grad.dtype == torch.float32:
         total.addmm_(grad.t(), x)
     elif grad.is_cuda:
@@ -127,7 +128,7 @@ def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 class _Gradients:
-    """dx and dweight as they come together chunk by chunk; empty where they aren't wanted."""
+    """dx and dweight, filled chunk by chunk; empty where they are not requested."""
 
     def __init__(self, x: Tensor, weight: Tensor, *, of_x: bool, of_weight: bool) -> None:
         self.weight = weight
@@ -272,7 +273,7 @@ _loss_sum.register_autograd(_differentiate_sum, setup_context=_save_sum)
 def linear_softcap_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0, ignore_index: int = -100, reduction: str = "mean"
 ) -> Tensor:
-    """softcap_cross_entropy(x W^T, targets) without ever holding the logits: x (..., width), weight (V, width)."""
+    """softcap_cross_entropy(x W^T, targets) without storing the logits: x (..., width), weight (V, width)."""
     check_loss("linear_softcap_cross_entropy", x, targets, cap, reduction)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0 or weight.dtype != x.dtype:
         raise ParbankError(

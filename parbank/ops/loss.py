@@ -1,14 +1,15 @@
-"""Cross-entropy of softly capped logits, z = cap*tanh(x/cap): one pass over the logits each way.
+"""Cross-entropy of softcapped logits, z = cap*tanh(x/cap): one pass over the logits each way. (Softcap: Gemma 2.)
 
     loss  = log(sum(exp(z))) - z[target]
     dx[c] = dloss * (softmax(z)[c] - [c == target]) * (1 - (z[c]/cap)^2)
 
-Forward keeps one number per row, the log-sum-exp (in powers of two, the unit the hardware exponentiates in); backward reads
-the logits again and writes their gradient. Nothing of the size of the logits is held in float32.
+Forward keeps one number per row, the log-sum-exp in base 2, the hardware's base. Backward reads the logits again and
+writes their gradient. No float32 tensor has the size of the logits.
 
-At these sizes tanh, not memory, would set the time: an accurate one takes two of the special-function unit's operations per
-element, and exp a third, where memory leaves time for less than two. So a tile whose logits all lie within 0.7*cap (any
-trained model's, nearly always) takes a polynomial instead, which costs eight ordinary ones; the others take both forms.
+At these sizes tanh, not memory, would bound the time: an accurate tanh takes two operations of the special-function
+unit per element, exp a third, and memory leaves time for fewer than two. So a tile whose logits all lie within
+0.7*cap, as those of a trained model nearly always do, uses a polynomial of eight ordinary operations. Other tiles
+compute both forms.
 """
 
 import math
@@ -41,7 +42,7 @@ configs.register("softcap_cross_entropy_backward", sm80=[(1024, _launch(2, 1024,
 
 @triton.jit
 def _near(x, cap):
-    """cap*tanh(x/cap) where |x| <= 0.7*cap: tanh(t) = t + t^3 q(t^2), q of degree 4 by minimax, error under 1.5e-8."""
+    """cap*tanh(x/cap) for |x| <= 0.7*cap: tanh(t) = t + t^3 q(t^2), q of degree 4 by minimax, error below 1.5e-8."""
     u = x * x * (1.0 / (cap * cap))
     q = 0.020111659583453567 - 0.005155114805644487 * u
     q = q * u - 0.05356698947148803
@@ -52,7 +53,7 @@ def _near(x, cap):
 
 @triton.jit
 def _far(x, cap):
-    """cap*tanh(x/cap) anywhere: 1 - 2/(exp(2t) + 1) loses its digits near zero, where the polynomial has them."""
+    """cap*tanh(x/cap) for any x: 1 - 2/(exp(2t) + 1) is inaccurate near zero, where the polynomial is accurate."""
     size = tl.abs(x)
     power = tl.exp2(
         tl.minimum(size * (2.8853900817779268 / cap), 126.0)
@@ -73,7 +74,7 @@ def _softcap(x, cap, peak):
 
 @triton.jit
 def _scores(pointers, inside, known, cap, CAPPED: tl.constexpr, BOUNDED: tl.constexpr):
-    """The capped logits of a tile, and a bound per row that its exponentials can be shifted by. Finite for dead rows too."""
+    """The capped logits of a tile, and for each row a bound to shift its exponentials by. Finite for masked rows too."""
     if CAPPED:
         x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
         peak = tl.max(tl.abs(x), 1)
@@ -83,7 +84,7 @@ def _scores(pointers, inside, known, cap, CAPPED: tl.constexpr, BOUNDED: tl.cons
         else:
             top = tl.max(tl.where(known[None, :], z, -1.0e30), 1)
     else:
-        # The floor is put in after the cast: float16 would make infinities of it.
+        # The floor is set after the cast: in float16 it would be infinite.
         z = tl.where(inside, tl.load(pointers, mask=inside, other=0.0).to(tl.float32), -1.0e30)
         top = tl.max(z, 1)
     return z, top
@@ -95,7 +96,7 @@ def _log_sum_exp(
     BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """log2 of the sum of exp(z) over each row that begins at `start`, walking it in blocks."""
-    shift = tl.full((BLOCK_ROWS,), -3.0e30, tl.float32)  # a finite floor under any row's: infinities would make NaNs
+    shift = tl.full((BLOCK_ROWS,), -3.0e30, tl.float32)  # finite, below any row's: infinities would give NaNs
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     for first in range(0, VOCAB, BLOCK):
         col = first + tl.arange(0, BLOCK)
@@ -202,7 +203,8 @@ def launch_gradient(
 ) -> None:
     """Fills out (rows, V) with the gradient of the logits; out may be the logits themselves.
 
-    totals: the sum of the losses and their number, which the gradient of a mean is divided by."""
+    totals: the sum of the losses and their number. The gradient of a mean is divided by the number.
+    """
     rows, vocab = logits.shape
     launch = configs.choose("softcap_cross_entropy_backward", vocab, logits.device)
     programs = triton.cdiv(rows, launch.blocks["BLOCK_ROWS"]) * triton.cdiv(vocab, launch.blocks["BLOCK"])
@@ -235,7 +237,8 @@ def _softcap_cross_entropy(logits: Tensor, targets: Tensor, cap: float, ignore_i
 def _mean_loss(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """The mean, the log2 of the sums of exponentials, and (sum of the losses, their number).
 
-    An op of its own, because what PyTorch makes of the mean, forward and back, is half a dozen launches beside our two."""
+    A separate op, because PyTorch's mean takes half a dozen launches, forward and backward, beside our two.
+    """
     parts = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
     sums = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
     if targets.numel():
@@ -320,10 +323,10 @@ _softcap_cross_entropy_backward.register_autograd(refuse_double_backward("softca
 def softcap_cross_entropy(
     logits: Tensor, targets: Tensor, cap: float = 0.0, ignore_index: int = -100, reduction: str = "mean"
 ) -> Tensor:
-    """Cross-entropy of cap*tanh(logits/cap) (cap 0: of the logits as they are), in one pass each way.
+    """Cross-entropy of cap*tanh(logits/cap), in one pass each way. A cap of 0 leaves the logits as they are.
 
-    logits (..., V), targets (...) of int64. reduction: mean, sum or none, which keeps the shape of the targets, with zeros
-    where a target is ignored. A target outside the vocabulary gives a loss of NaN where the kernel runs.
+    logits (..., V), targets (...) of int64. reduction: mean, sum or none. "none" keeps the shape of the targets, with
+    zeros for ignored targets. A target outside the vocabulary gives a loss of NaN where the kernel runs.
     """
     check_loss("softcap_cross_entropy", logits, targets, cap, reduction)
     if not takes_kernel(logits):
@@ -341,7 +344,7 @@ def reduce_losses(losses: Tensor, targets: Tensor, ignore_index: int, reduction:
 
 
 def check_loss(op: str, rows: Tensor, targets: Tensor, cap: float, reduction: str) -> None:
-    """What both losses ask of their arguments; rows is (..., anything) beside targets (...)."""
+    """Checks the arguments of both losses; rows is (..., anything) beside targets (...)."""
     if reduction not in ("mean", "sum", "none"):
         raise ParbankError(f"{op}: unknown reduction {reduction!r}; use mean, sum or none")
     if rows.dim() == 0 or rows.shape[:-1] != targets.shape or rows.shape[-1] == 0:

@@ -1,15 +1,17 @@
-"""The residual mix and the RMS norm behind it, alone and behind the residual sum: one pass over memory each way.
+"""The residual mix and the RMS norm after it, alone or after the residual sum: one pass over memory each way.
 
-With s the stream, m = a*s + b*x0, y the norm of m (norm.py), and dM the norm's dx at m plus the gradient that reached m itself,
+With s the stream, m = a*s + b*x0, y the norm of m (norm.py), and dM the norm's dx at m plus the gradient that reached
+m itself,
 
     ds = a * dM,  dx0 = b * dM,  da = sum over rows of dM * s,  db = sum over rows of dM * x0.
 
-Behind the sum s = x + addend + gain*skip, with the gradient that reached s from elsewhere added to ds,
+After the sum s = x + addend + gain*skip, with the gradient that reached s from elsewhere added to ds,
 
     dx = daddend = ds,  dskip = gain * ds,  dgain = sum over rows of ds * skip.
 
-With an addend the sum is written once: backward needs it for da and to make m again. Without one, behind a skip (residual.py),
-it is made again as well, and what reached x from elsewhere is added to dx alone. Sums over rows are made as in norm.py.
+With an addend the sum is written once: backward needs it for da and to recompute m. Without an addend but with a skip
+(residual.py) it is recomputed as well, and the gradient that reached x from elsewhere is added to dx alone. Sums over
+rows work as in norm.py.
 """
 
 from typing import Any
@@ -115,7 +117,7 @@ def _mix_norm_backward_kernel(
         first, other = first.to(tl.float32), other.to(tl.float32)
         if SKIPPED and LATE:  # that sum was not written
             first += of_skip * old.to(tl.float32)
-        # The mix is computed again, rounded as it was forward: cheaper than reading it, and it need not be kept.
+        # Recompute the mix, rounded as in forward: cheaper than reading it, and it need not be kept.
         mixed = (of_x * first + of_x0 * other).to(total.dtype.element_ty).to(tl.float32)
         unit = mixed * r[:, None]
         g = g.to(tl.float32)
@@ -159,7 +161,7 @@ def _mix_rms_norm(
     x: Tensor, addend: Tensor | None, skip: Tensor | None, x0: Tensor, gain: Tensor | None, a: Tensor, b: Tensor,
     scale: float, eps: float, late: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The sum (empty where there is no addend), the mix, its norm (empty if that is for later), and the reciprocal norms."""
+    """The sum (empty without an addend), the mix, its norm (empty if a later op applies it), and the reciprocal norms."""
     total = torch.empty(0 if addend is None else x.shape, dtype=x.dtype, device=x.device)
     m, y = (torch.empty(shape, dtype=x.dtype, device=x.device) for shape in (x.shape, (0,) if late else x.shape))
     inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -188,7 +190,8 @@ def _mix_rms_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of the sum, of the skip (empty without one) and of x0, and in float32 those of a, b and the gain.
 
-    `late`: dy came back through a product whose rows the norm's factor multiplied (norm.py), and `total` has no skip in it.
+    `late`: dy came back through a product whose rows were multiplied by the norm's factor (norm.py), and `total` does
+    not include the skip.
     """
     dx, dx0 = (torch.empty(total.shape, dtype=total.dtype, device=total.device) for _ in range(2))
     dskip = torch.empty(0 if skip is None else total.shape, dtype=total.dtype, device=total.device)
@@ -227,7 +230,7 @@ def _save_mix(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     x, addend, skip, x0, gain, a, b, ctx.scale, _, ctx.late = inputs
     ctx.added = addend is not None
     ctx.save_for_backward(output[0] if ctx.added else x, skip, x0, gain, a, b, output[3])
-    ctx.set_materialize_grads(False)  # most sums are used by nobody else: no zeros to write, and to read again
+    ctx.set_materialize_grads(False)  # most sums have no other reader: write no zeros for their gradient
 
 
 def _differentiate_mix(

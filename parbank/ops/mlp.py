@@ -1,20 +1,22 @@
-"""The MLP y = a W_down^T, a = LeakyReLU(u)^2, u = x W_up^T, with the activation inside the products around it.
+"""The MLP y = a W_down^T, a = LeakyReLU(u)^2, u = x W_up^T, with the activation in the epilogues of the products around
+it. (Fused linear and squared ReLU: modded-nanogpt #197, parameter-golf #1105.)
 
-Forward, the up product's epilogue squares while the tile is in registers, and u is never written. Backward, the epilogue of
-dA = dY W_down multiplies by the derivative, and dA is never written:
+Forward, the epilogue of the up product applies the activation, and u is never written. Backward, the epilogue of dA =
+dY W_down multiplies by the derivative, and dA is never written:
 
     dU = dA * f'(u),   f'(u) = 2 sqrt(a) where u >= 0, -2 |slope| sqrt(a) elsewhere
 
-so besides x and the weights only a and the sign of u are kept. The sign would fit into the sign bit of a, which is never
-negative, but then the down product and dW_down = dY^T a, both cuBLAS's, could not read it: a copy with the bit cleared costs
-what keeping two tensors does. One bit per element beside a plain a is 1/16 more in bfloat16 and no copy. At (98304, 512 ->
-1536): 302 + 19 MB kept, against 604 for u and a; the elementwise passes this saves are 604 MB forward and 906 MB backward.
-sqrt(a) has half the relative error of a, so the derivative is more exact than one from a rounded u.
+So besides x and the weights only a and the sign of u are kept. a is never negative, so its sign bit could hold the
+sign of u. But the down product and dW_down = dY^T a, both by cuBLAS, could not read such an a, and a copy with the
+bit cleared costs as much as keeping two tensors. One bit per element beside a adds 1/16 in bfloat16. At (98304, 512
+-> 1536) that is 302 + 19 MB, against 604 for u and a; the fused epilogues save elementwise passes of 604 MB forward
+and 906 MB backward. sqrt(a) has half the relative error of a, so the derivative is more exact than one from a rounded
+u.
 
-The remaining four products are plain matrix products: in this op's backward ordinary torch ops that the compiler sees, in
-residual.py, weights' gradients aside, product.py's. For the two fused ones Hopper has a second kernel, mlp_hopper.py's.
-Float32 products run outside the tensor cores and hide every elementwise pass, so there the fused kernel loses to cuBLAS:
-`auto` takes the reference for them.
+The other four products are plain. In this op's backward they are torch ops that the compiler sees; in residual.py
+they come from product.py, except the gradients of weights. For the two fused products Hopper has a second kernel, in
+mlp_hopper.py. Float32 products run outside the tensor cores and hide elementwise passes, so there cuBLAS is faster
+and `auto` takes the reference.
 """
 
 import dataclasses
@@ -58,15 +60,15 @@ def launch_config(
     early: bool = False,
     registers: int = 0,
 ) -> Launch:
-    """Tile sides; tma: loads and stores through descriptors; split: parts of the epilogue; per_sm 0: a program per tile;
-    early: what the derivative needs is asked for before the product, and waits in registers; registers: at most so many a
-    thread, so that more programs fit on a multiprocessor."""
+    """Tile sides. tma: loads and stores through descriptors. split: parts of the epilogue. per_sm 0: one program per
+    tile. early: operands of the derivative are loaded before the product and wait in registers. registers: the most
+    per thread, so that more programs fit on a multiprocessor."""
     blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "TMA": tma, "SPLIT": split, "PER_SM": per_sm, "EARLY": early}
     return Launch(blocks, num_warps=warps, num_stages=stages, options={"maxnreg": registers} if registers else {})
 
 
-# mlp_hopper.py's kernel has rows in Hopper's tables too. The first row is taken; one of that kernel's, which wants whole tiles,
-# leaves what it cannot take to the other.
+# Hopper's tables also have rows for the kernel of mlp_hopper.py. The first row is taken. That kernel needs whole tiles; other
+# shapes go to the Triton kernel.
 _FIRST = ANY - 1  # limits rise
 _PLAIN = [(ANY, launch_config(128, 128, 32, 8, 3))]
 configs.register(
@@ -76,10 +78,10 @@ configs.register(
         (_FIRST, mlp_hopper.launch_config(64, 12, 1, turn=8, lag=2)),
         (ANY, launch_config(128, 256, 64, 8, 4, tma=True, split=2, per_sm=1)),
     ],
-    # persistent, and with a factor for each row, that spills there
+    # a persistent kernel with a factor for each row spills there
     sm100=[(ANY, launch_config(128, 128, 64, 8, 3, tma=True, split=2))],
 )
-# Its epilogue waits for what it reads, so it asks early, and two programs share a multiprocessor: four warps with all the
+# Its epilogue waits for its operands, so it loads them early, and two programs share a multiprocessor: four warps with all the
 # registers a thread can have fit twice. Compiled for 10.0 that spills, and eight warps do not.
 configs.register(
     "mlp_down_backward",
@@ -159,7 +161,7 @@ def _kept(
     a, signs, row, col, rows, cols,
     ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """What forward kept of a tile: the activation, and the signs of what it was made from."""
+    """The tensors that forward kept for a tile: the activation, and the signs of its input."""
     pointers, exists = _sign_bytes(signs, row, col, rows, cols, ROWS, COLS)
     packed = tl.load(pointers, mask=exists, other=0)
     return _read(a, row, col, rows, cols, cols, 1, ROWS, COLS, True, TMA, EVEN), packed
@@ -193,15 +195,15 @@ def _mlp_product_kernel(
 ):  # fmt: skip
     """left (rows, depth) times right^T, right (cols, depth), with the activation or its derivative as the epilogue.
 
-    Tiles of one block of rows follow each other, so those rows are read from memory once and then from the cache; the
-    weight always is. Flattening the two loops lets the next tile's loads start before this one's epilogue.
+    Tiles of one block of rows follow each other, so the rows are read from memory once and then from the cache, as
+    the weight is. Flattening the two loops lets the next tile's loads start before this tile's epilogue.
     """
     PART: tl.constexpr = BLOCK_N // SPLIT
     across = tl.cdiv(cols, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * across, tl.num_programs(0), flatten=PER_SM > 0):
         row, col = (tile // across) * BLOCK_M, (tile % across) * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if FACTORED and not BACKWARD:  # asked for ahead of the product; backward there is no register left for it
+        if FACTORED and not BACKWARD:  # loaded before the product; backward has no registers left for that
             factor = _factor(inverse, scale, row, rows, BLOCK_M)
         if BACKWARD and EARLY:
             a_low, signs_low = _kept(a, signs, row, col, rows, cols, BLOCK_M, PART, False, EVEN)
@@ -215,7 +217,7 @@ def _mlp_product_kernel(
             acc *= factor[:, None]
         if SPLIT == 1:
             low = acc
-        else:  # halves: the way through shared memory to whole lines takes half as much of it
+        else:  # in halves: transposing through shared memory then takes half as much of it
             low, high = tl.split(acc.reshape(BLOCK_M, 2, PART).permute(0, 2, 1))
         if BACKWARD:
             if not EARLY:
@@ -252,15 +254,15 @@ def _mlp_product_kernel(
 
 
 def _takes_tma(*tensors: Tensor) -> bool:
-    """Whether the copy engine can address them: a 16-byte start, and rows a multiple of 16 bytes apart."""
+    """Whether TMA can address them: a 16-byte aligned start, and rows a multiple of 16 bytes apart."""
     return all(
         x.data_ptr() % 16 == 0 and max(x.stride()) * x.element_size() % 16 == 0 and 1 in x.stride() for x in tensors
     )
 
 
 def without_early(launch: Launch) -> Launch:
-    """For columns that are no multiple of 16: the activation comes early by plain loads, which the compiler then makes narrow,
-    and the addresses of narrow loads have no room in registers."""
+    """For column counts that are not multiples of 16. Early loads are then plain and narrow, and their addresses do not
+    fit into registers."""
     return dataclasses.replace(launch, blocks={**launch.blocks, "EARLY": False}, num_warps=8)
 
 
@@ -274,8 +276,8 @@ def _product(
     inverse: Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
-    """Launches the product of left (rows, depth) and right (cols, depth), stored either way round; scale * `inverse` multiplies
-    its rows."""
+    """Launches the product of left (rows, depth) and right (cols, depth), each stored by rows or columns. scale *
+    `inverse` multiplies its rows."""
     rows, depth = left.shape
     cols = right.shape[0]
     right = right if 1 in right.stride() else right.contiguous()
@@ -328,9 +330,9 @@ def _sign_shape(rows: Any, hidden: Any) -> tuple[Any, Any]:
     schema="(Tensor x, Tensor w_up, Tensor? inverse, float scale, float slope) -> (Tensor, Tensor)",
 )
 def _mlp_up(x: Tensor, w_up: Tensor, inverse: Tensor | None, scale: float, slope: float) -> tuple[Tensor, Tensor]:
-    """The activation (rows, hidden), and the packed signs of what it was made from: all that backward needs.
+    """The activation (rows, hidden) and the packed signs of its input: all that backward needs.
 
-    scale * `inverse`, where given, is what the rows of x are still to be multiplied by (norm.py).
+    scale * `inverse`, where given, multiplies the rows of x: the norm that was not applied before (norm.py).
     """
     flat = as_rows(x)
     rows, hidden = flat.shape[0], w_up.shape[0]
@@ -363,7 +365,7 @@ def _mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> tuple[Tensor,
 def _mlp_down_backward(
     dy: Tensor, w_down: Tensor, a: Tensor, signs: Tensor, inverse: Tensor | None, scale: float, slope: float
 ) -> Tensor:
-    """dU (rows, hidden) from dy (rows, width), its rows multiplied by scale * `inverse` where that is given."""
+    """dU (rows, hidden) from dy (rows, width). scale * `inverse`, where given, multiplies its rows."""
     du = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     if not dy.numel():
         du.zero_()
@@ -417,7 +419,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
 
 
 def outer(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """grad^T x, laid out as the weight is: a bank may store its matrices transposed."""
+    """grad^T x, stored as the weight is: a bank may store its matrices transposed."""
     if weight.stride(0) == 1 and weight.stride(1) != 1:
         return torch.mm(x.t(), grad).t()
     return torch.mm(grad.t(), x)
@@ -439,7 +441,7 @@ def mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> Tensor:
 
 
 def takes_mlp(x: Tensor, w_up: Tensor, w_down: Tensor) -> bool:
-    """Whether the fused products take a call, and pay."""
+    """Whether the fused products can run a call, and are faster than the reference."""
     if not takes_kernel(x, w_up, w_down) or not is_near(*w_up.shape, *w_down.shape):
         return False
     return x.dtype != torch.float32 or backend._state.strict

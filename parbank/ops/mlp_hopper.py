@@ -1,53 +1,55 @@
-"""The MLP's two fused products for Hopper, where one half of a program multiplies while the other half finishes its tile.
+"""The MLP's two fused products for Hopper: one half of a program multiplies while the other half is in its epilogue
+(ping-pong).
 
-What is computed, and what is kept, is mlp.py's affair. The warps of its Triton kernel all multiply and then all finish, and the
-tensor units wait meanwhile. Here a program has three groups of four warps:
+mlp.py says what is computed and what is kept. In its Triton kernel all warps multiply and then all are in the
+epilogue, and the tensor cores idle meanwhile. Here a program has three groups of four warps:
 
-    producer      asks the copy engine for everything: the left rows, the weight, and backward the activation
+    producer      issues all TMA copies: the left rows, the weight, and backward the activation
     consumer 0    multiplies and finishes rows 0..63 of every tile of 128 x 128
     consumer 1    the same for rows 64..127
 
-A consumer keeps the whole depth of its rows in registers, as the tensor units take their left operand: 64 x 512 numbers of 16 bits
-are 128 registers a thread, 64 more are the sums. Registers move from the producer to the consumers: 24 + 240 + 240 = 3 * 168,
-which is what each of 12 warps can have at the start. So only the weight streams. From the L2 cache that is 128 KiB a tile instead
-of 256, and of the 128 bytes a clock that shared memory moves 32 are its arrival, 64 its reading by both consumers, 16 the
-result's way out and, backward, 16 the activation's way in. A program does neighbouring tiles, columns fastest, so that its rows
-change once in COLS / 128 tiles.
+A consumer keeps the whole depth of its rows in registers, as the left operand of the tensor cores: 64 x 512 numbers
+of 16 bits are 128 registers a thread, and the sums 64 more. The producer gives registers to the consumers: 24 + 240 +
+240 = 3 * 168, the budget of 12 warps. So only the weight streams. That is 128 KiB a tile from L2 instead of 256. Of
+the 128 bytes a clock of shared memory, the weight's arrival takes 32, its reading by both consumers 64, the result's
+way out 16, and backward the activation's way in 16. A program takes neighbouring tiles, columns fastest, so that its
+rows change once in COLS / 128 tiles.
 
-The ring. Rows and weight come through a ring of STAGES places, in the order in which they are needed: for a block of 128 rows
-first its DEPTH / STEP places of rows, (128, STEP) each, then as many of the weight for every tile, (128, STEP) or (STEP, 128)
-as it is stored. Both consumers take every place in that order, so each of the three groups counts places for itself: `phase`,
-the parity of the rounds, is what it waits for at `full` (a place has arrived) or `empty` (both consumers are through with
-it). Nobody passes over a place: who did could not tell its round from the one before the last.
-A ring of one tile is short: with turns consumer 1 reads a place half a tile's time after consumer 0, and what is left until
-consumer 0 needs the place again is hardly more than the cache takes to answer.
+The ring. Rows and weight pass through a ring of STAGES slots, in the order of use. For a block of 128 rows, first
+DEPTH / STEP slots of rows, (128, STEP) each; then as many slots of the weight for every tile, (128, STEP) or (STEP,
+128) as it is stored. Both consumers take every slot in that order, and each of the three groups counts slots itself.
+`phase`, the parity of the round, is the value it waits for at `full` (a slot has arrived) or `empty` (both consumers
+have released it). Every group must consume every slot; skipping one makes its parity bit ambiguous. A ring of one
+tile is short: with turns, consumer 1 reads a slot half a tile's time after consumer 0, and the time left until
+consumer 0 needs the slot again is hardly more than the latency of L2.
 
-The buffers. A consumer has BUFS buffers for its half of a tile, (64, 128) as two of (64, 64). The result leaves from there.
-Backward the activation arrives there first, and what a thread computes from a number takes that number's place. It is asked
-for after ASK of the tile's places, behind most of the weight, which is needed sooner. `a_full` and `a_empty` say what `full`
-and `empty` do.
+The buffers. A consumer has BUFS buffers for its half of a tile, (64, 128) as two of (64, 64). The result leaves from
+there. Backward, the activation arrives there first, and each thread overwrites the numbers it has read with its
+results. The producer requests it after ASK of the tile's slots, behind most of the weight, which is needed sooner.
+`a_full` and `a_empty` correspond to `full` and `empty`.
 
-The turn. Consumer 0 lets consumer 1 begin tile n when it has *issued* the products of TURN places of it (with all of them,
-the last are still running: there is no gap), and consumer 1 lets consumer 0 begin tile n + 1. So one multiplies while the
-other finishes. Without turns (TURN = 0) they may fall into step.
+The turn. Consumer 0 lets consumer 1 begin tile n once it has *issued* the products of TURN slots of it. If that is
+all of them, the last products are still running, so there is no gap. Consumer 1 lets consumer 0 begin tile n + 1. So
+one multiplies while the other is in its epilogue. Without turns (TURN = 0) they may fall into step.
 
-Why nothing waits for ever, for any number of tiles. All three groups walk the same blocks and the same tiles [lo, hi), so
-every wait has its counterpart, with one tile as with many; with none (lo = hi) at most a block's rows are sent, and both
-consumers take them. Let the producer's loads be numbered in its order, and assume that it waits for ever.
-  - For a place, with load g. All before g arrive. Some consumer never releases load g - STAGES. On its way there it waits for
-      * arrivals up to LAG places further, within the tile (a place is released when LAG more are issued), or of all of a
-        block's rows, whose places are released together: before g, as LAG < DEPTH / STEP <= STAGES;
-      * activations of tiles that end before load g - STAGES: asked for before g;
-      * its turn, of a tile that begins at or before load g - STAGES: the other one gives it when it has issued at most that
-        tile (consumer 0) or the one before (consumer 1). That tile ends before g, as DEPTH / STEP <= STAGES, so all of it
-        arrives; and the turn that the other one needs is of an earlier tile or the same: again the same, down to the first,
-        which needs none.
-    So it does get there.
-  - For a buffer, with the activation of tile m. Some consumer never releases the buffer of tile m - BUFS, as it does after
-    LAG + 1 places of tile m - BUFS + 1. For BUFS > 1 that tile ends before the activation of m is asked for, so it gets there
-    as above. For BUFS = 1 it is tile m, ASK places of which are on their way: ASK > LAG lets the consumer get there, and ASK
-    >= TURN lets consumer 0 give consumer 1 its turn.
-The assertions in the kernel hold a launch to these conditions.
+Proof that there is no deadlock, for any number of tiles. All three groups walk the same blocks and the same tiles
+[lo, hi), so every wait has its counterpart. With no tiles (lo = hi), at most a block's rows are sent, and both
+consumers take them. Number the producer's loads in its order, and assume that it waits for ever.
+- For a slot, with load g. All loads before g arrive. Some consumer never releases load g - STAGES. On its way there
+  it waits for
+    * arrivals up to LAG slots further within the tile (a slot is released when LAG more products are issued), or of
+      all rows of a block, whose slots are released together: all before g, as LAG < DEPTH / STEP <= STAGES;
+    * activations of tiles that end before load g - STAGES: requested before g;
+    * its turn, of a tile that begins at or before load g - STAGES. The other consumer gives it once it has issued at
+      most that tile (consumer 0) or the tile before (consumer 1). That tile ends before g, as DEPTH / STEP <= STAGES,
+      so all of it arrives. The turn that the other consumer needs is of the same or an earlier tile: repeat the
+      argument, down to the first tile, which needs none. So the consumer does release it: a contradiction.
+- For a buffer, with the activation of tile m. Some consumer never releases the buffer of tile m - BUFS, which it does
+  after LAG + 1 slots of tile m - BUFS + 1. For BUFS > 1 that tile ends before the activation of m is requested, so
+  the consumer gets there as above. For BUFS = 1 it is tile m, of which ASK slots are on their way: ASK > LAG lets the
+  consumer get there, and ASK >= TURN lets consumer 0 give consumer 1 its turn.
+
+The assertions in the kernel check these conditions.
 """
 
 from typing import Any
@@ -68,9 +70,9 @@ _LAYOUT = gl.constexpr(_layout)
 
 
 def launch_config(step: int, stages: int, bufs: int, *, turn: int, lag: int = 1, ask: int = 8) -> Launch:
-    """step: depth of a place of the ring; stages: its places; bufs: a consumer's buffers; turn: after how many of a tile's places
-    the other consumer may begin, 0: whenever it likes; lag: products under way while a place is released; ask: after how
-    many of a tile's places its activation is asked for (backward)."""
+    """step: depth of a slot of the ring. stages: slots. bufs: buffers of a consumer. turn: slots of a tile after which
+    the other consumer may begin; 0 means at any time. lag: products in flight when a slot is released. ask: slots of
+    a tile after which its activation is requested (backward)."""
     blocks = {"PINGPONG": True, "STEP": step, "STAGES": stages, "BUFS": bufs, "TURN": turn, "LAG": lag, "ASK": ask}
     return Launch(blocks, num_warps=4, num_stages=1)
 
@@ -88,7 +90,7 @@ def _back(slot, PLACES: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _as_rows(ring, slot, STEP: gl.constexpr):
-    """A place, whatever the weight's way round, as 128 rows of STEP deep."""
+    """A slot as 128 rows of STEP channels, however the weight is stored."""
     return ring.index(slot)._reinterpret(ring.dtype, [128, STEP], _LAYOUT)
 
 
@@ -100,7 +102,7 @@ def _produce(
 ):  # fmt: skip
     SIZE: gl.constexpr = 128 * STEP * 2
     slot = 0
-    phase = 1  # a new barrier lets the first round pass
+    phase = 1  # a new barrier passes in the first round
     for block in range(lo // across, (hi + across - 1) // across):
         for start in range(0, DEPTH, STEP):
             hopper.mbarrier.wait(empty.index(slot), phase)
@@ -139,7 +141,7 @@ def _weight(ring, slot, K_MAJOR: gl.constexpr):
 
 @gluon.jit
 def _of_row(x):
-    """A value per row, against (64, 8, 4, 2)."""
+    """Broadcasts a value per row to (64, 8, 4, 2)."""
     return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 1), 2), 3)
 
 
@@ -148,8 +150,8 @@ def _finish(
     u, buffer, word, factor, slope, out, row, col, SHIFT: gl.constexpr,
     BACKWARD: gl.constexpr, FACTORED: gl.constexpr, H2: gl.constexpr, H4: gl.constexpr,
 ):  # fmt: skip
-    """Writes 64 columns of a finished tile. Column 8 i + 2 q + e: a thread holds all i and e of its q, so its 16 signs of a row,
-    bit i of byte e, need no exchange between threads."""
+    """Writes 64 columns of a finished tile. Column 8 i + 2 q + e: a thread holds all i and e of its q, so its 16 signs
+    of a row, bit i of byte e, need no exchange between threads."""
     i = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, H4))))
     e = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, H4))))
     i = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3)
@@ -218,17 +220,17 @@ def _consume(
             hopper.mbarrier.wait(full.index(slot), phase)
             operands += (_as_rows(ring, slot, STEP).slice(C * 64, 64).load(OPERAND),)  # type: ignore[assignment]
             slot, phase = _advance(slot, phase, STAGES)
-        # The copy engine is not held up by loads that wait in a queue, as other threads' stores would be: without the fence it
-        # overwrote rows that had been asked for and not yet read.
+        # TMA does not wait for loads that are still queued, as the stores of other threads would: without the fence it
+        # overwrote rows that were requested and not yet read.
         hopper.fence_async_shared()
-        _barrier()  # all four warps have read them: one thread arrives for all
+        _barrier()  # all four warps have read them: one thread signals for all
         for k in gl.static_range(CHUNKS):
             hopper.mbarrier.arrive(empty.index(_back(slot, CHUNKS - k, STAGES)), count=1)
         of_row = signs + row.to(gl.int64) * (across * 8)
         for tile in range(gl.maximum(lo, block * across), gl.minimum(hi, block * across + across)):
             n = tile - lo
             at = tile - block * across
-            if BACKWARD:  # asked for here, first looked at after the products
+            if BACKWARD:  # loaded here, first used after the products
                 to_signs = of_row + at * 8 + words  # 16 signs a word, 8 words a row of a tile
                 first = gl.load(to_signs)
                 second = gl.load(to_signs + 4)
@@ -244,7 +246,7 @@ def _consume(
                     acc = hopper.warpgroup_mma_wait(LAG, deps=[acc])
                     if k == LAG:
                         hopper.tma.store_wait(0)  # the tile before has been read from its buffer
-                    _barrier()  # all four warps are through with both: one thread arrives for all
+                    _barrier()  # all four warps have finished with both: one thread signals for all
                     hopper.mbarrier.arrive(empty.index(_back(slot, LAG, STAGES)), count=1)
                     if BACKWARD and k == LAG:
                         hopper.mbarrier.arrive(a_empty.index(C * BUFS + (n + BUFS - 1) % BUFS), count=1, pred=n > 0)
@@ -283,7 +285,7 @@ def _mlp_pingpong_kernel(
 ):  # fmt: skip
     """left (rows, DEPTH) times right^T, right (COLS, DEPTH), by descriptors, with the activation or its derivative."""
     CHUNKS: gl.constexpr = DEPTH // STEP
-    gl.static_assert(LAG < CHUNKS)  # or it could wait for ever, see above
+    gl.static_assert(LAG < CHUNKS)  # else it could deadlock, see above
     gl.static_assert(TURN <= CHUNKS)
     gl.static_assert(CHUNKS <= STAGES)
     if BACKWARD:
@@ -315,7 +317,7 @@ def _mlp_pingpong_kernel(
         hopper.mbarrier.init(a_empty.index(c), count=1)
     hopper.fence_async_shared()
     _barrier()
-    # The producer is the default group, though one warp would do: what the default group computes once ptxas keeps in
+    # The producer is the default group, though one warp would do: ptxas keeps values that the default group computes once in
     # registers all through its loops, and a consumer has none to spare.
     gl.warp_specialize(
         [
@@ -332,7 +334,7 @@ def _mlp_pingpong_kernel(
 
 
 def takes(left: Tensor, right: Tensor) -> bool:
-    """Whether the kernel can run this product, of operands that the copy engine can address."""
+    """Whether the kernel can run this product, for operands that TMA can address."""
     rows, depth = left.shape
     fits = rows % SIDE == 0 and right.shape[0] % SIDE == 0 and depth in DEPTHS and left.stride(1) == 1
     able = HAS_GLUON and not INTERPRETED and left.is_cuda and architecture(left.device) == "sm90"
@@ -340,7 +342,7 @@ def takes(left: Tensor, right: Tensor) -> bool:
 
 
 def constants(launch: Launch, depth: int) -> dict[str, Any]:
-    """What the kernel is compiled with: a launch, cut down to what a smaller depth has of places in a tile."""
+    """The kernel's compile-time constants: a launch, reduced to the slots that a tile of smaller depth has."""
     places = depth // launch.blocks["STEP"]
     less = {"TURN": places, "ASK": places, "LAG": places - 1}
     return {**launch.kwargs(), **{name: min(launch.blocks[name], most) for name, most in less.items()}}
@@ -357,7 +359,7 @@ def multiply(
     inverse: Tensor | None,
     scale: float,
 ) -> None:
-    """mlp.py's product of left (rows, depth) and right (cols, depth)."""
+    """The product of mlp.py, of left (rows, depth) and right (cols, depth)."""
     rows, depth = left.shape
     cols, step = right.shape[0], launch.blocks["STEP"]
     k_major = right.stride(1) == 1

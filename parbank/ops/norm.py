@@ -1,4 +1,4 @@
-"""RMS norm, alone and behind the residual sum: one pass over memory each way.
+"""RMS norm (Zhang and Sennrich 2019), alone or after the residual sum: one pass over memory each way.
 
 With r = 1/sqrt(mean(x^2) + eps) and g = scale * weight * dy the gradients are
 
@@ -6,15 +6,15 @@ With r = 1/sqrt(mean(x^2) + eps) and g = scale * weight * dy the gradients are
     dx = r * (g - x * r^2 * mean(g * x))
     dweight = sum over rows of scale * dy * x * r
 
-Behind the sum s = x + y, both x and y get the norm's dx at s plus the gradient that reached s itself.
+After the sum s = x + y, both x and y get the norm's dx at s plus the gradient that reached s itself.
 
-A product does not need its input normed: (scale r x) W = scale r (x W), a factor for each row of what comes out. `row_norms` has
-only that factor to write. What then comes back from the product is e = scale r dy W^T, and behind it dx = e - x * r^2 *
-mean(e * x): LATE, in the kernels.
+A product does not need a normed input: (scale r x) W = scale r (x W), one factor per row of the output. `row_norms`
+writes only that factor. The product then returns the gradient e = scale r dy W^T, from which dx = e - x * r^2 *
+mean(e * x). The kernels call this case LATE.
 
-A program holds whole rows in registers, so the row is read once. Sums over rows are what compilers do badly: here a fixed
-number of programs walk the rows, keep the sums of their own rows in registers, and write one line each of a small float32
-buffer that one more pass adds up. Nothing is added atomically, so the result is the same bits every time.
+A program holds whole rows in registers, so each row is read once. For sums over rows, a fixed number of programs walk
+the rows, keep the sums of their own rows in registers, and write one line each to a small float32 buffer. A second
+pass adds the lines. There are no atomics, so the result has the same bits every time.
 """
 
 import dataclasses
@@ -55,9 +55,9 @@ def forward_rows(tiles: dict[int, tuple[int, int]]) -> configs.Rows:
 
 
 def backward_rows(tiles: dict[int, tuple[int, int, int]], stages: int) -> configs.Rows:
-    """Row length -> (rows a program holds, warps, programs per multiprocessor), `stages` rows deep.
+    """Row length -> (rows a program holds, warps, programs per multiprocessor), with `stages` rows in flight.
 
-    The programs per multiprocessor must all be resident by their registers, or the last ones run alone.
+    All programs of a multiprocessor must be resident by their registers, or the last ones run alone.
     """
     return [
         (
@@ -72,7 +72,7 @@ def backward_rows(tiles: dict[int, tuple[int, int, int]], stages: int) -> config
     ]
 
 
-# Bytes in flight decide: 16 to 64 elements a thread forward, 8 to 16 backward where more operands share the registers.
+# Bytes in flight decide: 16 to 64 elements a thread forward; 8 to 16 backward, where more operands share the registers.
 configs.register(
     "rms_norm",
     sm80=forward_rows({512: (4, 1), 1024: (4, 4), 2048: (2, 4), 8192: (1, 8)}),
@@ -152,7 +152,7 @@ def _norm_backward_kernel(
 
 
 def fit_stages(launch: Launch, element_bytes: int, architecture: str) -> Launch:
-    """At most as many stages as have room: all but one wait in shared memory, `element_bytes` for a channel of all operands."""
+    """The most stages that fit: all but one are in shared memory, `element_bytes` for a channel of all operands."""
     tile = launch.blocks["BLOCK_ROWS"] * launch.blocks["BLOCK"] * element_bytes
     most = 1 + (configs.SHARED_LIMIT[architecture] - SCRATCH) // tile
     return dataclasses.replace(launch, blocks={**launch.blocks, "STAGES": min(launch.blocks["STAGES"], most)})
@@ -161,7 +161,7 @@ def fit_stages(launch: Launch, element_bytes: int, architecture: str) -> Launch:
 def choose_launch(
     op: str, width: int, rows: int, device: torch.device, *, persistent: bool, read: Sequence[Tensor | None] = ()
 ) -> tuple[Launch, int]:
-    """The config for a row length, and how many programs to start. `read` are those whose rows a loop reads ahead."""
+    """The config for a row length, and how many programs to start. `read` are the tensors whose rows a loop prefetches."""
     launch = configs.choose(op, width, device)
     if read:
         element_bytes = sum(x.element_size() for x in read if x is not None)
@@ -174,7 +174,7 @@ def _launch_forward(
     op: str, x: Tensor, addend: Tensor | None, weight: Tensor | None, total: Tensor | None, y: Tensor | None, inverse: Tensor,
     scale: float, eps: float,
 ) -> None:  # fmt: skip
-    """Writes the reciprocal norms, the sum where there is an addend, and the norm where there is room for one."""
+    """Writes the reciprocal norms, the sum if there is an addend, and the norm if there is an output for it."""
     if not x.numel():
         return
     flat, other = as_rows(x), None if addend is None else as_rows(addend)
@@ -190,7 +190,7 @@ def _launch_forward(
 def _launch_sum_backward(
     straight: Tensor | None, g: Tensor, x: Tensor, inverse: Tensor, scale: float, *, late: bool
 ) -> Tensor:
-    """The gradient of x from that of its norm, with `straight`, which reached x elsewhere, added."""
+    """The gradient of x from that of its norm, plus `straight`, the gradient that reached x elsewhere."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return dx
@@ -264,7 +264,7 @@ def _add_rms_norm(x: Tensor, y: Tensor, scale: float, eps: float) -> tuple[Tenso
 def _add_rms_norm_backward(
     dtotal: Tensor | None, dnormed: Tensor, total: Tensor, inverse: Tensor, scale: float
 ) -> Tensor:
-    """The gradient of the sum, and so of both that were added. `dtotal` is missing where only the norm was used."""
+    """The gradient of the sum, and so of both addends. `dtotal` is None where only the norm was used."""
     return _launch_sum_backward(dtotal, dnormed, total, inverse, scale, late=False)
 
 
@@ -282,8 +282,8 @@ def _row_norms(x: Tensor, eps: float) -> Tensor:
     schema="(Tensor straight, Tensor g, Tensor x, Tensor inverse) -> Tensor",
 )
 def _row_norms_backward(straight: Tensor, g: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
-    """The gradient of x: `straight`, what reached it elsewhere, and what `g` becomes, which came back through a product that had
-    its rows multiplied by the factor, and does itself."""
+    """The gradient of x: `straight`, which reached x elsewhere, plus the norm's part of `g`. `g` came back through a
+    product whose rows were multiplied by the norm's factor, and is already multiplied by it."""
     return _launch_sum_backward(straight, g, x, inverse, 1.0, late=True)
 
 
@@ -331,7 +331,7 @@ def _differentiate_norm(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None,
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.scale = inputs[2]
     ctx.save_for_backward(output[0], output[2])
-    ctx.set_materialize_grads(False)  # the last sum is used by its norm alone: no zeros to write, and to read again
+    ctx.set_materialize_grads(False)  # only its norm reads the last sum: write no zeros for its gradient
 
 
 def _differentiate_sum(ctx: Any, dtotal: Tensor | None, dnormed: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:

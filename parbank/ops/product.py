@@ -1,22 +1,22 @@
-"""Products of two matrices, a third one added on the way, by the fastest of the algorithms that cuBLASLt proposes.
+"""Products of two matrices, with a third one added, by the fastest of the algorithms that cuBLASLt proposes.
 
-The library puts its algorithms in order by a model of the GPU. Its first choice, which is what torch.mm runs, is not always the
-fastest for a product with many rows and few columns. And it can add a third matrix from where that lies, which torch.addmm
-copies to the output first.
+The library orders its algorithms by a model of the GPU. Its first choice, which torch.mm runs, is not always the
+fastest for many rows and few columns. It can also add a third matrix in place, which torch.addmm copies to the output
+first.
 
-What was fastest on one machine on one day must not change a result. So the first time a plan (one set of shapes, layouts and
-alignments) is used, all candidates multiply the same random numbers, and of those whose result has **the same bits** as the
-first's, the fastest is kept: which one it is differs between runs and ranks, and nobody can tell but by the clock. Random
-numbers and not the operands at hand, because models start with matrices of zeros, on which all algorithms agree and every
-timing is too good. They are drawn by a generator of their own: a program's random numbers stay what they were. Sums of K numbers
-in another order differ by some sqrt(K) 2^-25 of themselves, which moves the rounding to bfloat16 in about sqrt(K) 2^-17 of
-the results: in a thousand of the smallest product that is tuned. So that none differs is no accident.
+A timing must never change a result. So at the first use of a plan (shapes, layouts and alignments), all candidates
+multiply the same random numbers. Of the candidates with **the same bits** as the first choice, the fastest is kept.
+The algorithm may differ between runs and ranks, but never the result. The operands at hand would not do: models start
+with matrices of zeros, on which all algorithms agree and every timing is too good. The random numbers come from their
+own generator, so the program's stay unchanged. Is agreement an accident? Sums of K numbers in another order differ by
+about sqrt(K) 2^-25 of their size, which changes the rounding to bfloat16 in about sqrt(K) 2^-17 of the results: in a
+thousand of them for the smallest product that is tuned. So equal bits are not chance.
 
-The library promises the same bits at every run on GPUs of one kind, unless streams share the workspace of a handle. Here every
-call brings its own; and split sums are let in only with their parts in float32 in that workspace, not added in the output
-itself (REDUCTION_COMPUTE_TYPE in cublaslt.py). So there is nothing more to do under torch.use_deterministic_algorithms.
+The library guarantees the same bits at every run on GPUs of one kind, unless streams share the workspace of a handle.
+Here each call brings its own workspace. Split sums are allowed only with float32 parts in that workspace, not added
+in the output (REDUCTION_COMPUTE_TYPE in cublaslt.py). So torch.use_deterministic_algorithms needs nothing more.
 
-Gradients of weights, sums over a long dimension, stay with torch.mm, whose choice is the best there.
+Gradients of weights sum over a long dimension and stay with torch.mm, whose choice is best there.
 """
 
 import functools
@@ -37,15 +37,15 @@ from parbank.ops.checks import as_they_are, check_floating, fake, on_device, sam
 from parbank.ops.cublaslt import CublasError, Matmul, Operand
 
 ENABLED = True
-"""Off, every product is torch.mm's or torch.addmm's: for benchmarks and tests. Not seen by the compiler, nor by graphs captured."""
+"""If False, torch.mm and torch.addmm run every product: for benchmarks and tests. Compiled and captured graphs ignore it."""
 DTYPES = (torch.float16, torch.bfloat16)
-# Some 12 us on an H200: about what the host takes to launch it, so that below nothing is won, and no timing would show it.
+# About 12 us on an H200, the time the host takes to launch it. Below it nothing is gained, and no timing would show a gain.
 SMALLEST = 2**33  # FLOP
 CANDIDATES = 8
 WORKSPACE = 32 * 2**20  # bytes an algorithm may ask for: as much as PyTorch gives cuBLAS on Hopper
 ROUNDS = 5
 TUNING = 10**13  # FLOP of all candidates and rounds together: 20 ms at 500 TFLOP/s
-# A program that meets ever new shapes would spend its time choosing. What comes after these is PyTorch's.
+# A program with ever new shapes would spend its time choosing. After this many plans, new shapes go to PyTorch.
 MOST_PLANS = 256
 
 _log = logging.getLogger("parbank")
@@ -57,7 +57,8 @@ Clock = Callable[[Sequence[Callable[[], None]]], Sequence[Sequence[float]]]
 
 @dataclass(frozen=True)
 class Choice:
-    """Which of a plan's candidates runs, and the milliseconds of the first and of this one; None where nothing was timed."""
+    """The candidate that runs, and the milliseconds of the first candidate and of this one; None where nothing was
+    timed."""
 
     index: int
     first_ms: float | None = None
@@ -66,7 +67,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Problem:
-    """All that a choice of algorithm may depend on."""
+    """Everything that the choice of an algorithm may depend on."""
 
     device: int
     dtype: torch.dtype
@@ -83,7 +84,8 @@ class _Plan:
 
 @dataclass(frozen=True)
 class Row:
-    """A plan as `plans` tells of it. `choice` is None where it was met in a capture only, and runs the first candidate."""
+    """A plan as `plans` reports it. `choice` is None where the plan was met only during a capture; it then runs the
+    first candidate."""
 
     problem: Problem
     candidates: int
@@ -91,23 +93,24 @@ class Row:
 
 
 _plans: dict[Problem, _Plan | None] = {}
-_lock = threading.Lock()  # autograd's thread meets new products too
+_lock = threading.Lock()  # autograd's thread may create plans too
 
 
 def plans() -> list[Row]:
-    """Every product that cuBLASLt has taken so far in this process, and which algorithm it runs."""
+    """Every product that cuBLASLt has run so far in this process, and its algorithm."""
     return [Row(problem, len(plan.matmul), plan.choice) for problem, plan in list(_plans.items()) if plan is not None]
 
 
 def choose(runs: Sequence[Run], expected: Tensor, scratch: Tensor, clock: Clock) -> Choice:
-    """The fastest, by the median, of those that write the same bits as the first one. One that fails is out, as if not proposed.
+    """The fastest, by the median, of the candidates that write the same bits as the first. A candidate that fails is
+    dropped.
 
-    `expected` and `scratch` are where they write.
+    The candidates write to `expected` and `scratch`.
     """
     equal: list[int] = []
     for index, run in enumerate(runs):
         into = scratch if equal else expected
-        into.zero_()  # what the one before has left would be equal
+        into.zero_()  # the previous candidate's output would compare equal
         try:
             run(into)
         except CublasError:
@@ -122,7 +125,7 @@ def choose(runs: Sequence[Run], expected: Tensor, scratch: Tensor, clock: Clock)
 
 
 def take_turns(rounds: int) -> Clock:
-    """Times calls one after the other, several times around, without waiting in between: the host must stay ahead of the GPU."""
+    """Times the calls in turns, several rounds, without waiting in between: the host must stay ahead of the GPU."""
 
     def clock(calls: Sequence[Callable[[], None]]) -> list[list[float]]:
         calls[0]()
@@ -144,13 +147,14 @@ def _mark() -> torch.cuda.Event:
 
 
 def _run(matmul: Matmul, index: int, operands: Operands, out: Tensor) -> None:
-    """PyTorch's handle of this thread and device: a cuBLAS handle serves as one of cuBLASLt, and PyTorch uses it so."""
+    """Uses PyTorch's cuBLAS handle of this thread and device. A cuBLAS handle also serves cuBLASLt; PyTorch does the
+    same."""
     stream = torch.cuda.current_stream(out.device).cuda_stream
     matmul.run(index, operands, out, torch.cuda.current_blas_handle(), stream)
 
 
 def _tune(matmul: Matmul, operands: Operands, out: Tensor) -> Choice:
-    """`out` is written to. Besides it takes a second one of its size and numbers to multiply."""
+    """Writes to `out`. Allocates a second output and the random operands."""
     a, b, c = operands
     flops = 2 * a.shape[0] * a.shape[1] * b.shape[1] * len(matmul)
     try:
@@ -164,7 +168,7 @@ def _tune(matmul: Matmul, operands: Operands, out: Tensor) -> Choice:
 
 
 def random_like(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal numbers that lie as x does: its strides, with gaps, and its address modulo ALIGNMENT."""
+    """Normal numbers stored as x is: with its strides, gaps, and its address modulo ALIGNMENT."""
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1
     flat = torch.empty(reach + cublaslt.ALIGNMENT, dtype=x.dtype, device=x.device)
     ahead = (x.data_ptr() - flat.data_ptr()) % cublaslt.ALIGNMENT // x.element_size()
@@ -187,7 +191,8 @@ def _make(problem: Problem) -> _Plan | None:
 
 
 def _ready(problem: Problem, operands: Operands, out: Tensor) -> _Plan | None:
-    """The plan, with a choice unless a capture is running, in which nothing can be timed. None where PyTorch is to do it."""
+    """The plan, with a choice unless a capture is running, in which nothing can be timed. None where PyTorch must
+    multiply."""
     plan = _plans.get(problem)
     if plan is not None and plan.choice is not None:
         return plan
@@ -215,7 +220,7 @@ def _takes(a: Tensor, b: Tensor) -> bool:
 
 
 def _lines(x: Tensor) -> tuple[Tensor, Operand]:
-    """x, or a copy where it has no lines, and how it lies."""
+    """x, or a copy where neither rows nor columns are contiguous, and its storage."""
     lies = cublaslt.lie(x)
     if lies is None:
         x = x.contiguous()
@@ -272,11 +277,12 @@ _product.register_autograd(_refuse)
 
 
 def product(a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
-    """a (M, K) times b (K, N), plus c (M, N) where it is given, by rows, in their dtype. No derivative: ops are made of it.
+    """a (M, K) times b (K, N), plus c (M, N) where it is given, by rows, in their dtype. It has no derivative: it is for
+    use inside ops.
 
-    a and b may each lie by rows or by columns, with gaps between those lines, c by rows; anything else is copied. Sums,
-    c's included, are float32's, rounded once. What cuBLASLt does not take (a CPU, float32 and float64, AMD, no rows, little
-    to do) is torch.mm's or torch.addmm's.
+    a and b may be stored by rows or by columns, with gaps between lines; c by rows. Anything else is copied. Sums,
+    including c, are float32 and rounded once. torch.mm and torch.addmm take over where cuBLASLt does not apply: CPU,
+    float32, float64, AMD, no rows, small products.
     """
     _check(a, b, c)
     return _product(a, b, c)

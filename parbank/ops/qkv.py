@@ -1,9 +1,9 @@
-"""Queries, keys and values of a layer: one product for the three, norm and rotation read in place, one gradient.
+"""Queries, keys and values of a layer: one product for all three, then norm and rotation in place, and one gradient.
 
-Three products read their input three times, and the two narrow ones leave half the GPU's tensor units idle; going back,
-three gradients of that input have to be added up. Here the three weights are laid side by side (a copy of a megabyte), one
-product makes all heads of a token in one row, and `rope.py`'s kernels read queries and keys from that row. Going back they
-write into one row again, next to the gradient of the values, and one product takes it from there.
+Three products read their input three times, and the two narrow ones leave half of the tensor cores idle. Backward,
+three gradients of that input must be added. Here the three weights are concatenated (a copy of a megabyte). One
+product makes all heads of a token in one row, and the kernels of `rope.py` read queries and keys from that row.
+Backward, they write into one row next to the gradient of the values, and one product continues from there.
 """
 
 from typing import Any
@@ -43,11 +43,12 @@ def _split_qkv(
     row: Tensor, heads: int, kv_heads: int, gain: Tensor | None, cos: Tensor, sin: Tensor, inverse: Tensor | None,
     extra: Tensor | None, scale: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`inverse` (B, T), times scale, is what a token's row is still to be multiplied by; `extra` is added to the values."""
+    """`inverse` (B, T), times scale, multiplies each token's row: the norm that was not applied before. `extra` is added
+    to the values."""
     queries, rest = _parts(row.contiguous(), heads, kv_heads)
     cos, sin = cos.contiguous(), sin.contiguous()
     factors = _factors(inverse, scale)
-    # Values are copied out, because what an op returns must not be part of what it was given.
+    # Values are copied, because an op must not return a view of its input.
     k, v = rotate_one(rest, None, cos, sin, eps, kv_heads, factors, extra)
     return rotate_one(queries, gain, cos, sin, eps, 0, factors)[0], k, v
 
@@ -63,7 +64,7 @@ def _split_qkv_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of the row, of the gain in float32 (empty without one) and of `extra` (likewise).
 
-    dk and dv (parts, B, T, kv_heads, D) are to be added up over their parts, and `more` is one more part of dv.
+    dk and dv (parts, B, T, kv_heads, D) are summed over their parts; `more` is one more part of dv.
     """
     queries, rest = _parts(row.contiguous(), heads, kv_heads)
     back = torch.empty(row.shape, dtype=row.dtype, device=row.device)
@@ -99,7 +100,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-    """Of a row that waits for no factor: residual.py, where one does, has the norm's gradient to make from it as well."""
+    """For a row whose norm is applied already. residual.py covers the other case, with the norm's gradient."""
     row, gain, cos, sin = ctx.saved_tensors
     rest = (row, ctx.heads, ctx.kv_heads, gain, cos, sin, None, None, 1.0, ctx.eps)
     back, dgain, _ = _split_qkv_backward(dq, dk[None], dv[None], None, *rest)

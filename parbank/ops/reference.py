@@ -1,7 +1,7 @@
-"""The plain-PyTorch definition of every op: the specification that kernels, tests and benchmarks are held against.
+"""The definition of every op in plain PyTorch: the specification for kernels, tests and benchmarks.
 
-These also run wherever Triton or a GPU is missing. Statistics (means of squares, log-sum-exp, tanh) are taken in float32
-whatever the input, float64 stays float64, and results come back in the input's dtype.
+The definitions also run wherever Triton or a GPU is missing. Statistics (means of squares, log-sum-exp, tanh) are
+computed in float32 whatever the input; float64 stays float64. Results have the input's dtype.
 """
 
 import math
@@ -19,10 +19,10 @@ ATTENTION_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# Far under the mean square of any live activation, far over what float32 loses; keeps a zero row at zero.
+# Far below the mean square of any live activation, far above float32's rounding; keeps a zero row at zero.
 NORM_EPS = 1e-6
-# Under a value's squared length, so that a zero value divides by something: the square of 1e-6, far under any live value's
-# length, far over the smallest float32.
+# The floor of a value's squared length, so that a zero value does not divide by zero: the square of 1e-6, far below the length
+# of any live value, far above the smallest float32.
 VALUE_FLOOR = 1e-12
 
 
@@ -156,7 +156,7 @@ def qkv_norm_rope(
 
 @dataclass(frozen=True)
 class BlockInput:
-    """How a block's stream follows from what the block is given, and what else of it is wanted."""
+    """How the stream of a block follows from its input x, and which outputs are wanted."""
 
     mix: tuple[Tensor, Tensor, Tensor] | None = None
     """x0 and, per channel, a and b: the stream is a*x + b*x0. Without it, it is x."""
@@ -165,11 +165,11 @@ class BlockInput:
     extra: Tensor | None = None
     """Added to the values, (B, T, KV, D)."""
     scale: float = 1.0
-    """What the norm is multiplied by."""
+    """A factor on the norm."""
     eps: float = NORM_EPS
     handed_on: bool = True
-    """x is given back, for whoever else reads it (the other end of a skip): then one pass adds up its gradients. Where nobody
-    does, there is a gradient of zeros less to write and to read."""
+    """Return x for later readers (the other end of a skip), so that one pass sums its gradients. Turn it off where x has no other
+    reader: the compiler would write zeros for an unused output's gradient."""
 
 
 PLAIN = BlockInput()
@@ -211,7 +211,7 @@ def stream_attention(
     entry: BlockInput = PLAIN,
     with_values: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """x, m, the attention of `stream_qkv`'s queries, and its values."""
+    """x, m, the attention output of `stream_qkv`'s queries, and its values."""
     _, m, q, k, v = stream_qkv(x, w_query, w_key, w_value, heads, gain, cos, sin, entry)
     return x, m, attention(q, k, v), v if with_values else None
 
@@ -248,10 +248,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
 
 
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
-    """y - (y.v / v.v) v per token and head: exclusive self-attention takes out what lies along a token's own value.
+    """y - (y.v / v.v) v per token and head: exclusive self-attention removes the component along a token's own value.
 
-    y (B, T, heads, D), v (B, T, kv_heads, D); heads are grouped as in attention, and v is never repeated. A zero value takes
-    nothing out.
+    y (B, T, heads, D), v (B, T, kv_heads, D); heads are grouped as in attention, and v is never repeated. A zero
+    value removes nothing.
     """
     grouped = _wide(y).unflatten(2, (v.shape[2], y.shape[2] // v.shape[2]))
     own = _wide(v)[:, :, :, None]
@@ -262,10 +262,10 @@ def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
 def window_attention(
     q: Tensor, past_k: Tensor, past_v: Tensor, k: Tensor, v: Tensor, low: Tensor, window: int
 ) -> Tensor:
-    """Softmax attention of q (B, T, heads, D) over keys past_k (B, P, kv_heads, D), then k (B, T, kv_heads, D), values likewise:
-    each query over the `window` keys up to its own, which is key P + i, and none before low[i] but its own.
+    """Softmax attention of q (B, T, heads, D) over keys past_k (B, P, kv_heads, D), then k (B, T, kv_heads, D), values
+    likewise. Query i sees the `window` keys up to its own, key P + i, but no key before low[i] except its own.
 
-    Block by block of queries under an explicit mask, so that memory stays bounded whatever the length.
+    Block by block of queries under an explicit mask, so that memory stays bounded for any length.
     """
     length, carried = q.shape[1], past_k.shape[1]
     keys, values = torch.cat([past_k, k], dim=1), torch.cat([past_v, v], dim=1)

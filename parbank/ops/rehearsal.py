@@ -1,11 +1,11 @@
-"""A rehearsal: work run once so that its Triton kernels are compiled, all of them together, and none is launched.
+"""A rehearsal runs work once to compile its Triton kernels, all in parallel, without launching any.
 
-A step of the golf model has 36 kernels. Compiled one after another, each when it is first launched, they take 34 s on an H200's
-machine: most of it is C++ on one core, and a C compiler that Triton starts for the code around each launch. In a rehearsal a launch
-only asks for its kernel, and all of them are compiled and loaded by a pool of threads at the same time. Everything else runs as
-ever, on memory that nothing has written. So what a rehearsal computes is garbage, and its caller puts the state back.
+A step of the golf model has 36 kernels. Compiled one after another, at first launch, they take 34 s on an H200's
+machine: C++ on one core, and a C compiler that Triton starts for the code around each launch. In a rehearsal a launch
+only requests its kernel, and a pool of threads compiles and loads all kernels at once. Everything else runs normally,
+on uninitialised memory. So the results are garbage, and the caller restores its state.
 
-Work may be rehearsed if no address and no decision of the host depends on what a kernel writes.
+Work may be rehearsed if no address and no decision of the host depends on values that a kernel writes.
 """
 
 import os
@@ -20,7 +20,7 @@ from parbank.ops import backend
 
 
 def can_rehearse() -> bool:
-    """Whether this Triton compiles in threads. Where it does not, kernels are compiled as they are met."""
+    """Whether this Triton compiles in threads. Otherwise kernels are compiled at first launch."""
     if not backend.HAS_TRITON or backend.INTERPRETED:
         return False
     try:
@@ -31,7 +31,7 @@ def can_rehearse() -> bool:
 
 
 class _LoadingPool:
-    """Compiles in threads, and then has each kernel loaded, with the code that launches it, as its first launch would."""
+    """Compiles kernels in threads, and loads each with the code that launches it, as a first launch would."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -47,7 +47,7 @@ class _LoadingPool:
 
 @contextmanager
 def rehearsal(device: torch.device, threads: int | None = None) -> Iterator[None]:
-    """Inside, launches of Triton kernels on `device` compile them and do no more; at the end every one of them is ready."""
+    """Inside this context, launches of Triton kernels on `device` only compile them. At its end all of them are ready."""
     from triton.runtime._async_compile import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 

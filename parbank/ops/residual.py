@@ -1,21 +1,21 @@
-"""The two halves of a block around their products, with what a residual stream needs made where it passes anyway.
+"""The two halves of a block around their products, with as few passes over the residual stream as possible.
 
-A block of a pre-norm transformer reads its stream, norms it, multiplies, and adds what comes out to the stream:
+A block of a pre-norm transformer reads its stream, norms it, multiplies, and adds the output to the stream:
 
-    m = a s + b x0                       the stream that a block works on (a, b per channel; s itself without a mix)
+    m = a s + b x0                       the stream of the block (a, b per channel; s itself without a mix)
     q, k, v from norm(m);  y = attention(q, k, v);  x = m + y W_out
     s' = x + f(norm(x) W_up) W_down
 
-Written op by op, each norm, mix and sum is a pass over (tokens, width). Here there are as few as products allow:
+Written op by op, each norm, mix and sum is a pass over (tokens, width). Here most of them disappear:
 
-- Norms are never written. A product of a normed row is the product of the row, times the row's factor (norm.py), and what
-  follows each of the two products can multiply: the rotation, and the activation in the product's own epilogue.
-- Sums are made by the product that makes the addend (product.py): it reads the stream, and writes the next one.
-- Backward, the stream's own gradient, the one that came through the norm, and a skip's are added up by one pass.
-- The gradients of keys and values come from attention in parts. The rotation's backward adds them as it reads them.
+- Norms are never written. The product of a normed row is the row's product times a factor (norm.py). The rotation,
+  and the activation in the epilogue, apply the factor.
+- The product that makes an addend also adds it (product.py): it reads the stream and writes the next one.
+- Backward, one pass adds the stream's own gradient, the gradient through the norm, and that of a skip.
+- Attention returns the gradients of keys and values in parts. The rotation's backward adds them as it reads them.
 
-Each is an autograd.Function over ops and not one op, so that a stream can be handed on as it is: what an op returns must not be
-part of what it was given, and a copy is a pass.
+Each half is an autograd.Function over several ops, not one op, so that it can return its input: an op must not return
+its input, and a copy would be a pass.
 """
 
 from typing import Any
@@ -43,7 +43,8 @@ def _times(x: Tensor, w: Tensor, c: Tensor | None = None) -> Tensor:
 
 
 def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
-    """A compiler takes no tensor twice: the first block's x is x0 itself, and may be the skip. So each but the first is a view."""
+    """A compiler accepts no tensor twice, but the first block's x is x0 itself and may be the skip. So repeated tensors
+    become views."""
     found: list[Tensor | None] = []
     for x in tensors:
         again = x is not None and torch.compiler.is_compiling() and any(x is y for y in found)
@@ -55,10 +56,10 @@ def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 class _Enter(torch.autograd.Function):
-    """The stream and its queries, keys and values; or, where attention is ours to call, what it puts out.
+    """The stream and its queries, keys and values; or, with FlashAttention 3, the output of attention.
 
-    Gradients of what nobody uses would be zeros that a compiler writes and reads, so only what is asked for is put out:
-    x as it came in (`handed_on`), and the values beside attention's output (`with_values`).
+    A compiler writes and reads zeros for the gradients of unused outputs. So only requested outputs are returned: x
+    (`handed_on`), and the values beside attention's output (`with_values`).
     """
 
     @staticmethod
@@ -119,9 +120,10 @@ def _enter(
     op: str, x: Tensor, weights: tuple[Tensor, Tensor, Tensor], heads: int, gain: Tensor | None, cos: Tensor, sin: Tensor,
     entry: BlockInput, to_attention: bool, with_values: bool,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
-    """`_Enter` with its arguments checked, always with x in front; None where the kernels do not take it.
+    """Checks the arguments and calls `_Enter`, always with x as the first result; None where the kernels do not apply.
 
-    Even `to_attention` it may end in queries, keys and values, where the library is missing or has no kernels for them.
+    With `to_attention` it may still return queries, keys and values, where the attention library is missing or has no
+    kernel for them.
     """
     (x0, a, b), (old, old_gain) = entry.mix or (None, None, None), entry.skip or (None, None)
     check_channels(op, x, a=a, b=b, gain=old_gain)
@@ -148,7 +150,7 @@ def _enter(
     found = _Enter.apply(*tensors, heads, kv_heads, entry.scale, entry.eps, attends, handed_on, with_values)
     if handed_on:
         return found
-    # Without a mix the stream is x: whoever reads it further on reads that, and its gradient is added up as well.
+    # Without a mix the stream is x: later readers read that, and its gradient is summed as well.
     return (found[0] if a is None and entry.skip is None else total, *found)
 
 
@@ -170,8 +172,8 @@ def stream_qkv(
     sin: Tensor,
     entry: BlockInput = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The way into attention: (x, m, q, k, v) with m the stream that `entry` makes of x (B, T, width), and queries, keys and
-    values as `qkv_norm_rope` makes them of m's norm, whose other arguments these are."""
+    """A block's way into attention: (x, m, q, k, v). m is the stream that `entry` makes of x (B, T, width). Queries,
+    keys and values are those of `qkv_norm_rope` on m's norm; the other arguments are those of `qkv_norm_rope`."""
     arguments = (x, (w_query, w_key, w_value), heads, gain, cos, sin, entry)
     found = _enter("stream_qkv", *arguments, False, True)
     if found is None:
@@ -221,7 +223,7 @@ class _AddLinear(torch.autograd.Function):
 
 
 def add_linear(c: Tensor, x: Tensor, w: Tensor) -> Tensor:
-    """c + x W^T of c (..., outputs), x (..., inputs) and w (outputs, inputs), the sum made by the product and rounded once."""
+    """c + x W^T of c (..., outputs), x (..., inputs) and w (outputs, inputs). The product adds c and rounds once."""
     sound = w.dim() == 2 and x.dim() >= 1 and c.shape[:-1] == x.shape[:-1]
     if not sound or c.shape[-1] != w.shape[0] or x.shape[-1] != w.shape[1]:
         raise ParbankError(

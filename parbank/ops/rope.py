@@ -1,23 +1,25 @@
-"""Per-head RMS norm of queries and keys, partial rotation, and a gain per query head: one pass each way.
+"""Per-head RMS norm of queries and keys, partial rotation (RoPE, Su et al. 2021), and a gain per query head: one pass
+each way.
 
-With n = x * r (r the reciprocal norm of a head's channels) and R the rotation, y = gain * R n. R is orthogonal, so with
-e = R^T dy
+With n = x * r (r the reciprocal norm of a head's channels) and R the rotation, y = gain * R n. R is orthogonal, so
+with e = R^T dy
 
     dx = r * gain * (e - n * mean(e * n)),     dgain[h] = sum over batch and time of e . n
 
-and both need one sum per row, e . n. The kernel reads its row again through each channel's partner of the rotation: the
-second read hits the cache, and no data moves between threads. Inputs are read where they lie (q and k may be views of one
-product, gradients may come transposed from attention); only the channels of a head must be neighbours in memory.
+and both need one sum per row, e . n. The kernel reads its row a second time through each channel's partner in the
+rotation. The second read hits the cache, and no data moves between threads. Inputs are read in place: q and k may be
+views of one product, and gradients may come transposed from attention. Only the channels of a head must be
+contiguous.
 
-A tile is BLOCK_T tokens by all heads (padded to a power of two), so that a row of the tile is the same head in every
-iteration and the gain's gradient stays in registers; one float32 line per program is added up in a second, fixed pass.
+A tile is BLOCK_T tokens by all heads (padded to a power of two). So a row of the tile is the same head in every
+iteration, and the gain's gradient stays in registers. Each program writes one float32 line, and a second pass adds
+the lines in a fixed order.
 
-The last PASSED heads of a tile are passed on as they are, to a tensor of their own: values that lie beside their keys. What is
-added to values goes in there too.
+The last PASSED heads of a tile are copied to their own tensor: values that lie beside their keys, with `extra` added.
 
-What a row was made from may still wait for its norm (residual.py): then every head of a token is multiplied by the token's
-factor on the way in, and its gradient on the way out. Gradients may come in parts, as attention makes them; they are added up
-where they are read.
+A row may still lack its norm (residual.py). Then each head is multiplied by the token's factor when it is read, and
+its gradient when it is written. Gradients may come in parts, as attention makes them; they are summed when they are
+read.
 """
 
 from dataclasses import dataclass
@@ -49,8 +51,8 @@ MAX_TILE = 4096  # heads times channels (both rounded up) that one tile holds, a
 
 
 # The size of these tables is the padded row of one token, heads times channels; a tile is TILE elements or one token.
-# Backward 8 to 16 elements a thread keep the registers low enough that 36 to 48 warps of a multiprocessor wait on memory at once;
-# forward one warp with 32 of them, which needs no other to make a head's sum, does better.
+# Backward, 8 to 16 elements a thread keep registers low enough for 36 to 48 resident warps a multiprocessor. Forward, one warp with
+# 32 elements a thread is faster: it sums a head without other warps.
 configs.register(
     "qk_norm_rope",
     sm80=[
@@ -65,7 +67,7 @@ configs.register(
         (MAX_TILE, Launch({"TILE": 2048, "PER_SM": 5}, num_warps=8, num_stages=1)),
     ],
 )
-# Keys whose gradients come in parts beside values whose do: more registers, fewer programs that fit.
+# Keys and values with gradients in parts: more registers, so fewer programs fit.
 configs.register(
     "qk_norm_rope_parts_backward",
     sm80=[
@@ -77,7 +79,8 @@ configs.register(
 
 @triton.jit
 def _offset(token, time, head, stride_b, stride_t, stride_h):
-    """Where a head starts: 64 bits, but divided in 32, for there are never 2^31 tokens and a 64-bit division is long."""
+    """Where a head starts: a 64-bit offset from a 32-bit division. There are never 2^31 tokens, and 64-bit division is
+    slow."""
     return (
         (token // time).to(tl.int64) * stride_b + (token % time).to(tl.int64) * stride_t + head.to(tl.int64) * stride_h
     )
@@ -95,7 +98,8 @@ def _rotation(cos, sin, time, col, live, HALF: tl.constexpr):
 
 @triton.jit
 def _partner(col, HALF: tl.constexpr, VECTOR: tl.constexpr):
-    """The channel each one is rotated with. Runs of VECTOR channels stay runs, which the compiler cannot see by itself."""
+    """The partner of each channel in the rotation. Runs of VECTOR channels stay contiguous, which the compiler cannot
+    infer."""
     return tl.max_contiguous(tl.multiple_of(tl.where(col < HALF, col + HALF, col - HALF), VECTOR), VECTOR)
 
 
@@ -223,7 +227,7 @@ def _tile(launch: Launch, x: Tensor, half: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Factors:
-    """What the heads of a token are still to be multiplied by: scale * inverse, inverse (tokens,) in float32."""
+    """The factors that multiply the heads of each token: scale * inverse, inverse (tokens,) in float32."""
 
     inverse: Tensor
     scale: float
@@ -239,7 +243,7 @@ def rotate_one(
     factors: Factors | None = None,
     extra: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The normed and rotated heads of x (B, T, H, D), and its last `passed` heads as they are, with `extra` added."""
+    """The normed and rotated heads of x (B, T, H, D), and its last `passed` heads unchanged, plus `extra`."""
     batch, time, heads, width = x.shape
     y, rest = (torch.empty((batch, time, n, width), dtype=x.dtype, device=x.device) for n in (heads - passed, passed))
     if not x.numel():
@@ -270,10 +274,11 @@ def rotate_one_back(
     factors: Factors | None = None,
     dextra: Tensor | None = None,
 ) -> Tensor:
-    """Writes dx, which may be a view whose channels are neighbours; returns the gain's gradient (empty without one).
+    """Writes dx, which may be a view with contiguous channels. Returns the gain's gradient (empty without one).
 
-    dy (parts, B, T, H, D) is to be added up over its parts. `dpassed` is likewise the gradient of the last heads of x, where
-    some were passed on, and `more` (B, T, H, D) one more part of it; their sum is written to `dextra` where one is given.
+    dy (parts, B, T, H, D) is summed over its parts. `dpassed` is likewise the gradient of the last heads of x, where
+    some were passed on, and `more` (B, T, H, D) one more part of it. Their sum is written to `dextra` where one is
+    given.
     """
     heads = x.shape[2] if gain is not None else 0
     if not x.numel():
@@ -373,7 +378,7 @@ def qk_norm_rope(
 
 
 def fits(heads: int, width: int, cos: Tensor, sin: Tensor) -> bool:
-    """Whether a token's heads fit a tile, and nobody asks for the tables' gradients."""
+    """Whether a token's heads fit into a tile, and the tables need no gradients."""
     needs_table_grad = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     return next_power_of_2(heads) * next_power_of_2(width) <= MAX_TILE and not needs_table_grad
 
@@ -390,7 +395,8 @@ def _check(q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor) 
 
 
 def check_rotation(op: str, time: int, heads: int, width: int, gain: Tensor | None, cos: Tensor, sin: Tensor) -> None:
-    """Gain and tables for `heads` query heads of `width` channels; the kernel reads as far as these say."""
+    """Checks gain and tables for `heads` query heads of `width` channels; the kernel reads as many values as these
+    shapes give."""
     if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] != time or 2 * cos.shape[1] > width:
         raise ParbankError(
             f"{op}: cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}; both must be (T, rope_dims / 2), here "

@@ -1,10 +1,12 @@
-"""Each position mixed with the one before it, channel by channel: one pass over memory each way.
+"""Each position mixed with the position before it, channel by channel: one pass over memory each way. (Smear:
+modded-nanogpt #130.)
 
-    y[t] = (1 - g) * x[t] + g * p[t],   p[t] = x[t - 1], or nothing where t starts a window or a document
+    y[t] = (1 - g) * x[t] + g * p[t],   p[t] = x[t - 1], or 0 where t starts a window or a document
 
-    dx[t] = (1 - g) * dy[t] + g * dy[t + 1] (nothing where t + 1 starts one),   dg = sum over positions of dy * (p - x)
+    dx[t] = (1 - g) * dy[t] + g * dy[t + 1] (0 where t + 1 starts one),   dg = sum over positions of dy * (p - x)
 
-A neighbour's row is read through the cache, where it was or will be for its own sake. Sums over rows are made as in norm.py.
+The neighbour's row comes from the cache, since it is read for its own position too. Sums over rows work as in
+norm.py.
 """
 
 from typing import Any
@@ -33,7 +35,7 @@ def _smear_forward_kernel(
     x, gate, starts, y, rows, time, stride_x,
     WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # 32 bits to divide by: 64 are a long routine
+    place = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # divide in 32 bits: 64-bit division is slow
     row = place.to(tl.int64)
     col = tl.arange(0, BLOCK)
     known = col < WIDTH
@@ -146,7 +148,8 @@ _smear_backward.register_autograd(refuse_double_backward("smear"))
 def smear(x: Tensor, gate: Tensor, starts: Tensor) -> Tensor:
     """(1 - gate) * x + gate * (x one position earlier), gate per channel, in one pass each way.
 
-    x (B, T, width); starts (B, T), bool, marks positions with nothing before them; the first of a row never has anything.
+    x (B, T, width); starts (B, T), bool, marks positions without a predecessor. The first position of a row never has
+    one.
     """
     check_channels("smear", x, gate=gate)
     if x.dim() != 3 or starts.shape != x.shape[:2] or starts.dtype != torch.bool or starts.device != x.device:

@@ -1,7 +1,8 @@
-"""Adds up the lines that programs leave behind: one float32 line a program, some hundreds of them, for sums over all rows.
+"""Sums the lines that programs write, one float32 line per program: the second pass of a sum over all rows.
 
-PyTorch's reduction takes 9 us for (2, 396, 512), most of it waiting, since few of its threads have anything to do, and a pass of
-the golf recipe has 23 such sums. Here a program takes 16 columns and asks for 256 lines at a time. The order of the sum is fixed.
+PyTorch's reduction takes 9 us for (2, 396, 512), mostly latency, since few of its threads have work, and a pass of
+the golf recipe has 23 such sums. Here a program takes 16 columns and loads 256 lines at a time. The order of the sum
+is fixed.
 """
 
 import torch

@@ -1,18 +1,19 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Matrix products of the Newton-Schulz iteration: symmetric results from half the tiles, sums in the epilogue.
+"""Matrix products of the Newton-Schulz iteration: symmetric results from half of the tiles, sums in the epilogue. (Idea:
+modded-nanogpt #109.)
 
-`xxt`, `ba_plus_caa` and `symmetric_product` have symmetric results: only the tiles on and above the diagonal are
-computed, and each is stored twice, the second time transposed. `ax_plus_bx` is the one dense product of the iteration.
-All four are one kernel, because a symmetric second factor is its own transpose: out = alpha * A B^T + beta * C with A
-(batch, m, k) and B (batch, n, k), either of them stored with k or with its rows contiguous.
+`xxt`, `ba_plus_caa` and `symmetric_product` have symmetric results. The kernel computes only tiles on and above the
+diagonal and stores each twice, the second time transposed. `ax_plus_bx` is the one dense product of the iteration.
+All four share one kernel, because a symmetric second factor is its own transpose: out = alpha * A B^T + beta * C with
+A (batch, m, k) and B (batch, n, k), each stored by rows or by columns.
 
-What shapes the kernel is wave quantisation. 22 matrices of 512 x 512 are 352 tiles of 128 x 128, which an H200 with its
-132 SMs works off in 3 rounds; symmetry leaves 220, which still take 2. With tiles of 128 x 256 the triangle has 6 tiles,
-22 * 6 = 132: one round, and each operand is read from L2 less often. 22 matrices of 256 x 256 are 132 tiles of
-64 x 128. So the tables below go by the number of 128 x 128 tiles that the whole batch has, not by the side.
+Wave quantisation decides the tile shapes. 22 matrices of 512 x 512 are 352 tiles of 128 x 128: 3 waves on the 132 SMs
+of an H200. Symmetry leaves 220 tiles, still 2 waves. With tiles of 128 x 256 the triangle has 6 tiles a matrix, 22 *
+6 = 132: one wave, with fewer reads of L2. 22 matrices of 256 x 256 are 132 tiles of 64 x 128. So the launch tables go
+by the number of 128 x 128 tiles in the whole batch, not by the side.
 
-Results are exactly symmetric: every element on one side of the diagonal is a copy of its mirror image. Accumulation is
-in float32 (plain float32 products for float32 inputs) in a fixed order: the same input gives the same bits.
+Results are exactly symmetric: each element below the diagonal is a copy of its mirror image. Accumulation is in
+float32 (plain float32 products for float32 inputs) in a fixed order: the same input gives the same bits.
 """
 
 from typing import Any
@@ -36,8 +37,8 @@ def _read(
 ):  # fmt: skip
     """The (ROWS, DEPTH) tile at (row, k) of one matrix; zeros outside it.
 
-    It is read the way it lies in memory and then turned, because a tile that is turned twice is not copied ahead.
-    Scalars carry the large offsets in 64 bits; within a tile the launcher sees to it that 32 bits are enough.
+    It is read as it is stored and then transposed, because Triton does not pipeline a tile that is transposed twice.
+    Scalars hold the large offsets in 64 bits; within a tile the launcher ensures that 32 bits are enough.
     """
     if TMA:
         if K_MAJOR:
@@ -87,14 +88,15 @@ def _finish(
     result, out, batch, row, col, rows, cols,
     ROWS: tl.constexpr, COLS: tl.constexpr, SYMMETRIC: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Stores one block of the result; in the symmetric case a square one, twice, and not at all below the diagonal."""
+    """Stores one block of the result. In the symmetric case it stores a square block twice, and nothing below the
+    diagonal."""
     if not SYMMETRIC:
         _write(out, result, batch, row, col, rows, cols, ROWS, COLS, TMA, EVEN)
     elif col > row:
         _write(out, result, batch, row, col, rows, cols, ROWS, COLS, TMA, EVEN)
         _write(out, tl.trans(result), batch, col, row, cols, rows, COLS, ROWS, TMA, EVEN)
     elif col == row:
-        # A B and its transpose differ in rounding when A and B do: the upper half is copied to the lower one.
+        # For A other than B, A B and its transpose round differently: copy the upper half to the lower.
         index = tl.arange(0, ROWS)
         whole = tl.where(index[:, None] <= index[None, :], result, tl.trans(result))
         _write(out, whole, batch, row, col, rows, cols, ROWS, COLS, TMA, EVEN)
@@ -115,7 +117,7 @@ def _symmetric_product_kernel(
     read before the loop (EARLY_C), which hides its latency and costs registers.
     """
     if PDL:
-        # The next kernel is set up while this one runs, and itself waits here until everything before is complete.
+        # Programmatic dependent launch: the next kernel is set up while this one runs, and waits here for all earlier work.
         gdc_wait()
         gdc_launch_dependents()
     RATIO: tl.constexpr = BLOCK_N // BLOCK_M
@@ -123,7 +125,7 @@ def _symmetric_product_kernel(
     tile = tl.program_id(0) % tiles
     if SYMMETRIC:
         # Column j of tiles has RATIO * (j + 1) of them on or above the diagonal; RATIO * j (j + 1) / 2 come before it.
-        # The root is taken in float32, and put right by one where that missed.
+        # The root is taken in float32 and corrected by one where it is off.
         j = ((tl.sqrt(8.0 * (tile // RATIO) + 1.0) - 1.0) * 0.5).to(tl.int32)
         j = tl.where(RATIO * (j * (j + 1) // 2) > tile, j - 1, j)
         j = tl.where(RATIO * ((j + 1) * (j + 2) // 2) <= tile, j + 1, j)
@@ -172,7 +174,7 @@ def _launch_config(m: int, n: int, k: int, warps: int, stages: int, *options: st
 configs.register(
     "symmetric",
     sm80=[(ANY, _launch_config(64, 64, 32, 4, 3))],
-    sm90=[  # the sizes where small and large tiles alternate fill whole rounds
+    sm90=[  # small and large tiles alternate where they fill whole waves
         (100, _launch_config(64, 128, 64, 4, 4, "tma", "pdl")),
         (180, _launch_config(64, 128, 64, 4, 3, "tma", "pdl")),
         (300, _launch_config(128, 256, 64, 8, 4, "tma", "pdl")),
@@ -198,7 +200,7 @@ configs.register("product_plain", sm80=[(ANY, _launch_config(64, 64, 32, 4, 2))]
 
 
 def count_tiles(m: int, n: int, block_m: int, block_n: int, symmetric: bool) -> int:
-    """Tiles of one result that are computed: all of them, or those that reach the diagonal or lie above it."""
+    """The tiles of one result that are computed: all, or only tiles that touch the diagonal or lie above it."""
     rows, cols = -(-m // block_m), -(-n // block_n)
     return (block_n // block_m) * (cols - 1) * cols // 2 + rows if symmetric else rows * cols
 
@@ -238,17 +240,17 @@ def _product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, 
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The tensor itself where its rows or its columns are contiguous: the kernel reads both; else a copy."""
+    """The tensor itself where its rows or columns are contiguous, since the kernel reads both; else a copy."""
     return x if 1 in x.stride()[1:] else x.contiguous()
 
 
 def _upright(x: Tensor) -> Tensor:
-    """A symmetric matrix with contiguous rows: a transposed view is turned back at no cost."""
+    """A symmetric matrix with contiguous rows: a transposed view is transposed back at no cost."""
     return x if x.stride(2) == 1 else x.mT if x.stride(1) == 1 else x.contiguous()
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether each row starts on 16 bytes, as the copy engine (TMA) asks and as loads of full width do."""
+    """Whether each row starts on 16 bytes, as TMA and full-width loads require."""
     steps = [stride for stride in x.stride() if stride != 1]
     return len(steps) == 2 and x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in steps)
 

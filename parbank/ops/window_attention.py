@@ -1,21 +1,21 @@
-"""Attention of a running text: every query over the last `window` keys, carried ones and its own, forward only.
+"""Attention over a running text, forward only: every query sees the last `window` keys, carried or new.
 
-Keys and values come as two tensors, those carried on from before and the segment's own, so nobody has to join them. In
-here a key has the place of its token in the segment, and those carried stand at negative places: query i stands at i and
-sees the places max(i - window + 1, low[i] - carried) .. i. Blocks of keys begin at multiples of BLOCK_N, so none has keys
-of both kinds.
+Keys and values come as two tensors, the carried ones and those of the segment, so that no copy joins them. A key's
+position is that of its token in the segment; carried keys have negative positions. Query i has position i and sees
+max(i - window + 1, low[i] - carried) .. i. Blocks of keys begin at multiples of BLOCK_N, so no block mixes both
+kinds.
 
-A program takes a tile of queries of one key head through the keys carried (few tiles see any) and then through their own:
-the left edge of the window, the middle, which every query of the tile sees whole and which needs no mask, and the diagonal.
-Where the middle begins follows from the largest of the tile's lower ends: a document that starts inside the tile moves it,
-blocks that lie before every query's lower end are never read, and no tile needs a case of its own.
+A program takes a tile of queries of one key head through the carried keys, which few tiles see, and then through the
+segment's: the left edge of the window, the middle, which every query of the tile sees whole without a mask, and the
+diagonal. The largest of the tile's lower ends decides where the middle begins. A document that starts inside the tile
+moves it, and blocks before every query's lower end are never read.
 
-The softmax is taken online in base 2: with t = scale * log2(e) and m the largest score so far times t, p = 2^(t s - m) is one
-fused multiply-add and one exponential. Sums and the output are float32; p is rounded to the values' type for its product, as
-FlashAttention does.
+The softmax is online (Milakov and Gimelshein 2018), in base 2: with t = scale * log2(e) and m the largest score so
+far times t, p = 2^(t s - m) is one fused multiply-add and one exponential. Sums and the output are float32. p is
+rounded to the values' type for its product, as in FlashAttention.
 
-The heads that share a key head may be stacked in one tile (STACK): a tile of as many rows then spans fewer tokens, and so
-fewer keys that only some of its rows see.
+Heads that share a key head may be stacked in one tile (STACK). A tile with as many rows then spans fewer tokens, and
+so fewer keys that only some of its rows see.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from parbank.ops.configs import ANY, Launch
 
 LOW_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 WIDTHS = (16, 32, 64, 128)
-"""Channels of a head that the kernel takes: what a tensor core product can be deep or wide. Others take the reference."""
+"""Head widths that the kernel takes: sizes of a tensor core product. Other widths take the reference."""
 
 
 def launch_config(
@@ -66,7 +66,7 @@ configs.register("window_attention_float32", sm80=[(ANY, launch_config(16, 16, 4
 
 @triton.jit
 def _read(source, batch, head, at, count, stride, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
-    """Rows at .. at + BLOCK of one head, zeros for those outside of 0 .. count; the copy engine does that by itself."""
+    """Rows at .. at + BLOCK of one head, with zeros outside of 0 .. count; TMA pads by itself."""
     if TMA:
         tile = source.load([batch, at, head, 0]).reshape(BLOCK, WIDTH)
     else:
@@ -81,10 +81,11 @@ def _over_keys(
     out, top, total, q, k, v, batch, head, stride_k, stride_v, first, last, offset, count, left, right, lowest, place, scale,
     TMA: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Takes the blocks of keys from `first` up to `last` into the softmax: its output, largest score and sum so far.
+    """Processes the blocks of keys from `first` up to `last`: returns the output, the largest score and the sum so far.
 
-    Of the `count` keys in k, that at place 0 has the index `offset`. Each query sees those from its `lowest` up to its own
-    `place`; from `left` up to `right` all do."""
+    Of the `count` keys in k, the key at position 0 has the index `offset`. Each query sees keys from its `lowest` up
+    to its own `place`; all queries see keys from `left` up to `right`.
+    """
     for block in range(first, last, BLOCK_N):
         at = tl.multiple_of(block, BLOCK_N)
         keys = _read(k, batch, head, at + offset, count, stride_k, BLOCK_N, WIDTH, TMA)
@@ -113,7 +114,9 @@ def _window_attention_kernel(
 ):  # fmt: skip
     """A tile of BLOCK_M queries: BLOCK_M / STACK tokens of STACK neighbouring heads.
 
-    Programs of all heads of a tile follow each other: what runs at one time then reads few keys, which stay in the cache."""
+    Programs of all heads of a tile follow each other, so that concurrent programs read few keys, which stay in the
+    cache.
+    """
     TOKENS: tl.constexpr = BLOCK_M // STACK
     across: tl.constexpr = HEADS // STACK
     program = tl.program_id(0)
@@ -126,7 +129,7 @@ def _window_attention_kernel(
     row, col = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
     token, head = start + row // STACK, first_head + row % STACK
     live = (token < time)[:, None]
-    place = tl.minimum(token, time - 1)  # what lies behind the last query repeats it, and is not stored
+    place = tl.minimum(token, time - 1)  # rows after the last query repeat it and are not stored
     lowest = tl.maximum(tl.load(low + place).to(tl.int32) - carried, place - window + 1)
     lowest = tl.minimum(tl.maximum(lowest, -carried), place)
     where = q + b * q_b + start.to(tl.int64) * q_t + (row // STACK)[:, None] * q_t + head[:, None] * q_h + col[None, :]
@@ -143,7 +146,7 @@ def _window_attention_kernel(
         k += b * k_b + kv_head * k_h
         v += b * v_b + kv_head * v_h
     out = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    top = tl.full((BLOCK_M,), -1e38, tl.float32)  # finite: what has seen nothing yet must not subtract two infinities
+    top = tl.full((BLOCK_M,), -1e38, tl.float32)  # finite: a row without keys so far must not subtract two infinities
     total = tl.zeros((BLOCK_M,), tl.float32)
     out, top, total = _over_keys(
         out, top, total, query, past_k, past_v, batch, kv_head, pk_t, pv_t, begin, 0, carried, carried,
@@ -158,12 +161,12 @@ def _window_attention_kernel(
 
 
 def _takes_tma(x: Tensor) -> bool:
-    """Whether the copy engine can address it: a 16-byte start, and rows a multiple of 16 bytes apart."""
+    """Whether TMA can address it: a 16-byte aligned start, and rows a multiple of 16 bytes apart."""
     return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
 
 
 def without_tma(launch: Launch) -> Launch:
-    """The same with plain loads. Their addresses take registers, so no limit on those."""
+    """The same with plain loads. Their addresses take registers, so registers are not limited."""
     options = {name: value for name, value in launch.options.items() if name != "maxnreg"}
     return dataclasses.replace(launch, blocks={**launch.blocks, "TMA": False}, options=options)
 
@@ -192,7 +195,7 @@ def _window_attention(
     keys: list[Any] = [past_k, past_v, k, v]
     launch = launch if all(_takes_tma(x) for x in keys) else without_tma(launch)
     blocks["TMA"] = launch.blocks["TMA"]
-    if blocks["TMA"]:  # nothing carried cannot be described, and is not read
+    if blocks["TMA"]:  # an empty tensor has no descriptor, and is not read
         keys = [_describe(x if x.numel() else k, blocks["BLOCK_N"]) for x in keys]
     tiles = -(-time // (blocks["BLOCK_M"] // stack))
     with on_device(q.device):
