@@ -2,6 +2,7 @@
 # make test           sets everything up and runs ruff, mypy and the tests
 # make integrations   sets everything up and runs the tests with other packages and outside the tree
 # make claims         writes the figures in README and docs from benchmarks/results
+# make docs           sets everything up and builds the manual in build/site; fails on warnings and broken links
 # TORCH=...           another build or version of PyTorch, e.g. make test TORCH="torch==2.11.0"
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO_OUT ?= runs/demo
 
-.PHONY: demo test integrations check claims install dev clean
+.PHONY: demo test integrations check claims docs install dev clean
 
 demo: install
 	rm -rf $(DEMO_OUT)
@@ -34,6 +35,9 @@ claims: dev
 	$(BIN)/python benchmarks/pictures.py
 	$(BIN)/python benchmarks/claims.py
 
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 install: $(VENV)/installed
 dev: $(VENV)/installed-dev
 
@@ -46,6 +50,10 @@ $(VENV)/torch:
 $(VENV)/installed: $(VENV)/torch pyproject.toml
 	$(PIP) install --quiet --editable .
 	touch $@
+
+$(VENV)/installed-docs: $(VENV)/torch pyproject.toml
+	$(PIP) install --quiet --editable ".[docs]"
+	touch $@ $(VENV)/installed
 
 $(VENV)/installed-dev: $(VENV)/torch pyproject.toml
 	$(PIP) install --quiet --editable ".[dev]"

@@ -1,0 +1,17 @@
+"""Train on your own text and see what came out: python examples/train_on_text.py FOLDER [MINUTES]
+
+Reads every .txt, .md, .py and .jsonl file in the folder. Everything about the run is in runs/own-text.
+"""
+
+import sys
+
+import parbank
+
+folder, minutes = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 3.0
+run = parbank.train(recipe="demo", data=f"text:{folder}", minutes=minutes, max_bytes=2_000_000, out="runs/own-text")
+summary = run.summary
+print(f"{summary['steps']} steps in {summary['train_seconds']:.0f} s, {summary['artifact_bytes']:,} bytes")
+print(
+    f"{summary['val_bpb']:.3f} bits per byte; " + str({k: round(v, 3) for k, v in summary["compressors_bpb"].items()})
+)
+print(run.model.sample("", tokens=100))

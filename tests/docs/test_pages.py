@@ -1,0 +1,83 @@
+"""What every page promises: links that lead somewhere, lines and pages of readable length, a true file tree."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import FENCE, ROOT, find_pages, name, prose_lines
+
+LINK = re.compile(r"(?:\]\(|^\[[^\]]+\]: )([^)\s]+)", flags=re.MULTILINE)
+GENERATED = {"docs/reference/cli.md", "docs/reference/settings.md"}  # docs/hooks.py makes them when the site is built
+COLUMNS = 120
+WORDS = 800
+README_LINES = 150
+
+
+@pytest.mark.parametrize("page", find_pages(), ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = [target for target in LINK.findall(FENCE.sub("", page.read_text())) if not _leads_somewhere(page, target)]
+    assert not broken
+
+
+def _leads_somewhere(page: Path, target: str) -> bool:
+    if re.match(r"https?://", target):
+        return True
+    path, _, anchor = target.partition("#")
+    linked = (page.parent / path).resolve() if path else page
+    if linked.is_relative_to(ROOT) and name(linked) in GENERATED:
+        return True
+    if not linked.is_relative_to(ROOT) or not linked.exists():
+        return False
+    return not anchor or anchor in _anchors(linked)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The names that mkdocs and GitHub give to headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "log" / "index.md"
+    assert _leads_somewhere(page, "2026-11-15-step.md#what-did-not-pay")
+    assert not _leads_somewhere(page, "2026-11-15-step.md#what-paid")
+    assert not _leads_somewhere(page, "no-such-page.md")
+    assert not _leads_somewhere(page, str(tmp_path)), "a path of this machine"
+
+
+@pytest.mark.parametrize("page", find_pages(), ids=name)
+def test_lines_are_short(page: Path) -> None:
+    long = [number for number, line in prose_lines(page) if len(line) > COLUMNS]
+    assert not long, f"lines over {COLUMNS} columns: {long}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "design").glob("*.md")), ids=name)
+def test_a_design_page_is_short(page: Path) -> None:
+    words = [word for word in page.read_text().split() if re.search(r"\w", word)]
+    assert len(words) <= WORDS
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < README_LINES
+
+
+def test_the_file_tree_is_true() -> None:
+    """Every file and folder that README's tree names exists, and every room of the package is named."""
+    tree = re.search(r"^```\nparbank/\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert tree
+    inside = [line[2:].split("   ")[0].split("  ") for line in tree[1].splitlines() if re.match(r"  \S", line)]
+    rooms = {entry.strip() for line in inside for entry in line}
+    outside = {line.split()[0] for line in tree[1].splitlines() if re.match(r"\S", line)}
+    assert not [room for room in rooms if not (ROOT / "parbank" / room).exists()]
+    assert not [folder for folder in outside if not (ROOT / folder).exists()]
+    package = {f"{path.name}/" for path in (ROOT / "parbank").iterdir() if (path / "__init__.py").exists()}
+    files = {path.name for path in (ROOT / "parbank").glob("*.py") if not path.name.startswith("__")}
+    assert package | files <= rooms, f"README's tree lacks {sorted((package | files) - rooms)}"
+
+
+def test_the_nav_of_the_site_has_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text()
+    folders = [ROOT / "docs" / folder for folder in ("guide", "reference", "design")]
+    pages = [page.relative_to(ROOT / "docs").as_posix() for folder in folders for page in folder.glob("*.md")]
+    assert not [page for page in pages if page not in nav]
