@@ -48,7 +48,7 @@ BENCHMARKS = {
         "the published recipe's own script on our tokens, with our windows and schedules",
     ),
     "quantisation": Benchmark(
-        "quantisation.py {run} --data {data} --caps 16000000,8000000 --only lzma_at_16,solver_at_16,solver_at_8",
+        "quantisation.py {run} --data {data} --caps 16000000,8000000 --only lzma_at_16,solver_at_16,lzma_at_8,solver_at_8",
         2.0,
         "bytes against bits per byte, at caps",
     ),
