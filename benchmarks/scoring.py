@@ -31,9 +31,7 @@ from parbank.data.shards import TokenSet  # noqa: E402
 from parbank.data.validation import open_validation  # noqa: E402
 from parbank.eval.adaptation.base import restored  # noqa: E402
 from parbank.eval.methods import make_method  # noqa: E402
-from parbank.eval.methods.streaming import Streaming  # noqa: E402
 from parbank.eval.score import Scored  # noqa: E402
-from parbank.eval.windows import score_windows  # noqa: E402
 from parbank.model import GPT, ModelConfig  # noqa: E402
 from parbank.ops.backend import use_backend  # noqa: E402
 from parbank.precision import autocast  # noqa: E402
@@ -212,12 +210,16 @@ def flops_per_token(model: GPT, context: int, kind: str) -> float:
 
 
 def run_all(bench: Bench, only: list[str], segments: list[int], windows: list[int]) -> None:
-    model, context, stride, place = bench.model, bench.context, bench.stride, bench.place
-    shared: dict[str, Any] = {"context": context, "runtime": place}
-    compiled = place.is_cuda
+    model, context, stride = bench.model, bench.context, bench.stride
 
     def wanted(name: str) -> bool:
         return not only or any(name.startswith(part) for part in only)
+
+    def ours(label: str, name: str, *, whole: bool = True, **settings: Any) -> None:
+        """A method with the settings that `parbank eval` gives it, but for these."""
+        method = make_method(name, **{"context": context, **settings})
+        warm, repeats = ("whole", 3) if whole else ("short", 1)
+        bench.ours(label, lambda tokens: method.score(model, tokens, bench.place), warm=warm, repeats=repeats)
 
     if wanted("reference") or wanted("sliding"):
         bench.reference(
@@ -227,33 +229,18 @@ def run_all(bench: Bench, only: list[str], segments: list[int], windows: list[in
             ),
         )
     if wanted("chunked"):
-        bench.ours("chunked", lambda t: score_windows(model, t, stride=context, **shared), repeats=3)
+        ours("chunked", "chunked")
     for segment in segments if wanted("streaming") else []:
-        name = f"streaming, segments of {segment:,}" if segment else "streaming"
-        bench.ours(
-            name,
-            lambda t, size=segment: Streaming(context=context, segment=size or None, compiled=compiled).score(
-                model, t, place
-            ),
-            warm="whole",
-            repeats=3,
-        )
+        ours(f"streaming, segments of {segment:,}" if segment else "streaming", "streaming", segment=segment or None)
     for window in windows:
-        bench.ours(
-            f"streaming, window {window:,}",
-            lambda t, size=window: Streaming(context=size, compiled=compiled).score(model, t, place),
-            warm="whole",
-            repeats=3,
-        )
+        ours(f"streaming, window {window:,}", "streaming", context=window)
     if wanted("sliding"):
-        bench.ours("sliding", lambda t: score_windows(model, t, stride=stride, compiled=compiled, **shared))
+        ours("sliding", "sliding", whole=False, stride=stride)
     if wanted("ttt"):
         bench.reference(TTT, lambda ids, nats: reference_ttt(model, bench.forward, ids, context, stride, nats))
-        for scores in ("streaming", "sliding"):
-            settings = {"scores": scores, "chunk": CHUNK, "epochs": EPOCHS, "lr": RATE, "compiled": compiled}
-            settings |= {"stride": stride} if scores == "sliding" else {}
-            method = make_method("ttt", context=context, **settings)
-            bench.ours(f"ttt on {scores}", lambda t, method=method: method.score(model, t, place))
+        learn = {"chunk": CHUNK, "epochs": EPOCHS, "lr": RATE}
+        ours("ttt on streaming", "ttt", whole=False, scores="streaming", **learn)
+        ours("ttt on sliding", "ttt", whole=False, scores="sliding", stride=stride, **learn)
 
 
 def main() -> None:
