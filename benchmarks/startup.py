@@ -7,8 +7,9 @@ Every command is a process of its own, as a user starts it, and runs twice. The 
 prepares the data, trains the tokenizer and compiles every kernel. The second finds what the first has left. `eval` gets an empty
 cache for each method, so that no method finds another one's kernels.
 
-The parts of a training's setup are those that its summary.json holds. `imports` is the time from the command to the start of that
-setup; `scoring and packing` is everything after the last step: both scores, the packing, the sample, the compressors.
+The parts of a training's setup, and of what follows its last step, are those that its summary.json holds. `imports` is the time
+from the command to the start of the setup. `saving, exit` is what is left of the command: the last checkpoint, and the process's
+end.
 """
 
 import argparse
@@ -59,13 +60,16 @@ def train_rows(
     ready = next((moment for moment, line in lines if READY in line), None)
     if ready is None:
         raise SystemExit(f"parbank train printed no line with {READY!r}: without it nothing says when setup ended")
+    after = seconds - ready - summary["train_seconds"]
     parts = {
         "whole command": seconds,
         "command to first step": ready,
         "imports": ready - summary["setup_seconds"],
         **summary["setup_parts"],
         "training": summary["train_seconds"],
-        "scoring and packing": seconds - ready - summary["train_seconds"],
+        "after training": after,
+        **{f"after training: {part}": value for part, value in summary["finish_parts"].items()},
+        "after training: saving, exit": after - summary["finish_seconds"],
     }
     note = f"compiled code: {summary['compile_cache']}"
     return [
