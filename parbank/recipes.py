@@ -11,8 +11,9 @@ from dataclasses import replace
 from parbank.errors import ConfigError
 from parbank.model import ModelConfig
 from parbank.optim.averaging import AverageConfig
+from parbank.optim.config import OptimConfig
 from parbank.quant.config import QuantConfig
-from parbank.training.config import BatchConfig, BudgetConfig, OptimConfig, RunConfig, TrainConfig
+from parbank.training.config import BatchConfig, BudgetConfig, RunConfig, TrainConfig
 
 GOLF_MODEL = ModelConfig(
     vocab_size=1024,

@@ -44,6 +44,8 @@ class Banks(nn.Module):
         for key, entries in self.entries.items():
             rows, cols = map(int, key.split("x"))
             self.register_parameter(key, nn.Parameter(torch.empty(len(entries), rows, cols)))
+        self.transposed = {key: tuple(slot.transposed for slot in slots) for key, slots in self.entries.items()}
+        """Per bank: which of its matrices are stored transposed."""
         self.fake: FakeQuantiser | None = None
         """Set for quantisation-aware training."""
 
@@ -75,12 +77,8 @@ class Banks(nn.Module):
 
     def quantise_in_training(self, *, bits: int, rounding: Rounding) -> FakeQuantiser:
         """Puts a switch between the banks and whoever reads them; see qat.py."""
-        flags = {key: self.transposed(key) for key in self.entries}
-        self.fake = FakeQuantiser(flags, bits=bits, rounding=rounding).to(next(self.parameters()).device)
+        self.fake = FakeQuantiser(self.transposed, bits=bits, rounding=rounding).to(next(self.parameters()).device)
         return self.fake
-
-    def transposed(self, key: str) -> tuple[bool, ...]:
-        return tuple(entry.transposed for entry in self.entries[key])
 
     def split(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
         """Replaces bank-shaped tensors (weights, averages) by named logical matrices, as views. `prefix` leads to this

@@ -1,12 +1,13 @@
 """Weight averages beside the weights: an exponential one every step, and a plain one over the tail of the run."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parbank.config import require
 
@@ -31,60 +32,67 @@ class AverageConfig:
         require(self.use != "swa" or self.swa_every > 0, "average.use=swa needs average.swa_every > 0")
 
 
+class _Average:
+    """A copy of a model that holds an average of its weights, under the names of the model's own state dict."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model).requires_grad_(False)
+        self.weights: list[Tensor] = list(self.model.parameters())
+
+
 class Averages:
-    """Averages of a fixed set of named parameters. Nothing here waits for the device."""
+    """Averages of a model's weights. Nothing here waits for the device."""
 
-    def __init__(self, parameters: dict[str, Tensor], config: AverageConfig) -> None:
+    def __init__(self, model: nn.Module, config: AverageConfig) -> None:
         self.config = config
-        self._parameters = dict(parameters)
-        self.reset()
-
-    def reset(self) -> None:
+        self._model = model
+        self._weights: list[Tensor] = list(model.parameters())
         self._steps = 0
         self._snapshots = 0
-        self._ema = self._copy() if self.config.ema_decay else None
-        self._swa: list[Tensor] | None = None
+        self._ema = _Average(model) if config.ema_decay else None
+        self._swa: _Average | None = None
 
     @torch.no_grad()
     def update(self, lr_share: float) -> None:
         """To be called after every optimizer step; `lr_share` is the learning rate over its peak."""
         self._steps += 1
-        live = list(self._parameters.values())
         if self._ema is not None:
             # In its first steps the average follows quickly, so that it does not remember the random start.
             decay = min(self.config.ema_decay, self._steps / (self._steps + 10))
-            torch._foreach_lerp_(self._ema, live, 1 - decay)
+            torch._foreach_lerp_(self._ema.weights, self._weights, 1 - decay)
         if self.config.swa_every and lr_share <= self.config.swa_tail and self._steps % self.config.swa_every == 0:
             self._snapshots += 1
-            self._swa = self._copy() if self._swa is None else self._swa
-            torch._foreach_lerp_(self._swa, live, 1 / self._snapshots)
+            self._swa = self._swa or _Average(self._model)
+            torch._foreach_lerp_(self._swa.weights, self._weights, 1 / self._snapshots)
 
     def averaged(self) -> dict[str, Tensor]:
-        """The weights to score and pack, by parameter name. A tail too short for one SWA snapshot falls back on the EMA,
-        then on the weights themselves."""
-        chosen = {"ema": self._ema, "swa": self._swa or self._ema, "none": None}[self.config.use]
-        return dict(zip(self._parameters, chosen)) if chosen is not None else dict(self._parameters)
+        """The weights to score and pack, as a state dict of the model."""
+        chosen = self._chosen()
+        return (self._model if chosen is None else chosen.model).state_dict()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The parameters hold the average inside, and their own values again afterwards, also on an error."""
-        saved = self._copy()
-        live = list(self._parameters.values())
+        chosen = self._chosen()
+        saved = [weight.detach().clone() for weight in self._weights]
         with torch.no_grad():
-            torch._foreach_copy_(live, list(self.averaged().values()))
+            torch._foreach_copy_(self._weights, saved if chosen is None else chosen.weights)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(live, saved)
+                torch._foreach_copy_(self._weights, saved)
+
+    def _chosen(self) -> _Average | None:
+        """A tail too short for one SWA snapshot falls back on the EMA, then on the weights themselves."""
+        return {"ema": self._ema, "swa": self._swa or self._ema, "none": None}[self.config.use]
 
     def state_dict(self) -> dict[str, Any]:
-        names = list(self._parameters)
         return {
             "steps": self._steps,
             "snapshots": self._snapshots,
-            "ema": None if self._ema is None else dict(zip(names, self._ema)),
-            "swa": None if self._swa is None else dict(zip(names, self._swa)),
+            "ema": None if self._ema is None else self._ema.model.state_dict(),
+            "swa": None if self._swa is None else self._swa.model.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -92,10 +100,9 @@ class Averages:
         self._ema = self._adopt(state["ema"])
         self._swa = self._adopt(state["swa"])
 
-    def _adopt(self, tensors: dict[str, Tensor] | None) -> list[Tensor] | None:
-        if tensors is None:
+    def _adopt(self, weights: dict[str, Tensor] | None) -> _Average | None:
+        if weights is None:
             return None
-        return [tensors[name].to(live.device, copy=True).contiguous() for name, live in self._parameters.items()]
-
-    def _copy(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self._parameters.values()]
+        average = _Average(self._model)
+        average.model.load_state_dict(weights)
+        return average

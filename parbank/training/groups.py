@@ -3,7 +3,7 @@
 from typing import Any
 
 from parbank.model import GPT
-from parbank.training.config import OptimConfig
+from parbank.optim.config import OptimConfig
 
 
 def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
@@ -18,7 +18,7 @@ def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
             "weight_decay": config.matrix_weight_decay,
             "ns_steps": config.newton_schulz_steps,
             "betas": (config.beta1, config.beta2),
-            "transposed": model.banks.transposed(key),
+            "transposed": model.banks.transposed[key],
         }
         for key in model.banks.entries
     ]

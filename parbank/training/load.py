@@ -63,12 +63,9 @@ def load_trained(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, RunC
         config = read_config(state["config"])
         model = GPT(config.model).to(device)
         model.load_state_dict(state["model"])
-        averages = Averages(dict(model.named_parameters()), config.average)
-        saved = dict(state["averages"])
-        for kind in ("ema", "swa"):
-            saved[kind] = None if saved[kind] is None else model.parameter_names(saved[kind])
-        averages.load_state_dict(saved)
-        model.load_state_dict(model.plain_names(averages.averaged()))
+        averages = Averages(model, config.average)
+        averages.load_state_dict(state["averages"])
+        model.load_state_dict(averages.averaged())
         return model, Tokenizer.from_bytes(state["tokenizer"]), config
     except (ParbankError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{file} does not hold what its config says: {str(error).splitlines()[0]}") from error

@@ -29,7 +29,6 @@ from parbank.ops.fp8 import check_device
 from parbank.ops.rehearsal import can_rehearse, rehearsal
 from parbank.optim.averaging import Averages
 from parbank.optim.parallel_muon import ParallelMuon
-from parbank.optim.schedules import SCHEDULES, ramp
 from parbank.runtime import Runtime, seed_everything, versions
 from parbank.training.budget import Budget, Clock
 from parbank.training.checkpoint import list_checkpoints, random_state, restore_random_state, save_checkpoint
@@ -72,7 +71,7 @@ class Trainer:
             max_norm=config.optim.clip or None,
             cuda_graph=self.graphed and runtime.world == 1,
         )
-        self.averages = Averages(dict(self.model.named_parameters()), config.average)
+        self.averages = Averages(self.model, config.average)
         self.stream = self._make_stream()
         self.stages = config.batch.plan()
         count = self.passes_in(self.stages[-1])
@@ -155,17 +154,14 @@ class Trainer:
         """Sets this step's learning rates and momentum, and turns quantisation on when it is time; returns the learning rate
         as a share of its peak."""
         optim = self.config.optim
-        share = SCHEDULES[optim.schedule](spent, optim.warmdown, optim.final_lr) * ramp(
-            self.step + 1, optim.warmup_steps, 0.0, 1.0
-        )
-        momentum = ramp(self.step, optim.momentum_steps, optim.momentum_start, optim.momentum)
+        rates = optim.rates(spent, self.step)
         if self.fake is not None:
             self.fake.turn(spent >= 1 - self.config.quant.qat_share)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * share
+            group["lr"] = group["peak_lr"] * rates.lr_share
             if group["algorithm"] == optim.matrix_algorithm:
-                group["momentum"] = momentum
-        return share
+                group["momentum"] = rates.momentum
+        return rates.lr_share
 
     def _stage_at(self, spent: float) -> Stage:
         return next(stage for stage in self.stages if spent < stage.until)
@@ -261,31 +257,23 @@ class Trainer:
         return all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        averages = self.averages.state_dict()
-        for kind in ("ema", "swa"):
-            if averages[kind] is not None:
-                averages[kind] = self.model.plain_names(averages[kind])
         return {
             "step": self.step,
             "seconds": self.clock.seconds(),
             "skipped": self.skipped,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "averages": averages,
+            "averages": self.averages.state_dict(),
             "data": self.batches.state_dict(),
             "random": random_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        averages = dict(state["averages"])
-        for kind in ("ema", "swa"):
-            if averages[kind] is not None:
-                averages[kind] = self.model.parameter_names(averages[kind])
         self.step, self.skipped = state["step"], state["skipped"]
         self.clock.set(state["seconds"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.averages.load_state_dict(averages)
+        self.averages.load_state_dict(state["averages"])
         self.batches.rewind(state["data"])
         restore_random_state(state["random"])
 

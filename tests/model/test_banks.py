@@ -16,7 +16,7 @@ def filled() -> Banks:
 def test_a_shape_and_its_transpose_share_one_bank() -> None:
     banks = filled()
     assert {name: tuple(p.shape) for name, p in banks.named_parameters()} == {"6x4": (4, 6, 4), "4x4": (1, 4, 4)}
-    assert banks.transposed("6x4") == (False, False, True, True)
+    assert banks.transposed["6x4"] == (False, False, True, True)
 
 
 def test_matrices_come_back_in_their_logical_orientation_as_views() -> None:

@@ -136,7 +136,7 @@ def test_the_golf_model_is_four_kinds_of_matrix_in_three_banks() -> None:
         "256x512": (22, 256, 512),
         "1536x512": (22, 1536, 512),
     }
-    assert model.banks.transposed("1536x512") == (False,) * 11 + (True,) * 11
+    assert model.banks.transposed["1536x512"] == (False,) * 11 + (True,) * 11
     assert sum(p.numel() for p in model.parameters()) == 26_928_220
 
 

@@ -1,0 +1,88 @@
+"""The settings of the optimizer, and what they come to at a step."""
+
+from dataclasses import dataclass
+
+from parbank.config import choose, require
+from parbank.optim.algorithm import ALGORITHMS, ElementwiseAlgorithm
+from parbank.optim.schedules import SCHEDULES, ramp
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the schedules say of one step."""
+
+    lr_share: float
+    """Of every group's peak learning rate."""
+    momentum: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Muon for matrices, AdamW for everything else, unless other algorithms are named."""
+
+    matrix_algorithm: str = "muon"
+    """Algorithm of the banks' matrices: muon, adamw, or another one in parbank.optim.algorithm.ALGORITHMS."""
+    other_algorithm: str = "adamw"
+    """Algorithm of everything else; it must be element-wise, as adamw is."""
+    matrix_lr: float = 0.025
+    """Muon's learning rate, before the factor for a matrix's shape."""
+    momentum: float = 0.99
+    """Muon's momentum once warmed up."""
+    momentum_start: float = 0.92
+    """Muon's momentum at step 0."""
+    momentum_steps: int = 1500
+    """Steps over which the momentum rises."""
+    matrix_weight_decay: float = 0.04
+    """Muon's decoupled weight decay."""
+    newton_schulz_steps: int = 5
+    """Iterations of the orthogonalisation."""
+    embedding_lr: float = 0.035
+    """AdamW's learning rate for embeddings, tied head included."""
+    head_lr: float = 0.008
+    """AdamW's learning rate for an untied head."""
+    scalar_lr: float = 0.025
+    """AdamW's learning rate for gains, gates and small projections."""
+    beta1: float = 0.9
+    """AdamW's decay of the mean."""
+    beta2: float = 0.95
+    """AdamW's decay of the mean square."""
+    adam_weight_decay: float = 0.04
+    """AdamW's decoupled weight decay."""
+    clip: float = 0.3
+    """Largest global gradient norm, over all parameters and ranks; 0 does not clip."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from zero."""
+    schedule: str = "linear"
+    """How the learning rate falls over the warmdown: linear or cosine."""
+    warmdown: float = 0.5
+    """Last share of the budget over which the learning rate falls."""
+    final_lr: float = 0.0
+    """Learning rate at the very end, as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        choose(ALGORITHMS, self.matrix_algorithm, "optim.matrix_algorithm")
+        other = choose(ALGORITHMS, self.other_algorithm, "optim.other_algorithm")
+        require(
+            isinstance(other, ElementwiseAlgorithm),
+            f"optim.other_algorithm={self.other_algorithm} works on matrices, and gains and embeddings are none; use adamw",
+        )
+        choose(SCHEDULES, self.schedule, "optim.schedule")
+        for name in ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr"):
+            require(getattr(self, name) >= 0, f"optim.{name} must not be negative, got {getattr(self, name)}")
+        for name in ("momentum", "momentum_start", "beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"optim.{name} must lie in 0 <= b < 1, got {getattr(self, name)}")
+        require(0 <= self.warmdown <= 1, f"optim.warmdown is a share of the budget, 0 to 1; got {self.warmdown}")
+        require(0 <= self.final_lr <= 1, f"optim.final_lr is a share of the peak, 0 to 1; got {self.final_lr}")
+        require(self.clip >= 0, f"optim.clip must be 0 (off) or positive, got {self.clip}")
+        require(
+            self.newton_schulz_steps >= 1,
+            f"optim.newton_schulz_steps must be at least 1, got {self.newton_schulz_steps}",
+        )
+
+    def rates(self, progress: float, step: int) -> Rates:
+        """What a step trains with, by the share of the budget spent and the number of the step."""
+        warm = ramp(step + 1, self.warmup_steps, 0.0, 1.0)
+        return Rates(
+            lr_share=SCHEDULES[self.schedule](progress, self.warmdown, self.final_lr) * warm,
+            momentum=ramp(step, self.momentum_steps, self.momentum_start, self.momentum),
+        )
