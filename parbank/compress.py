@@ -1,12 +1,12 @@
-"""Bytes to fewer bytes by lzma, and back under a limit on what a few hostile bytes may become."""
+"""Compresses bytes by lzma, and expands them under a limit, so that a few hostile bytes cannot fill memory."""
 
 import lzma
 
 from parbank.errors import ArtifactError
 
-# Weights are noise to lzma: there is nothing to find in a dictionary, and a large one makes it pay for false finds.
+# Weights are noise to lzma: a dictionary finds nothing, and a large one costs bits for false matches.
 # On Gaussian weights at 6 bits preset 9e takes 5.459 bits each and these filters 5.439 in a quarter of the time; at 4
-# bits 3.458 and 3.236, two integers to a byte (docs/log). lc = lp = pb = 0: neighbours say nothing either.
+# bits 3.458 and 3.236, two integers to a byte (docs/log). lc = lp = pb = 0: neighbours do not help either.
 FILTERS = [
     {
         "id": lzma.FILTER_LZMA2,
@@ -32,8 +32,8 @@ def compress(data: bytes) -> bytes | None:
 
 
 def expand(packed: bytes, size: int | None, *, source: str) -> bytes:
-    """Undoes `compress`, and stops as soon as more comes out than was announced, or than the limit allows. `source` names
-    the place in errors."""
+    """Undoes `compress`. Stops as soon as the output exceeds the announced size or the limit. `source` names the place
+    in errors."""
     limit = _limit(packed) if size is None else size
     if limit > _limit(packed):
         raise ArtifactError.damaged(source, f"it claims to hold {limit:,} bytes in {len(packed):,}")

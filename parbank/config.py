@@ -1,6 +1,6 @@
-"""What every config dataclass shares: to and from plain dicts, `a.b=value` overrides, and the docs beside the fields.
+"""Helpers for every config dataclass: to and from plain dicts, `a.b=value` overrides, and the docstrings of fields.
 
-Configs are frozen keyword-only dataclasses that live beside their owner. Nothing here knows any one of them.
+Configs are frozen keyword-only dataclasses, each beside its owner. Nothing here depends on a particular one.
 """
 
 import ast
@@ -40,10 +40,10 @@ def from_dict(cls: type[C], values: dict[str, Any], *, path: str = "") -> C:
 
 
 def override(config: C, *assignments: str) -> C:
-    """Returns a copy with each `a.b=value` applied. Values are JSON where they parse as JSON, else plain strings.
+    """Returns a copy with each `a.b=value` applied. A value is JSON if it parses as JSON, else a plain string.
 
-    All assignments are applied before the result is checked, so two settings that only fit together may be set in any
-    order.
+    All assignments are applied before the result is checked, so two settings that depend on each other may be set in
+    any order.
     """
     values = to_dict(config)
     for assignment in assignments:
@@ -83,7 +83,7 @@ def field_docs(cls: type) -> dict[str, str]:
     """The docstring written under each field. Python drops them at run time, so they are read from the source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except OSError:  # no source at hand (a frozen build): the docs are a nicety
+    except OSError:  # no source available (a frozen build): docstrings are optional
         return {}
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     docs = {}
@@ -115,7 +115,7 @@ def _join(path: str, name: str) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """What the text of an assignment stands for: JSON where it parses as JSON, else plain text."""
+    """The value of an assignment's text: JSON if it parses as JSON, else the text itself."""
     try:
         return json.loads(text.replace("_", "") if text.replace("_", "").isdigit() else text)
     except json.JSONDecodeError:

@@ -1,12 +1,12 @@
-"""Errors meant for the person at the keyboard.
+"""Errors for the person at the keyboard.
 
-Each message says what was wrong, what was given, what is allowed, and what to do. The command line prints it without a
-traceback; anything that is not a ParbankError is a bug in parbank and keeps its traceback.
+Each message says what was wrong, what was given, what is allowed, and what to do. The command line prints it without
+a traceback. Any other exception is a bug in parbank and keeps its traceback.
 """
 
 
 class ParbankError(Exception):
-    """Base of every error a user can cause and mend."""
+    """Base of every error that a user can cause and fix."""
 
 
 class ConfigError(ParbankError):
@@ -22,7 +22,7 @@ class ArtifactError(ParbankError):
 
     @classmethod
     def damaged(cls, source: str, what: str) -> "ArtifactError":
-        """For a file, or a place in one, whose bytes are not those that were written."""
+        """The error for a file, or a part of one, whose bytes differ from those that were written."""
         return cls(f"{source} is damaged: {what}; copy or download it again, or write it anew with `parbank pack`")
 
 
@@ -35,7 +35,7 @@ class CheckpointError(ParbankError):
 
 
 class DeviceError(ParbankError):
-    """A device or process group that was asked for and is not there."""
+    """A requested device or process group that does not exist."""
 
 
 class TrainingError(ParbankError):

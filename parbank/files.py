@@ -1,4 +1,4 @@
-"""Files that are whole or absent: one writer for everything a user keeps, and the folder for what can be made again."""
+"""Atomic file writes, and the cache folder for everything that can be rebuilt."""
 
 import json
 import os
@@ -15,9 +15,9 @@ def default_cache() -> Path:
 
 
 def write_file(path: str | Path, data: bytes) -> int:
-    """Puts `data` at `path` in one step and returns its size.
+    """Writes `data` to `path` atomically and returns its size.
 
-    A reader sees the old file or the whole new one, also after a crash or a power cut.
+    A reader sees the old file or the whole new one, even after a crash or a power cut.
     """
     target = Path(path)
     # A random name in the same folder: os.replace is atomic only within a file system, and two writers never share it.
@@ -48,7 +48,7 @@ def write_json(path: str | Path, value: Any) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes a rename itself survive a power cut, where the system lets a folder be synced."""
+    """Syncs a folder, so that a rename survives a power cut, where the system supports it."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

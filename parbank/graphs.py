@@ -1,8 +1,8 @@
-"""Work on a GPU replayed as CUDA graphs: some hundreds of launches become one.
+"""GPU work replayed as CUDA graphs: hundreds of launches become one.
 
-A pass of a small model is many short kernels, and Python needs about as long to launch them as the GPU to run them. A graph
-replays the same kernels on the same memory. So what it reads and writes must stay in place: inputs are copied to where it
-found them, and results are what the work leaves in tensors of its own, or hands back for use at once.
+A pass of a small model is many short kernels, and Python needs about as long to launch them as the GPU to run them. A
+graph replays the same kernels on the same memory. So inputs are copied to the addresses that were captured, and
+results stay in tensors of the work or are used at once.
 """
 
 import gc
@@ -19,13 +19,13 @@ Result = TypeVar("Result")
 
 
 def addresses(tensors: Iterable[Tensor | None]) -> Places:
-    """Where tensors lie; None for what is not there."""
+    """The addresses of tensors; None for a missing tensor."""
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 @dataclass
 class _Recorded:
-    """The graph of one set of shapes, and what it holds on to."""
+    """The graph of one set of shapes, and the tensors that it keeps alive."""
 
     inputs: list[Tensor]
     places: Places
@@ -34,10 +34,10 @@ class _Recorded:
 
 
 class Graphs:
-    """The graphs of one piece of work, one for each set of shapes it meets. They are freed with this object."""
+    """The graphs of one piece of work, one for each set of input shapes. They are freed with this object."""
 
     def __init__(self, *, enabled: bool) -> None:
-        """Not enabled, every call runs launch by launch."""
+        """If not enabled, every call runs launch by launch."""
         self._enabled = enabled
         self._recorded: dict[tuple[Any, ...], _Recorded] = {}
         self._pool: Any = None  # what graph_pool_handle gives: an opaque handle
@@ -51,14 +51,15 @@ class Graphs:
         key: tuple[Any, ...] = (),
         places: Callable[[], Places] = list,
     ) -> Result:
-        """`work(*inputs)`: the first time as it is, which compiles and makes what stays, and from then on as a graph.
+        """Runs `work(*inputs)`: the first time launch by launch, which compiles and allocates, and from then on as a
+        graph.
 
-        `key` is what the work depends on beside the shapes of its inputs; `places` gives the addresses of what it uses and
-        somebody else may move: where they have changed it starts over. The work is handed in with every call, not kept, so
-        that who owns both is in no cycle with its graphs, and their memory is free the moment it is dropped.
+        `key` holds everything the work depends on besides the shapes of its inputs. `places` gives the addresses of
+        tensors that the work uses and others may move; if they change, the graph is captured again. The work is
+        passed with every call and not stored, so that no reference cycle keeps a graph's memory alive.
 
-        What the work returned is returned. The tensors of a graph lie where it was recorded, and the next run, of whatever
-        shapes, may overwrite them.
+        Returns the result of the work. A graph's tensors lie where it was captured, and the next run, of any shapes,
+        may overwrite them.
         """
         if not self._enabled:
             return work(*inputs)
@@ -79,7 +80,7 @@ class Graphs:
     def _capture(self, work: Callable[..., Result], inputs: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Records the work; nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
-        # One pool for the graphs of all shapes: they run one after another, and what they leave lies outside it.
+        # One pool for the graphs of all shapes: they run one after another, and their results lie outside it.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with recording(graph, self._pool):
             result = work(*inputs)
@@ -89,10 +90,10 @@ class Graphs:
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """What is launched inside becomes the graph.
+    """Captures all launches inside this context.
 
-    Python's garbage collector waits until it is done: it may find an older graph, a pinned buffer or an event, and freeing one
-    of those ends a recording. A loader's thread may wait for its copies meanwhile (thread_local): no stream of ours.
+    Garbage collection is off meanwhile: it might free an older graph, a pinned buffer or an event, which ends a
+    capture. `thread_local` lets a loader's thread wait for its copies, which are on another stream.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
 """Recipes: functions that return a whole config.
 
-They live inside the package, not beside it, because an installed `parbank train --recipe golf` must find them without
-claiming the top-level name `recipes` on somebody's machine.
+They are part of the package, because an installed `parbank train --recipe golf` must find them without a top-level
+module named `recipes`. The golf model follows parameter-golf #549.
 """
 
 import difflib
@@ -42,9 +42,9 @@ GOLF_MODEL = ModelConfig(
 
 
 def golf() -> RunConfig:
-    """The published track: 600 s on 8 GPUs, 16,000,000 bytes of artifact and code, FineWeb with 1024 tokens.
+    """The parameter-golf track: 600 s on 8 GPUs, 16,000,000 bytes of artifact and code, FineWeb with 1024 tokens.
 
-    Fewer GPUs take the same batches in more passes.
+    Fewer GPUs run the same batches in more passes.
     """
     return RunConfig(
         recipe="golf",
@@ -60,7 +60,7 @@ def golf() -> RunConfig:
 
 
 def sprint() -> RunConfig:
-    """golf's model in 120 s on one GPU: a quarter of the batch, so that there are some 900 steps."""
+    """The golf model in 120 s on one GPU: a quarter of the batch, so that there are about 900 steps."""
     return replace(
         golf(),
         recipe="sprint",
@@ -68,14 +68,14 @@ def sprint() -> RunConfig:
         budget=BudgetConfig(minutes=2, max_bytes=16_000_000, count_code=True),
         batch=BatchConfig(sequence_length=2048, batch_tokens=196_608, micro_batch_tokens=98_304),
         optim=OptimConfig(warmdown=0.5),
-        average=AverageConfig(ema_decay=0.98),  # 0.997 remembers 330 steps: far too many of 800
+        average=AverageConfig(ema_decay=0.98),  # 0.997 averages over 330 steps: too many of 800
     )
 
 
 def demo() -> RunConfig:
-    """Three minutes on two CPU cores: the whole line from text to scored artifact, on text every machine has.
+    """Three minutes on two CPU cores: from text to scored artifact, on text that every machine has.
 
-    On so little arithmetic many small steps beat few large ones, hence the batch of four short windows.
+    With so little compute many small steps beat few large ones, hence the batch of four short windows.
     """
     return RunConfig(
         recipe="demo",
@@ -93,7 +93,7 @@ def demo() -> RunConfig:
 
 
 def nano() -> RunConfig:
-    """Seconds on anything: for tests, and to see that an installation works."""
+    """Seconds on any machine: for tests, and to check an installation."""
     return RunConfig(
         recipe="nano",
         data="stdlib",

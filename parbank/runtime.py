@@ -1,6 +1,6 @@
-"""Where a run happens: its device, its rank and its world.
+"""The device, rank and world of a run.
 
-One rank is the same path as many with the communication skipped, so nothing above this file asks whether a process group
+One rank runs the same code as many, with communication skipped. So no other module asks whether a process group
 exists.
 """
 
@@ -26,7 +26,7 @@ LARGEST_SEED = 2**63 - 1  # what PyTorch's generators take
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """The device and the place in the process group that one process has."""
+    """The device of one process, and its rank in the process group."""
 
     device: torch.device
     rank: int = 0
@@ -47,7 +47,7 @@ class Runtime:
         return tensor
 
     def agree(self, values: list[float]) -> list[float]:
-        """The element-wise maximum over all ranks, through host memory: no rank's GPU is waited for."""
+        """The element-wise maximum over all ranks, through host memory: no rank waits for its GPU."""
         if self.world == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -65,9 +65,10 @@ class Runtime:
             self.agree([0.0])
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        """The first rank works while the others wait, and then they do: files the first one makes are ready for them.
+        """The first rank works while the others wait; then the others work. So the others find files that the first rank
+        made.
 
-        Where the first rank fails, it says why, and the others leave without a word.
+        If the first rank fails, it raises its error, and the others exit silently.
         """
         result, error = None, None
         if self.is_main:
@@ -83,13 +84,13 @@ class Runtime:
         return result if self.is_main else work()  # type: ignore[return-value]
 
     def synchronize(self) -> None:
-        """Waits for the device: only for measuring and for saving, never inside the loop."""
+        """Waits for the device. For measuring and saving only, never inside the loop."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
 
 def pick_device(name: str | None) -> torch.device:
-    """`auto` (or nothing) takes a GPU where there is one; a device that was asked for and is missing is an error."""
+    """`auto` takes a GPU where there is one. A requested device that is missing is an error."""
     if name in (None, "auto"):
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -111,10 +112,10 @@ def pick_device(name: str | None) -> torch.device:
 
 @contextlib.contextmanager
 def start(device: str | None = None) -> Iterator[Runtime]:
-    """Joins the process group that torchrun set up, or runs alone; leaves the group at the end, also on an error.
+    """Joins the process group that torchrun set up, or runs alone. Leaves the group at the end, also after an error.
 
-    With GPUs the group has both backends: nccl for tensors on the device, gloo for the few host numbers ranks agree on
-    (the clock, a stop signal), which must not wait for the GPU.
+    With GPUs the group has two backends: nccl for tensors on the device, and gloo for host numbers that ranks agree
+    on (the clock, a stop signal), which must not wait for the GPU.
     """
     chosen = pick_device(device)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -141,7 +142,7 @@ def start(device: str | None = None) -> Iterator[Runtime]:
 
 
 def check_seed(seed: int) -> None:
-    """Refuses what the generators would refuse later, and less clearly."""
+    """Refuses a seed that PyTorch's generators would refuse later, with a clearer message."""
     if not 0 <= seed <= LARGEST_SEED:
         raise ConfigError(f"a seed is a whole number from 0 to {LARGEST_SEED}, got {seed}")
 
@@ -154,7 +155,7 @@ def seed_everything(seed: int) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What a result was made with: written into summaries, checkpoints and benchmark results."""
+    """Versions of the software, for summaries, checkpoints and benchmark results."""
     from parbank import __version__
 
     found = {

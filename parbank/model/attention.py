@@ -1,4 +1,8 @@
-"""Causal grouped-query attention with QK norm, partial RoPE, and the recipe's options on values and outputs."""
+"""Causal grouped-query attention with QK norm, partial RoPE, and the recipe's options on values and outputs.
+
+Sources: GQA (Ainslie et al.), QK norm (Henry et al.), RoPE (Su et al.), exclusive attention (Zhai), value residual
+(Zhou et al.), gated attention (Qiu et al.).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +18,7 @@ from parbank.ops import reference
 
 @dataclass(frozen=True)
 class Context:
-    """What every layer of one forward pass shares."""
+    """Tensors that all layers of a forward pass share."""
 
     cos: Tensor  # (T, rope_dims / 2), float32
     sin: Tensor
@@ -23,7 +27,7 @@ class Context:
 
 
 def rope_tables(length: int, dims: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * frequency, (length, dims / 2), worked out in float64: position 30,000 has five digits."""
+    """cos and sin of position * frequency, (length, dims / 2), computed in float64: position 30,000 has five digits."""
     frequencies = base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / max(dims, 1))
     angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
     return angles.cos().float(), angles.sin().float()
@@ -50,11 +54,11 @@ class Attention(nn.Module):
         first: Tensor | None,
         entry: ops.BlockInput,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """x (B, T, width) is what the block was given; `entry` says how its stream follows from that; `first` is the first layer's
-        values.
+        """x (B, T, width) is the input of the block; `entry` says how its stream follows from x; `first` are the first
+        layer's values.
 
-        Returns x for whoever reads it further on, the stream, what attention puts out, (B, T, width), and the values where some
-        later layer needs them.
+        Returns x for later readers, the stream, the output of attention (B, T, width), and the values where a later
+        layer needs them.
         """
         c = self.config
         batch, length, _ = x.shape

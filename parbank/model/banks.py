@@ -1,9 +1,10 @@
-"""Banks: all weight matrices of one shape, stacked in one contiguous (N, rows, cols) parameter.
+"""Banks: all weight matrices of one shape, stacked in one contiguous (N, rows, cols) parameter. (Idea: parameter-golf
+#399; matrices stored transposed: modded-nanogpt #109.)
 
-An optimizer that works on whole matrices then sees a few large batches instead of dozens of small products, and a rank
-owns a slice of a bank. Two matrices whose shapes are each other's transpose share a bank: the second is stored
-transposed, and read back through a view. What a matrix *is* (its logical shape, its name) stays with its entry, so
-checkpoints keep plain per-layer names and a shape-dependent learning rate uses the logical shape.
+An optimizer that works on whole matrices sees a few large batches instead of dozens of small products, and a rank can
+own a slice of a bank. Two matrices whose shapes are each other's transpose share a bank: the second is stored
+transposed and read through a view. Each slot keeps the matrix's name and logical shape. So checkpoints keep plain
+per-layer names, and a shape-dependent learning rate uses the logical shape.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,9 +27,9 @@ class Slot:
 
 
 class Banks(nn.Module):
-    """Holds matrices in banks by shape, and hands them out by name.
+    """Stores matrices in banks by shape, and returns them by name.
 
-    The names are those the matrices would have as plain parameters of the model; `split` and `join` translate.
+    The names are those of plain parameters of the model; `split` and `join` translate.
     """
 
     def __init__(self, shapes: dict[str, tuple[int, int]]) -> None:
@@ -57,15 +58,16 @@ class Banks(nn.Module):
     ) -> dict[str, Tensor]:
         """Every matrix in its logical orientation, as views of the banks cast to `dtype`.
 
-        `gains` has a gain per output channel for some of the matrices, by name: those rows are multiplied by it.
+        `gains` maps names of some matrices to a gain per output channel, which multiplies the rows.
 
-        A whole bank is cast in one pass, and unbind's backward is one stack: reading `bank[i]` layer by layer would make a
-        full-size zero tensor for every layer's gradient. Gains are applied to a run of matrices at a time for the same
-        reason: a layer's own product is a launch of two microseconds with a gap beside it, forward and three times back.
+        A whole bank is cast in one pass, and the backward of unbind is one stack. Reading `bank[i]` layer by layer
+        would fill a full-size zero tensor for every layer's gradient. Gains are applied to a run of matrices at a
+        time for the same reason: a product per layer is a launch of two microseconds with a gap, once forward and
+        three times backward.
         """
         found = {}
         for key, entries in self.entries.items():
-            bank: Tensor = getattr(self, key)  # torch.func.functional_call puts a plain tensor in the parameter's place
+            bank: Tensor = getattr(self, key)  # torch.func.functional_call replaces the parameter by a plain tensor
             if self.fake is not None:
                 bank = self.fake(key, bank)
             if dtype is not None:
@@ -76,13 +78,13 @@ class Banks(nn.Module):
         return found
 
     def quantise_in_training(self, *, bits: int, rounding: Rounding) -> FakeQuantiser:
-        """Puts a switch between the banks and whoever reads them; see qat.py."""
+        """Adds quantisation-aware training between the banks and their readers; see qat.py."""
         self.fake = FakeQuantiser(self.transposed, bits=bits, rounding=rounding).to(next(self.parameters()).device)
         return self.fake
 
     def split(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """Replaces bank-shaped tensors (weights, averages) by named logical matrices, as views. `prefix` leads to this
-        module: the bank "512x512" stands in `tensors` as prefix + "512x512"."""
+        """Replaces banks (weights, averages) by named logical matrices, as views. In `tensors` a bank is named prefix +
+        "512x512"."""
         rest = dict(tensors)
         for key, entries in self.entries.items():
             for entry, matrix in zip(entries, rest.pop(prefix + key).unbind(0)):
@@ -90,7 +92,7 @@ class Banks(nn.Module):
         return rest
 
     def join(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """The inverse of `split`. A bank with a matrix missing is left out, for load_state_dict to report."""
+        """The inverse of `split`. A bank that lacks a matrix is left out, so that load_state_dict reports it."""
         rest = dict(tensors)
         for key, entries in self.entries.items():
             if all(entry.name in rest for entry in entries):
@@ -100,7 +102,7 @@ class Banks(nn.Module):
 
 
 def _split_runs(slots: list[Slot], bank: Tensor, gains: Mapping[str, Tensor]) -> Iterator[tuple[list[Slot], Tensor]]:
-    """The neighbours in a bank that are stored one way and have gains, or have none, with their gains applied."""
+    """Runs of neighbouring matrices with one orientation, with or without gains, and with the gains applied."""
     runs = [list(run) for _, run in groupby(slots, key=lambda slot: (slot.name in gains, slot.transposed))]
     for run, part in zip(runs, bank.split([len(run) for run in runs])):
         if run[0].name not in gains:

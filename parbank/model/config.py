@@ -1,4 +1,4 @@
-"""The shape of a model. Every element of the published recipe is a field here, and each can be switched off."""
+"""The shape of a model. Every element of the recipe of parameter-golf #549 is a field and can be switched off."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -25,7 +25,7 @@ class ModelConfig:
     kv_heads: int = 4
     """Key and value heads; each serves heads / kv_heads query heads."""
     mlp_multiple: float = 3.0
-    """Hidden width of the MLP over the model's width."""
+    """Hidden width of the MLP, as a multiple of the model's width."""
     activation: Activation = "leaky_relu_squared"
     """The MLP's nonlinearity."""
     activation_slope: float = 0.5
@@ -35,7 +35,7 @@ class ModelConfig:
     rope_dims: int = 64
     """Channels of each head that rotate with position; the others carry no position. 0 turns RoPE off."""
     rope_base: float = 10_000.0
-    """The slowest rotation's wavelength scale."""
+    """Base of RoPE's frequencies."""
     norm_scale: bool = False
     """Scale each block's norms by 1/sqrt(layer + 1), so that deep blocks write smaller updates."""
     unet_skips: bool = False
@@ -43,7 +43,7 @@ class ModelConfig:
     residual_mix: bool = False
     """Each block starts from a learned mix of the residual stream and the embedding."""
     block_gains: bool = False
-    """A learned gain per channel on what attention and MLP add to the residual stream."""
+    """A learned gain per channel on the outputs of attention and MLP."""
     smear: bool = False
     """A learned gate per channel that mixes in the previous position's embedding."""
     bigram_buckets: int = 0
@@ -51,11 +51,11 @@ class ModelConfig:
     bigram_width: int = 128
     """Channels of the bigram embedding before it is projected to the model's width."""
     value_layers: tuple[int, ...] = ()
-    """Layers whose values get a token-embedding of their own added."""
+    """Layers whose values get a separate token embedding added."""
     value_width: int = 128
     """Channels of the value embedding before it is projected to the values' width."""
     xsa_layers: int = 0
-    """Exclusive self-attention on the last n layers: an output's part along its own value is removed. -1: all layers."""
+    """Exclusive self-attention on the last n layers: removes an output's component along its own value. -1: all layers."""
     gated_attention: bool = False
     """A gate per head, from the block's input, on the attention output."""
     value_residual: bool = False

@@ -1,4 +1,4 @@
-"""What goes into the residual stream before the first block: hashed bigrams, the smear gate, value embeddings."""
+"""Embeddings before the first block: hashed bigrams (modded-nanogpt #201), the smear gate (#130), value embeddings."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,8 @@ HASH_CURRENT, HASH_PREVIOUS = 40_499, 25_033
 
 
 def make_table(rows: int, width: int) -> nn.Embedding:
-    """An embedding with PyTorch's start. On "meta" there is none: it would import PyTorch's compiler, which takes seconds."""
+    """An embedding with PyTorch's initial values. On "meta" none: initialising would import PyTorch's compiler, which
+    takes seconds."""
     weight = torch.empty(rows, width)
     return nn.Embedding(rows, width, _weight=weight) if weight.is_meta else nn.Embedding(rows, width)
 
@@ -31,7 +32,7 @@ class BigramEmbedding(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.05))
 
     def forward(self, ids: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
-        """ids (B, T); starts (B, T) marks positions that must not look at the one before."""
+        """ids (B, T); starts (B, T) marks positions that must not see the position before."""
         previous = F.pad(ids[:, :-1], (1, 0))
         hashed = (HASH_CURRENT * ids ^ HASH_PREVIOUS * previous) % (self.buckets - 1)
         rows = torch.where(starts, self.buckets - 1, hashed)

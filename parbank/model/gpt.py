@@ -53,8 +53,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """gain * `skip` = (tensor, gain per channel) is added to x first.
 
-        Returns the next x, this one for whoever reads it further on (if `handed_on`), and the values of the attention where a
-        later layer needs them.
+        Returns the next x, this x for later readers (if `handed_on`), and the values of the attention where a later
+        layer needs them.
         """
         gains = (None, None) if folds_gains(x) else (self.attention_gain, self.mlp_gain)
         mix = None if self.residual_mix is None else (x0, self.residual_mix[0], self.residual_mix[1])
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
 
 class Skips:
-    """The outputs of the first half of the blocks, on their way to the inputs of the second half, last to first."""
+    """The outputs of the first half of the blocks, added to the inputs of the second half, last to first."""
 
     def __init__(self, gains: Tensor | None, layers: int) -> None:
         self.gains, self.layers = gains, layers
@@ -98,7 +98,7 @@ class Skips:
         return self._held.pop(), self.gains[self.layers - 1 - layer]
 
     def keeps(self, layer: int) -> bool:
-        """Whether a block's input is wanted again further on."""
+        """Whether a later block reads this block's input."""
         return 0 < layer <= self.count and layer < self.layers - self.count
 
     def keep(self, layer: int, x: Tensor) -> None:
@@ -132,7 +132,7 @@ class GPT(nn.Module):
         self.banks = Banks(_matrix_shapes(c))
         self.register_state_dict_post_hook(_write_plain_names)
         self.register_load_state_dict_pre_hook(_read_plain_names)
-        # Tables, not arithmetic in the forward pass: Inductor would redo the cosines for every element of every query.
+        # Tables, not arithmetic in the forward pass: Inductor would recompute the cosines for every element of every query.
         self.register_buffer("cos", torch.empty(MAX_POSITIONS, c.rope_dims // 2), persistent=False)
         self.register_buffer("sin", torch.empty(MAX_POSITIONS, c.rope_dims // 2), persistent=False)
         if not self.token_embedding.weight.is_meta:
@@ -141,8 +141,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Orthogonal matrices, except those that write to the residual stream: they start at zero, so every block starts
-        as the identity. Small embeddings, because the tied head reads them too."""
+        """Orthogonal matrices (Saxe et al.), except those that write to the residual stream: they start at zero, so
+        every block starts as the identity. Small embeddings, because the tied head reads them too."""
         with _one_thread():
             for name, matrix in self.banks.matrices().items():
                 if name.endswith(("output.weight", "down.weight")):
@@ -151,7 +151,7 @@ class GPT(nn.Module):
                     nn.init.orthogonal_(matrix)
         self.token_embedding.weight.normal_(std=self.config.embedding_std)
         if self.bigram is not None:
-            # One of the two at zero starts as nothing; both at zero would get no gradient and stay nothing.
+            # With one of the two at zero their product starts at zero; with both at zero neither would get a gradient.
             self.bigram.embedding.weight.zero_()
             nn.init.orthogonal_(self.bigram.projection)
         if self.value_embedding is not None:
@@ -161,7 +161,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def fill_tables(self) -> None:
-        """Computes what is not a parameter. Needed again only for a model that was built without memory (on "meta")."""
+        """Computes tensors that are not parameters. Needed again only for a model that was built on "meta"."""
         cos, sin = rope_tables(MAX_POSITIONS, self.config.rope_dims, self.config.rope_base)
         self.cos.copy_(cos)
         self.sin.copy_(sin)
@@ -218,7 +218,7 @@ class GPT(nn.Module):
         return ops.rms_norm(x)
 
     def matrices(self, x: Tensor) -> dict[str, Tensor]:
-        """Every matrix in the dtype of x, with the gains of what it puts out folded in where `folds_gains`."""
+        """Every matrix in the dtype of x, with output gains folded in where `folds_gains`."""
         gains: dict[str, Tensor] = {}
         if self.config.block_gains and folds_gains(x):
             for layer, block in enumerate(cast(Iterable[Block], self.blocks)):
@@ -242,7 +242,7 @@ def _matrix_names(layer: int) -> dict[str, str]:
 
 
 def _matrix_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Every matrix's (out, in), kind by kind, so that a bank is a run of queries, then a run of outputs, and so on."""
+    """Every matrix's (out, in), kind by kind, so that a bank holds a run of queries, then a run of outputs, and so on."""
     shapes = {
         "query": (c.width, c.width),
         "output": (c.width, c.width),
@@ -274,8 +274,8 @@ def _translate(state: dict[str, Any], prefix: str, change: Callable[[dict[str, A
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Factorising one matrix of a few hundred rows after another is quickest so: the threads of a busy machine spend their
-    time waiting for each other. And the start does not depend on their number."""
+    """Uses one thread. For factorising matrices of a few hundred rows that is fastest, since threads of a busy machine
+    wait for each other, and the initial weights do not depend on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -287,8 +287,8 @@ def _one_thread() -> Iterator[None]:
 def folds_gains(x: Tensor) -> bool:
     """Whether a block's gains are folded into its matrices, g * (W x) = (g * W) x: where the kernels run.
 
-    A gain's gradient is then a sum over a matrix. Over the outputs it would be a sum over every token of the batch, which
-    reads both the outputs and their gradient once more.
+    A gain's gradient is then a sum over a matrix. Otherwise it is a sum over every token of the batch, which reads
+    the outputs and their gradient once more.
     """
     return use_triton(x)
 
@@ -298,7 +298,7 @@ def _gained(x: Tensor, gain: Tensor | None) -> Tensor:
 
 
 def _document_starts(ids: Tensor, bos_id: int | None) -> Tensor:
-    """(B, T): true where a position must not look at the one before: the first of the window and, isolated, each BOS."""
+    """(B, T): true where a position must not see the position before: the first of a window and, if isolated, each BOS."""
     first = (torch.arange(ids.shape[1], device=ids.device) == 0).expand(ids.shape)
     return first if bos_id is None else first | (ids == bos_id)
 

@@ -1,4 +1,4 @@
-"""What parbank asks of a model that it did not write, and how such a model is scored."""
+"""The interface of a model that parbank did not write, and how such a model is scored."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol

@@ -1,18 +1,19 @@
-"""Quantisation-aware training on banks: the forward pass sees weights as integers per row would store them.
+"""Quantisation-aware training on banks: the forward pass sees the weights as integers per row would store them.
 
 With s a row's largest magnitude over q and w_hat = s round(w / s), the forward pass reads
 
     w + switch * (w_hat - w),
 
-where the switch is a tensor of 0 or 1. It is part of every compiled graph from the first step on, so turning it in the middle of
-a run compiles nothing, and a captured CUDA graph reads it like any other memory. At 0 the weights are as they were, to the bit.
+where the switch is a tensor of 0 or 1. It is part of every graph from the first step, so turning it on in the middle
+of a run compiles nothing, and a captured CUDA graph follows it. At 0 the weights are unchanged, to the bit.
 
-Backward takes the rounding for the identity (straight through). Or else both directions replace it by the soft staircase
+Backward treats the rounding as the identity (straight through, Bengio et al. 2013). Or both directions replace it by
+the soft staircase
 
     soft(x) = floor(x) + 1/2 + tanh(a (x - floor(x) - 1/2)) / (2 tanh(a / 2)),
 
-which is steep between the integers and flat on them, and has a gradient that says so. A row is a row of the matrix as the model
-reads it: of a matrix that is stored transposed, a column of the bank.
+which is steep between the integers and flat on them. A row is a row of the matrix as the model reads it: a column of
+the bank if the matrix is stored transposed.
 """
 
 import math
@@ -41,7 +42,7 @@ class FakeQuantiser(nn.Module):
             self.register_buffer(f"turned_{key}", torch.tensor(flags)[:, None, None], persistent=False)
 
     def turn(self, on: bool) -> None:
-        """Without waiting for the device, and without compiling anything."""
+        """Sets the switch, without waiting for the device and without compiling anything."""
         self.switch.fill_(float(on))
 
     def forward(self, key: str, bank: Tensor) -> Tensor:

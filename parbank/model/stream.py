@@ -1,15 +1,15 @@
-"""The model over a running text: each token is computed once, with a full window of context behind it.
+"""The model over a running text: each token is computed once, with a full window of context. (Cached segments:
+Transformer-XL, Dai et al.)
 
-A text of any length goes through in segments. In every layer a token attends to the last `window` tokens, itself
-included, and the keys and values of earlier tokens are those they got when they were new: a segment leaves its last
-window - 1 of them, layer by layer, to the next one. That is the same as one pass over the whole text under a banded mask,
-so where the text is cut changes the result by rounding only. The receptive field is `layers` times the window: what a
-key of layer 5 holds came from further back.
+A text of any length is read in segments. In every layer a token attends to the last `window` tokens, itself included,
+with the keys and values that earlier tokens got when they were computed. A segment passes its last window - 1 keys
+and values on, layer by layer. This equals one pass over the whole text under a banded mask, so segment boundaries
+change the result by rounding only. The receptive field is `layers` times the window.
 
-Keys are rotated by their place in the text, however far on: RoPE is relative, and cosines worked out in float64 are as good
-at token ten million as at the first. So a key that is carried on is never rotated again.
+Keys are rotated by their absolute position. RoPE is relative, and cosines from float64 are as accurate at token ten
+million as at the first. So a carried key is never rotated again.
 
-Nothing else needs carrying. Smear and bigrams look one and two tokens back, and a segment is given those two tokens.
+Nothing else is carried. Smear and bigrams see one and two tokens back, and a segment receives those two tokens.
 """
 
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ from parbank.model.attention import Context
 from parbank.model.gpt import GPT, Skips, _of_layer
 from parbank.ops.window_attention import takes
 
-BEFORE = 2  # tokens given ahead of a segment: smear looks one back, at an embedding whose bigram looks one more back
+BEFORE = 2  # tokens before a segment: smear reads one back, and that embedding's bigram one more
 
 Past = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens of the text. Everything here follows from the text; what does not comes through a Carry."""
+    """A run of tokens of the text. Everything in it follows from the text; the rest comes through a Carry."""
 
     ids: Tensor  # (T,) its tokens
     start: int  # the place of the first one in the text
@@ -61,15 +61,14 @@ class Segment:
 
 
 class Carry(Protocol):
-    """Where a layer's keys and values come from and go to: the memory of one process, or its neighbours."""
+    """Source and destination of a layer's keys and values: the memory of one process, or neighbouring ranks."""
 
     def take(self, layer: int) -> Past | None: ...
     def give(self, layer: int, past: Past) -> None: ...
 
 
 class LocalCarry:
-    """The carry of a stream that one process reads from end to end. It stays where the first segment left it, as a graph
-    that reads and writes it wants it to."""
+    """The carry of a stream that one process reads. Its tensors stay in place, as a CUDA graph needs."""
 
     def __init__(self) -> None:
         self._held: dict[int, Past] = {}
@@ -86,10 +85,10 @@ class LocalCarry:
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back the queries of a segment may look, counting keys from the first one carried.
+    """How far back the queries of a segment may see, counting keys from the first carried key.
 
-    A key is seen if it is in the window and not before `low`. `queries` and `keys` say the same as runs, one a document,
-    the way varlen attention takes it.
+    A query sees a key that is in the window and not before `low`. `queries` and `keys` hold the same as runs, one per
+    document, in the form of varlen attention.
     """
 
     low: Tensor  # (T,)
@@ -99,8 +98,8 @@ class Reach:
 
     @classmethod
     def spread(cls, queries: Tensor, keys: Tensor, length: int) -> "Reach":
-        """From the runs, for a segment of so many tokens. Worked out on the device: `low` is as long as the segment, and the
-        host would wait for the GPU to copy it."""
+        """From the runs, for a segment of so many tokens. Computed on the device: `low` is as long as the segment, and
+        copying it would wait for the GPU."""
         place = torch.arange(length, dtype=torch.int32, device=keys.device)
         return cls(keys[torch.searchsorted(queries[1:], place, right=True)], queries, keys, has_flash(keys.device))
 
@@ -109,8 +108,8 @@ class Stream:
     """A model reading one text, segment after segment."""
 
     def __init__(self, model: GPT, window: int, *, carry: Carry | None = None, graph: bool = False) -> None:
-        """`graph` replays segments of a length, from the second on, as a CUDA graph: for short ones, which take longer to
-        launch than to run, and with a carry that stays in place. It holds on to the memory of a pass."""
+        """`graph` replays segments of one length, from the second on, as a CUDA graph. That pays for short segments,
+        which take longer to launch than to run. It needs a carry that stays in place, and keeps the memory of a pass."""
         self.model, self.window = model, window
         self._graphs = Graphs(enabled=graph and model.token_embedding.weight.is_cuda)
         self.carry = carry if carry is not None else LocalCarry()
@@ -121,8 +120,8 @@ class Stream:
         return self._graphs.captures
 
     def read(self, segment: Segment, targets: Tensor | None = None, *, last: bool = False) -> Tensor:
-        """The nats of `targets` (T,), one each, or the logits of the next token at every place (`last`: at the last one).
-        To be used before the next segment is read: a graph writes to the same place again."""
+        """The nats of `targets` (T,), one each, or the logits of the next token at every position (`last`: at the last
+        only). Use them before the next segment is read: a graph overwrites them."""
         device = self.model.token_embedding.weight.device
         ids = torch.cat([segment.before, segment.ids])[None].long()
         numbers = (segment.start, BEFORE - min(segment.start, BEFORE))  # the second: what of `ids` is ahead of the text
@@ -168,10 +167,10 @@ class Stream:
         return _read_out(model, x, None if targets is None else targets[None])[0]
 
     def _nothing(self, dtype: torch.dtype, device: torch.device) -> Past:
-        """What stands ahead of the text: as many keys as ever, so that shapes stay; `Reach.low` hides them."""
+        """The carry before the text: as many keys as always, so that shapes stay; `Reach.low` masks them."""
         c = self.model.config
         shape = (1, self.window - 1, c.kv_heads, c.head_width)
-        # two tensors: Dynamo would compile for keys and values being one, and again for their being two
+        # two tensors: Dynamo would compile once for keys and values as one tensor, and again for two
         return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
 
 
@@ -202,7 +201,7 @@ def _layer(
     past: Past,
     shared: tuple[Tensor, Tensor, Reach, int],
 ) -> tuple[Tensor, Tensor | None, Past]:
-    """One block, on the keys and values carried and its own; returns the next x, the values, and the next carry."""
+    """One block, on carried and own keys and values. Returns the next x, the values, and the next carry."""
     cos, sin, reach, window = shared
     left: list[Past] = []
 
@@ -216,7 +215,7 @@ def _layer(
 
 
 def _keep(past: Tensor, own: Tensor) -> Tensor:
-    """The last keys of both, as many as were carried. A copy, since a view would hold all of the segment."""
+    """The last keys of both, as many as were carried. A copy, since a view would keep the whole segment alive."""
     carried, length = past.shape[1], own.shape[1]
     if length < carried:
         return torch.cat([past[:, length:], own], dim=1)
@@ -243,18 +242,19 @@ def find_runs(segment: Segment, window: int, *, isolated: bool) -> tuple[Tensor,
         max(0, carried - (segment.start - begin)),
         *(carried + cut for cut in cuts[1:]),
     ]  # the first key of each run
-    # Runs without a token at the end, up to a power of two: graphs then meet few numbers of runs.
+    # Empty runs at the end, up to a power of two, so that there are few graphs.
     spare = (1 << (len(cuts) - 1).bit_length()) - len(cuts) + 1
     queries, keys = cuts + [length] * spare, heads + [carried + length] * spare
-    # Never blocking: a copy that is waited for drains the GPU. The driver has taken the numbers when it returns.
+    # Non-blocking: waiting for a copy would drain the GPU. The driver has read the numbers when the call returns.
     first, second = (torch.tensor(n, dtype=torch.int32).to(device, non_blocking=True) for n in (queries, keys))
     return first, second
 
 
 def attend_window(q: Tensor, past: Past, own: Past, window: int, reach: Reach) -> Tensor:
-    """Softmax attention of q (1, T, heads, D) over the keys and values carried (1, window - 1, kv_heads, D) and its own
-    (1, T, kv_heads, D), each query over the `window` keys up to its own, as far as `reach` lets it. The one place that chooses
-    how: a single query, as in sampling, is too little work for the kernel, which has one program a tile and head."""
+    """Softmax attention of q (1, T, heads, D) over carried keys and values (1, window - 1, kv_heads, D) and its own (1,
+    T, kv_heads, D). Each query sees the `window` keys up to its own, as far as `reach` allows. This function chooses
+    the implementation: a single query, as in sampling, is too little work for the kernel, which has one program per
+    tile and head."""
     fits_flash = reach.flash and q.dtype in (torch.bfloat16, torch.float16) and _fits_head(q.shape[-1])
     if fits_flash and (q.shape[1] == 1 or not takes(q, *past, *own)):
         return _attend_flash(q, past, own, window, reach)
@@ -262,8 +262,8 @@ def attend_window(q: Tensor, past: Past, own: Past, window: int, reach: Reach) -
 
 
 def has_flash(device: torch.device) -> bool:
-    """Whether this is a GPU that PyTorch's own FlashAttention 2 runs on. It has windows, which scaled_dot_product_attention
-    does not pass on."""
+    """Whether PyTorch's own FlashAttention 2 runs on this GPU. It supports windows, which scaled_dot_product_attention
+    does not expose."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -272,8 +272,8 @@ def _fits_head(width: int) -> bool:
 
 
 def _attend_flash(q: Tensor, past: Past, own: Past, window: int, reach: Reach) -> Tensor:
-    """The varlen form, one run a document. In a run the last query is lined up with the last key, and keys ahead of the
-    first run's head are never read, so the empty carry at the start of a text is skipped the same way."""
+    """The varlen form, one run per document. In a run the last query is aligned with the last key. Keys before the first
+    run are never read, so the empty carry at the start of a text is skipped in the same way."""
     k, v = (torch.cat(pair, dim=1) for pair in zip(past, own))
     runs = (reach.queries, reach.keys, q.shape[1], k.shape[1])
     y, *_ = torch.ops.aten._flash_attention_forward(
