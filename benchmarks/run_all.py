@@ -5,7 +5,8 @@
 
 Each benchmark is a process of its own. Before one starts, its estimate must fit what is left of --minutes; one that does
 not fit is left out, and the end says so. After each, everything written so far goes into DIR/results.tar.gz, so that a run
-that is cut off leaves what it has: unpack it in benchmarks/results. `sprint` also leaves its artifact there.
+that is cut off leaves what it has. `sprint` also leaves its artifact there. `python benchmarks/claims.py --unpack FILE` puts
+the results in their place and writes the texts; seeds that were run one by one become results of their own.
 
 `quantisation` takes the weights that `sprint` has trained in the same call, or an earlier one on the same machine; `scoring`
 takes the artifact, which --model may name.
