@@ -241,13 +241,18 @@ def read_claims() -> Claims:
 
 
 def unpack(archive: Path, results: Path = RESULTS) -> list[Path]:
-    """Puts an archive's folders in their place. One whose name is taken by another result gets a number."""
+    """Puts an archive's folders in their place. One whose name is taken by another run's result gets a number."""
+
+    def run_of(folder: Path) -> list[str]:
+        about = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        return [about[name] for name in ("date", "time", "command")]
+
     placed = []
     with tempfile.TemporaryDirectory() as temporary, tarfile.open(archive) as packed:
         packed.extractall(temporary, filter="data")
         for source in sorted(path.parent for path in Path(temporary).glob("*/*/result.json")):
             target, number = results / source.parent.name / source.name, 1
-            while target.exists() and (target / "result.json").read_bytes() != (source / "result.json").read_bytes():
+            while target.exists() and run_of(target) != run_of(source):
                 number += 1
                 target = target.with_name(f"{source.name}-{number}")
             shutil.copytree(source, target, dirs_exist_ok=True)

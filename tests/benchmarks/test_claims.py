@@ -52,7 +52,7 @@ def add_result(root: Path, folder: str, **values: float) -> None:
     path.mkdir(parents=True)
     rows = [{"case": "step", "provider": name, "value": value} for name, value in values.items()]
     about = {"claim": "step", "commit": folder[16:25] * 4, "dirty": folder.endswith("-dirty"), "measured": ["parbank"]}
-    about |= {"date": folder[:10], "time": "10:00 UTC", "rows": rows}
+    about |= {"date": folder[:10], "time": "10:00 UTC", "command": f"step.py {values}", "rows": rows}
     (path / "result.json").write_text(json.dumps(about))
 
 
@@ -143,6 +143,11 @@ def test_an_archive_never_replaces_another_result(claims: ModuleType, results: P
         packed.add(results / "step", arcname="./step")
     place = tmp_path / "place"
     add_result(place, "2026-01-01-h200-aaaaaaaaa", ours=1.0)
+    add_result(place, "2026-01-02-h200-bbbbbbbbb", ours=5.0, theirs=12.0)
+    early = place / "step" / "2026-01-02-h200-bbbbbbbbb" / "result.json"
+    early.write_text(json.dumps(json.loads(early.read_text()) | {"rows": []}))
     names = {path.name for path in claims.unpack(archive, place)}
     assert "2026-01-01-h200-aaaaaaaaa-2" in names
+    assert "2026-01-02-h200-bbbbbbbbb-2" not in names
+    assert json.loads(early.read_text())["rows"], "what the same run wrote later replaces what it wrote before"
     assert {path.name for path in claims.unpack(archive, place)} == names, "the same archive again adds nothing"
