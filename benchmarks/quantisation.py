@@ -32,10 +32,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import harness  # noqa: E402
 import quantisation_techniques as alone  # noqa: E402
 
+from parbank.artifact.about import TOKENIZER  # noqa: E402
 from parbank.artifact.calibrate import calibrate  # noqa: E402
 from parbank.artifact.container import decode_artifact  # noqa: E402
 from parbank.artifact.contents import pack_contents  # noqa: E402
-from parbank.artifact.load import TOKENIZER  # noqa: E402
 from parbank.artifact.pack import pack_tensors, plan, unpack_tensors  # noqa: E402
 from parbank.data.dataset import open_dataset  # noqa: E402
 from parbank.data.validation import open_validation  # noqa: E402
@@ -117,7 +117,7 @@ class Bench:
 
     def build(self, contents: Contents, coder: str = "ans") -> bytes:
         roles, extra = {name: self.roles[name] for name in contents}, {TOKENIZER: self.tokenizer.to_bytes()}
-        return pack_contents(contents, roles, describe_run(self.config), extra, coder=coder)
+        return pack_contents(contents, roles, describe_run(self.config).to_meta(), extra, coder=coder)
 
     def record(self, method: str, contents: Contents, began: float, *, coder: str = "ans", note: str = "") -> Result:
         """Codes the contents and scores what a reader gets."""
@@ -251,7 +251,7 @@ def capped_rows(bench: Bench, caps: list[int]) -> dict[str, RowMaker]:
         extra = {TOKENIZER: bench.tokenizer.to_bytes()}
         try:
             packed = pack_tensors(
-                bench.tensors, config, max_bytes=cap, meta=describe_run(bench.config), extra_sections=extra
+                bench.tensors, config, max_bytes=cap, meta=describe_run(bench.config).to_meta(), extra_sections=extra
             )
         except ArtifactError as error:
             print(f"{method}: {error}", flush=True)

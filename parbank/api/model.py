@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from parbank.artifact.about import TOKENIZER
 from parbank.artifact.container import decode_artifact, is_artifact, read_artifact
-from parbank.artifact.load import TOKENIZER, LoadedModel
+from parbank.artifact.load import LoadedModel
 from parbank.artifact.pack import unpack_tensors
 from parbank.artifact.safetensors import export_model
 from parbank.artifact.state_dict import KIND as FOREIGN

@@ -5,16 +5,15 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from parbank.api.model import Model, say_nothing
 from parbank.api.run import Settings, read_settings
+from parbank.artifact.about import TOKENIZER
 from parbank.artifact.calibrate import calibrate
-from parbank.artifact.load import TOKENIZER
 from parbank.artifact.module import Batch, Loss, calibrate_module
-from parbank.artifact.pack import Packed, describe_uncalibrated, pack_solved, pack_tensors
+from parbank.artifact.pack import Packed, pack_weights
 from parbank.artifact.state_dict import pack_state_dict, split_state_dict
 from parbank.config import override
 from parbank.errors import ConfigError, DataError
@@ -22,6 +21,7 @@ from parbank.model import GPT
 from parbank.quant.calibration import Calibration
 from parbank.quant.config import QuantConfig
 from parbank.quant.roles import roles_in
+from parbank.quant.solver import describe_uncalibrated
 from parbank.runtime import Runtime
 from parbank.training.pack import open_training_tokens
 
@@ -87,15 +87,16 @@ def _pack_own(
     max_bytes: int,
 ) -> Packed:
     """A model of parbank's own, with its tokenizer: `load` gives the same kind of model back."""
-    shared: dict[str, Any] = {"meta": model.meta, "extra_sections": {TOKENIZER: model.tokenizer.to_bytes()}}
-    if quant.method == "rows":
-        return pack_tensors(module.state_dict(), quant, max_bytes=max_bytes, **shared)
     measured = Calibration()
-    if calibration is not None and not isinstance(calibration, str):
-        measured = calibrate_module(module, calibration, module.state_dict(), loss=loss)
-    elif quant.calibration_tokens:
-        measured = _calibrate_on_text(model, module, calibration, quant.calibration_tokens)
-    return pack_solved(module.state_dict(), quant, measured, max_bytes=max_bytes, **shared)
+    if quant.method == "solver":  # `rows` rounds by the weights alone
+        if calibration is not None and not isinstance(calibration, str):
+            measured = calibrate_module(module, calibration, module.state_dict(), loss=loss)
+        elif quant.calibration_tokens:
+            measured = _calibrate_on_text(model, module, calibration, quant.calibration_tokens)
+    sections = {TOKENIZER: model.tokenizer.to_bytes()}
+    return pack_weights(
+        module.state_dict(), quant, measured, max_bytes=max_bytes, meta=model.meta, extra_sections=sections
+    )
 
 
 def _calibrate_on_text(model: Model, module: GPT, asked: str | None, count: int) -> Calibration:

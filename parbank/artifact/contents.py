@@ -6,7 +6,7 @@ scales lie in the order of their range q, then of the table; float16 numbers in 
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,7 @@ def by_range(specs: list[Spec]) -> list[Spec]:
     return sorted((spec for spec in specs if spec.q), key=lambda spec: spec.q)
 
 
-def table_bytes(specs: list[Spec]) -> bytes:
+def table_bytes(specs: Sequence[Spec]) -> bytes:
     """The table as it is stored, before compression."""
     rows = [[s.name, list(s.shape), s.role, s.q, s.groups, s.rotation, s.rank] for s in specs]
     text = json.dumps(rows, separators=(",", ":")).encode("ascii")

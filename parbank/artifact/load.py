@@ -6,18 +6,15 @@ from typing import Any
 
 import torch
 
+from parbank.artifact.about import KIND, TOKENIZER
 from parbank.artifact.container import Artifact, read_artifact
 from parbank.artifact.contents import read_specs
 from parbank.artifact.pack import unpack_tensors
-from parbank.config import from_dict, to_dict
-from parbank.data.sources import is_public
+from parbank.config import from_dict
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ParbankError
 from parbank.model import GPT, ModelConfig
 from parbank.model.gpt import MAX_POSITIONS
-
-KIND = "parbank language model"
-TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +31,6 @@ class LoadedModel:
     """What its artifact says about itself, or would say."""
     source: Path
     """The file it came from."""
-
-
-def artifact_meta(config: ModelConfig, *, context: int, data: str, recipe: str, seed: int) -> dict[str, Any]:
-    """What an artifact says about itself. A path of the machine it was made on is nobody's business and left out."""
-    about = {"kind": KIND, "model": to_dict(config), "context": context, "recipe": recipe, "seed": seed}
-    return about | {"data": data if is_public(data) else None}
 
 
 def load_artifact(path: Path, device: torch.device) -> LoadedModel:

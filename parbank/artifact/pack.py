@@ -6,14 +6,14 @@ range misses moves the matrices down a ladder of ranges, one level at a time if 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from parbank.artifact.container import Artifact, decode_artifact
+from parbank.artifact.container import Artifact, decode_artifact, read_artifact
 from parbank.artifact.contents import Content, Spec, pack_contents, read_contents
 from parbank.errors import ArtifactError
 from parbank.files import write_file
@@ -24,7 +24,7 @@ from parbank.quant.coders.fixed import integer_bits
 from parbank.quant.config import QuantConfig
 from parbank.quant.integers import Floats, Quantised, dequantise, quantise_rows, to_half
 from parbank.quant.roles import Role, Shape, role
-from parbank.quant.solver import Solver
+from parbank.quant.solver import solve
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,13 @@ class Packed:
     """(q, file size) of every range that was tried, in order; the first is clipped."""
     uncalibrated: tuple[str, ...] = ()
     """Tensors of integers that calibration found no Hessian for: their errors were taken to matter alike."""
+    code_bytes: int = 0
+    """Bytes of code that were counted beside the file."""
+    size: int = field(init=False)
+    """Bytes of the file."""
 
-    @property
-    def size(self) -> int:
-        return len(self.data)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.data))
 
     @property
     def artifact(self) -> Artifact:
@@ -90,10 +93,14 @@ class Packed:
 
 
 def plan(
-    shapes: Mapping[str, Shape], config: QuantConfig, matrix_q: int, roles: Mapping[str, Role] | None = None
+    shapes: Mapping[str, Shape],
+    config: QuantConfig,
+    matrix_q: int | None = None,
+    roles: Mapping[str, Role] | None = None,
 ) -> list[Spec]:
-    """What every tensor becomes, in the order of the file: by name, so that the order of the dict does not matter."""
-    ranges = {"matrix": matrix_q, "embedding": config.embedding_q, "other": 0}
+    """What every tensor becomes, in the order of the file: by name, so that the order of the dict does not matter. Matrices
+    have the range -q..q of `matrix_q`, or of the finest setting."""
+    ranges = config.ranges(matrix_q)
 
     def groups(shape: Shape, q: int) -> int:
         grouped = q and config.method == "rows" and config.group and shape[1] % config.group == 0
@@ -139,28 +146,35 @@ def pack_solved(
     """Like `pack_tensors`, by the solver. A cap that `check_fits` took is met, whatever the weights are: at worst by
     a file of zeros."""
     roles = roles or {name: role(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    whole = sorted(name for name, kind in roles.items() if kind != "other")
-    missing = tuple(name for name in whole if name not in calibration.hessians)
-    if missing and calibration.tokens:
-        say(describe_uncalibrated(missing))
 
     def build(contents: Contents) -> bytes:
         chosen = {name: roles[name] for name in contents}
         return pack_contents(contents, chosen, meta or {}, extra_sections or {}, coder=config.coder)
 
-    solved = Solver(tensors, roles, calibration, config, say=say).solve(build, max_bytes - code_bytes)
+    solved = solve(tensors, roles, calibration, config, build, max_bytes - code_bytes, say=say)
     ranges = [c.q for n, c in solved.contents.items() if isinstance(c, Quantised) and roles[n] == "matrix"]
     widest = max(ranges, default=0)
-    return Packed(solved.data, widest, False, tuple((widest, size) for size in solved.builds), missing)
+    attempts = tuple((widest, size) for size in solved.builds)
+    return Packed(solved.data, widest, False, attempts, solved.uncalibrated, code_bytes=code_bytes)
 
 
-def describe_uncalibrated(missing: tuple[str, ...]) -> str:
-    """One line for the person who packs."""
-    names = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-    return (
-        f"calibration found no Hessian for {len(missing)} tensors, which are packed as if every error in them mattered alike: "
-        f"{names}"
-    )
+def pack_weights(
+    tensors: Mapping[str, torch.Tensor],
+    config: QuantConfig,
+    calibration: Calibration | None = None,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+    **settings: Any,
+) -> Packed:
+    """By the method that the config names: `pack_tensors` or `pack_solved`, which say what `settings` there are."""
+    if config.method == "rows":
+        return pack_tensors(tensors, config, **settings)
+    return pack_solved(tensors, config, calibration or Calibration(), say=say, **settings)
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The float32 tensors of an artifact on disk, names and shapes as they were."""
+    return unpack_tensors(read_artifact(path))
 
 
 def unpack_tensors(artifact: Artifact) -> dict[str, torch.Tensor]:
@@ -266,7 +280,7 @@ def _search(packer: _Packer, config: QuantConfig, cap: int | None, code_bytes: i
     data = packer.build(q, clip=True)
     attempts, best = [(q, len(data))], None
     if cap is None or len(data) <= cap:
-        return Packed(data, q, True, tuple(attempts))
+        return Packed(data, q, True, tuple(attempts), code_bytes=code_bytes)
     fits, exceeds = lowest - 1, q + 1
     while exceeds - fits > 1 and packer.matrix_count:
         if len(attempts) <= 3:
@@ -282,7 +296,7 @@ def _search(packer: _Packer, config: QuantConfig, cap: int | None, code_bytes: i
             exceeds = q
     if best is None:
         raise _too_big(packer, config, attempts, cap, code_bytes)
-    return Packed(best, fits, False, tuple(attempts))
+    return Packed(best, fits, False, tuple(attempts), code_bytes=code_bytes)
 
 
 def _too_big(

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from parbank.artifact.about import KIND, TOKENIZER
 from parbank.artifact.contents import Content, pack_contents
-from parbank.artifact.load import KIND, TOKENIZER, LoadedModel
+from parbank.artifact.load import LoadedModel
 from parbank.artifact.pack import pack_tensors
 from parbank.config import from_dict, override
 from parbank.data.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ coarsest every row is dropped, and a file of zeros has the same size whatever th
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
@@ -39,11 +39,10 @@ def overhead_bytes(meta: Mapping[str, Any], extra_sections: Mapping[str, bytes])
 def worst_case_bytes(shapes: Mapping[str, Shape], config: QuantConfig, *, overhead: int) -> int:
     """No weights of these shapes pack to more than this at the coarsest setting of `quant.method`."""
     if config.method == "solver":
-        specs = [replace(spec, q=min(spec.q, 1)) for spec in plan(shapes, config, 1)]
-        sections = _zeros_bytes(tuple(specs), config.coder)
+        sections = _zeros_bytes(_coarsest(shapes, config), config.coder)
     else:
-        sections = _most_bytes(plan(shapes, config, config.min_matrix_q))
-    return overhead + sum(size + _ENTRY_BYTES + len(name) for name, size in sections.items())
+        sections = _most_bytes(_coarsest(shapes, config))
+    return overhead + _total(sections)
 
 
 def expected_bytes(shapes: Mapping[str, Shape], config: QuantConfig, *, overhead: int) -> int:
@@ -52,7 +51,7 @@ def expected_bytes(shapes: Mapping[str, Shape], config: QuantConfig, *, overhead
     A row of n Gaussian weights has its largest near m with P(|x| < m)^n = 1/2, so its step is m/q standard deviations
     and its entropy log2(sqrt(2 pi e) q / m) bits a weight. Trained rows have heavier tails and come out smaller.
     """
-    specs = plan(shapes, config, config.matrix_q)
+    specs = plan(shapes, config)
     bits = sum(spec.count * _gaussian_bits(spec) for spec in specs if spec.q)
     total = math.ceil(bits * CODERS[config.coder].margin / 8) + 2 * sum(spec.scales + spec.halves for spec in specs)
     return overhead + total + 4 * _ENTRY_BYTES
@@ -73,11 +72,8 @@ def check_fits(
     """
     encode_scales([])  # needs the entropy coder's package: without it a run would fail after its training
     fixed = overhead + code_bytes
-    # What fits at two bits a weight fits as zeros, too, and is known without writing millions of them.
-    ladder = (
-        replace(config, method="rows", min_matrix_bits=2, embedding_bits=2) if config.method == "solver" else config
-    )
-    if worst_case_bytes(shapes, ladder, overhead=fixed) <= max_bytes:
+    # What fits at fixed width fits as zeros, too, and is known without writing millions of them.
+    if fixed + _total(_most_bytes(_coarsest(shapes, config))) <= max_bytes:
         return
     worst = worst_case_bytes(shapes, config, overhead=fixed)
     if worst <= max_bytes:
@@ -101,7 +97,19 @@ def check_fits(
     )
 
 
-def _most_bytes(specs: list[Spec]) -> dict[str, int]:
+def _coarsest(shapes: Mapping[str, Shape], config: QuantConfig) -> tuple[Spec, ...]:
+    """What tensors become at the coarsest setting: for the solver, integers of which all may be zero."""
+    if config.method == "solver":
+        return tuple(replace(spec, q=min(spec.q, 1)) for spec in plan(shapes, config, 1))
+    return tuple(plan(shapes, config, config.min_matrix_q))
+
+
+def _total(sections: Mapping[str, int]) -> int:
+    """Bytes of sections with their entries in the header."""
+    return sum(size + _ENTRY_BYTES + len(name) for name, size in sections.items())
+
+
+def _most_bytes(specs: Sequence[Spec]) -> dict[str, int]:
     """The most that each section takes, whatever is in it."""
     return {
         TABLE: 1 + len(table_bytes(specs)),
@@ -116,8 +124,8 @@ def _zeros_bytes(specs: tuple[Spec, ...], coder: str) -> dict[str, int]:
     """The same where all integers are zero: written by the writer itself, so exact but for the float16 numbers. A second
     or two for a golf model, hence the cache."""
     shapes = [spec.shape for spec in specs if spec.q]
-    return _most_bytes(list(specs)) | {
-        TABLE: len(encode_bytes(table_bytes(list(specs)))),
+    return _most_bytes(specs) | {
+        TABLE: len(encode_bytes(table_bytes(specs))),
         INTEGERS: len(encode_integers([(np.zeros(shape, np.int8), 1) for shape in shapes], coder)),
         SCALES: len(encode_scales([np.zeros(shape[0], np.float16) for shape in shapes])),
     }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from parbank.artifact.container import Artifact
-from parbank.artifact.pack import Packed, pack_solved, pack_tensors, unpack_tensors
+from parbank.artifact.pack import Packed, pack_weights, unpack_tensors
 from parbank.artifact.safetensors import load_bytes, save_bytes
 from parbank.artifact.streams import decode_bytes, encode_bytes
 from parbank.errors import ArtifactError
@@ -97,14 +97,15 @@ def pack_state_dict(
     sections: Mapping[str, bytes] | None = None,
 ) -> Packed:
     """The artifact of a state dict, of at most `max_bytes`. `meta` and `sections` are added to its own."""
-    shared: dict[str, Any] = {
-        "max_bytes": max_bytes,
-        "meta": {**(meta or {}), **split.meta},
-        "extra_sections": {**(sections or {}), **split.sections},
-    }
-    if config.method == "rows":
-        return pack_tensors(split.weights, config, roles=split.roles, **shared)
-    return pack_solved(split.weights, config, calibration, roles=split.roles, **shared)
+    return pack_weights(
+        split.weights,
+        config,
+        calibration,
+        roles=split.roles,
+        max_bytes=max_bytes,
+        meta={**(meta or {}), **split.meta},
+        extra_sections={**(sections or {}), **split.sections},
+    )
 
 
 def unpack_state_dict(artifact: Artifact) -> dict[str, Tensor]:

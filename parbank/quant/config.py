@@ -5,6 +5,7 @@ from typing import Literal
 
 from parbank.config import choose, require
 from parbank.quant.coders import CODERS
+from parbank.quant.roles import Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,10 @@ class QuantConfig:
     @property
     def embedding_q(self) -> int:
         return largest_integer(self.embedding_bits)
+
+    def ranges(self, matrix_q: int | None = None) -> dict[Role, int]:
+        """q of the integers -q..q by role, 0 for float16: with matrices at this q, or at their finest."""
+        return {"matrix": self.matrix_q if matrix_q is None else matrix_q, "embedding": self.embedding_q, "other": 0}
 
     @property
     def clip_fractions(self) -> tuple[float, ...]:

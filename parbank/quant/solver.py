@@ -44,6 +44,22 @@ class Solved:
     """Nats a token; in arbitrary units where nothing was calibrated."""
     builds: tuple[int, ...]
     """Sizes of the files built on the way."""
+    uncalibrated: tuple[str, ...] = ()
+    """Tensors of integers that calibration found no Hessian for: their errors were taken to matter alike."""
+
+
+def solve(
+    tensors: Mapping[str, Tensor],
+    roles: Mapping[str, str],
+    calibration: Calibration,
+    config: QuantConfig,
+    build: Callable[[Contents], bytes],
+    max_bytes: int,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+) -> Solved:
+    """The best file of at most `max_bytes`, for one cap. `Solver` serves several."""
+    return Solver(tensors, roles, calibration, config, say=say).solve(build, max_bytes)
 
 
 class CannotFit(ArtifactError):
@@ -78,8 +94,11 @@ class Solver:
         }
         chosen = {name: tensor for name, tensor in sorted(tensors.items()) if roles[name] != "other"}
         device = device or next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        self.uncalibrated = tuple(name for name in chosen if name not in calibration.hessians)
         if not calibration.tokens:
             say("no training text at hand: packing by the weights alone, as if all of them mattered alike")
+        elif self.uncalibrated:
+            say(describe_uncalibrated(self.uncalibrated))
         self.plain = _stack_banks(chosen, calibration, config, device)
         self.ways: list[list[Bank]] = []
         self._use(self.plain)
@@ -177,7 +196,7 @@ class _Search:
                 break
             if self.over and self.under and abs(self.under[0] - self.over[0]) < _NARROW:
                 break
-        # The last resort is what budget.check_fits has promised: at `high` every row is dropped.
+        # The last resort is what artifact.sizes.check_fits has promised: at `high` every row is dropped.
         if self.best is None:
             self._try(self.high)
         if self.best is None:
@@ -223,8 +242,17 @@ class _Search:
         else:
             self.under = (place, size)
             if self.best is None or size > len(self.best.data):
-                self.best = Solved(data, contents, 2.0**place, loss, ())
+                self.best = Solved(data, contents, 2.0**place, loss, (), self.solver.uncalibrated)
         return size
+
+
+def describe_uncalibrated(names: tuple[str, ...]) -> str:
+    """One line for the person who packs."""
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return (
+        f"calibration found no Hessian for {len(names)} tensors, which are packed as if every error in them mattered alike: "
+        f"{shown}"
+    )
 
 
 def _stack_banks(

@@ -4,12 +4,12 @@ import json
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from parbank.artifact.about import About
 from parbank.artifact.container import is_artifact
-from parbank.artifact.load import LoadedModel, artifact_meta, load_artifact
+from parbank.artifact.load import LoadedModel, load_artifact
 from parbank.data.sources import remembered_spec
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import CheckpointError, ParbankError
@@ -42,7 +42,7 @@ def load_model(path: Path, device: torch.device) -> LoadedModel:
         tokenizer=tokenizer,
         context=config.batch.sequence_length,
         data=config.data,
-        meta=describe_run(config),
+        meta=describe_run(config).to_meta(),
         source=file,
     )
 
@@ -71,8 +71,12 @@ def load_trained(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, RunC
         raise CheckpointError(f"{file} does not hold what its config says: {str(error).splitlines()[0]}") from error
 
 
-def describe_run(config: RunConfig) -> dict[str, Any]:
+def describe_run(config: RunConfig) -> About:
     """What the artifact of a run says about itself."""
-    return artifact_meta(
-        config.model, context=config.batch.sequence_length, data=config.data, recipe=config.recipe, seed=config.seed
+    return About(
+        model=config.model,
+        context=config.batch.sequence_length,
+        data=config.data,
+        recipe=config.recipe,
+        seed=config.seed,
     )

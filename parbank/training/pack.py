@@ -7,10 +7,9 @@ import numpy as np
 import torch
 
 from parbank.artifact.calibrate import calibrate
-from parbank.artifact.code import code_bytes
 from parbank.artifact.container import is_artifact
-from parbank.artifact.load import TOKENIZER
-from parbank.artifact.pack import Packed, pack_solved, pack_tensors
+from parbank.artifact.model import pack_model
+from parbank.artifact.pack import Packed
 from parbank.config import override
 from parbank.data.dataset import open_dataset
 from parbank.data.progress import Say
@@ -43,30 +42,26 @@ def calibrate_model(
         )
 
 
-def pack_model(
+def pack_run(
     model: GPT,
     config: RunConfig,
     tokenizer: Tokenizer,
-    calibration: Calibration | None = None,
+    calibration: Calibration | None,
+    out: Path,
     *,
     max_bytes: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Packed:
-    """The artifact of a model's current weights, under the run's cap or another."""
-    cap = config.budget.max_bytes if max_bytes is None else max_bytes
-    extra = {TOKENIZER: tokenizer.to_bytes()}
-    code = code_bytes() if config.budget.count_code else 0
-    tensors, meta = model.state_dict(), describe_run(config)
-    if config.quant.method == "rows":
-        return pack_tensors(tensors, config.quant, max_bytes=cap, meta=meta, extra_sections=extra, code_bytes=code)
-    return pack_solved(
-        tensors,
+    """The artifact of a model's current weights, under the run's cap or another, written to `out`."""
+    return pack_model(
+        model.state_dict(),
+        describe_run(config),
+        tokenizer.to_bytes(),
         config.quant,
-        calibration or Calibration(),
-        max_bytes=cap,
-        meta=meta,
-        extra_sections=extra,
-        code_bytes=code,
+        calibration,
+        max_bytes=config.budget.max_bytes if max_bytes is None else max_bytes,
+        count_code=config.budget.count_code,
+        out=out,
         say=say,
     )
 
@@ -99,10 +94,9 @@ def pack_checkpoint(
     if config.quant.method == "solver" and config.quant.calibration_tokens:
         tokens = _training_tokens(data, config, tokenizer, display)
         measured = calibrate_model(model, config, tokens, runtime, display) if tokens is not None else None
-    packed = pack_model(model, config, tokenizer, measured, max_bytes=max_bytes, say=display.say)
     folder = file.parent.parent if file.parent.name == "checkpoint" else file.parent
     target = out or folder / f"model-{max_bytes}.pbk"
-    packed.write(target)
+    packed = pack_run(model, config, tokenizer, measured, target, max_bytes=max_bytes, say=display.say)
     return target, packed
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parbank.artifact.container import read_artifact
-from parbank.artifact.pack import unpack_tensors
+from parbank.artifact.pack import read_tensors
 from parbank.config import override, require, to_dict
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.sources import absolute_spec
@@ -25,7 +24,7 @@ from parbank.training.checkpoint import load_checkpoint
 from parbank.training.config import RunConfig
 from parbank.training.display import Display
 from parbank.training.folder import open_folder
-from parbank.training.pack import calibrate_model, pack_model
+from parbank.training.pack import calibrate_model, pack_run
 from parbank.training.reports import introduce, train_with_reports
 from parbank.training.sizes import check_size
 from parbank.training.summary import summarise, summarise_packed
@@ -110,12 +109,10 @@ def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display)
         path = trainer.out / "model.pbk"
         measured = calibrate_model(trainer.model, config, dataset.train, runtime, display)
         laps.end("calibration")
-        packed = (
-            pack_model(trainer.model, config, dataset.tokenizer, measured, say=display.say) if runtime.is_main else None
-        )
-        if packed is not None:
-            packed.write(path)
-            trainer.model.load_state_dict(unpack_tensors(read_artifact(path)))
+        packed = None
+        if runtime.is_main:
+            packed = pack_run(trainer.model, config, dataset.tokenizer, measured, path, say=display.say)
+            trainer.model.load_state_dict(read_tensors(path))
         for parameter in trainer.model.parameters():
             runtime.broadcast(parameter.data)
         laps.end("packing")

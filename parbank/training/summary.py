@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from parbank.artifact.code import code_bytes
 from parbank.artifact.pack import Packed
 from parbank.eval.sampling import sample_tokens
 from parbank.eval.score import Score
@@ -54,13 +53,12 @@ def summarise(
 def summarise_packed(trainer: Trainer, packed: Packed) -> dict[str, Any]:
     """The part of the summary that only the first rank knows."""
     config, dataset = trainer.config, trainer.dataset
-    code = code_bytes() if config.budget.count_code else 0
     tokens_out = list(
         sample_tokens(trainer.model, dataset.tokenizer, tokens=SAMPLE_TOKENS, context=config.batch.sequence_length)
     )
     return {
         "artifact_bytes": packed.size,
-        "code_bytes": code,
+        "code_bytes": packed.code_bytes,
         "matrix_q": packed.matrix_q,
         "sample": dataset.tokenizer.decode(tokens_out),
     }

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from parbank.artifact.about import KIND, TOKENIZER, About
 from parbank.artifact.container import read_artifact, write_artifact
 from parbank.artifact.contents import INTEGERS
-from parbank.artifact.load import KIND, TOKENIZER, artifact_meta, load_artifact
+from parbank.artifact.load import load_artifact
 from parbank.artifact.pack import pack_tensors, unpack_tensors
 from parbank.data.dataset import open_dataset
 from parbank.data.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ def packed(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Pa
         model.state_dict(),
         QuantConfig(),
         max_bytes=200_000,
-        meta=artifact_meta(config, context=64, data="stdlib", recipe="nano", seed=1),
+        meta=About(model=config, context=64, data="stdlib", recipe="nano", seed=1).to_meta(),
         extra_sections={TOKENIZER: tokenizer.to_bytes()},
     ).write(path)
     return path
@@ -72,7 +73,7 @@ def test_a_model_comes_back_with_exactly_the_packed_weights(packed: Path, tokeni
     ],
 )
 def test_an_artifact_names_only_data_anybody_can_have(data: str, named: str | None) -> None:
-    meta = artifact_meta(get_recipe("nano").model, context=8, data=data, recipe="nano", seed=0)
+    meta = About(model=get_recipe("nano").model, context=8, data=data, recipe="nano", seed=0).to_meta()
     assert meta["data"] == named
     assert "/home" not in str(meta)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parbank.artifact.container import decode_artifact
 from parbank.artifact.contents import pack_contents
-from parbank.artifact.pack import pack_solved, pack_tensors, unpack_tensors
+from parbank.artifact.pack import pack_solved, pack_tensors, pack_weights, unpack_tensors
 from parbank.errors import ArtifactError
 from parbank.quant.bank import Contents
 from parbank.quant.calibration import Calibration
@@ -188,3 +188,30 @@ def test_it_says_when_nothing_was_calibrated() -> None:
     lines: list[str] = []
     pack_solved(TENSORS, QuantConfig(), Calibration(), max_bytes=40_000, say=lines.append)
     assert "no training text at hand" in lines[0]
+
+
+def test_a_tensor_without_a_hessian_is_named() -> None:
+    tensors = {f"blocks.{i}.weight": torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i in range(11)}
+    seen = "blocks.10.weight"
+    calibration = Calibration(hessians={seen: torch.eye(16)}, sensitivity={seen: torch.ones(16)}, tokens=5)
+    lines: list[str] = []
+    packed = pack_solved(tensors, QuantConfig(), calibration, max_bytes=9_000, say=lines.append)
+    assert packed.uncalibrated == tuple(sorted(tensors.keys() - {seen}))
+    assert lines[0].startswith("calibration found no Hessian for 10 tensors")
+    assert lines[0].endswith("blocks.7.weight and 2 more")
+    lines.clear()
+    gain = torch.ones(16)
+    whole = pack_solved(
+        {seen: tensors[seen], "gain": gain}, QuantConfig(), calibration, max_bytes=9_000, say=lines.append
+    )
+    assert whole.uncalibrated == ()
+    assert not any("Hessian" in line for line in lines)
+
+
+def test_the_config_chooses_the_method() -> None:
+    solved, rows = (
+        pack_weights(TENSORS, QuantConfig(method=method), CALIBRATION, max_bytes=40_000).data  # type: ignore[arg-type]
+        for method in ("solver", "rows")
+    )
+    assert solved == pack_solved(TENSORS, QuantConfig(), CALIBRATION, max_bytes=40_000).data
+    assert rows == pack_tensors(TENSORS, QuantConfig(method="rows"), max_bytes=40_000).data

@@ -1,0 +1,84 @@
+"""The artifact of a parbank model, with its config and its tokenizer: whether it will fit, and packing it."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from parbank.artifact.about import TOKENIZER, About
+from parbank.artifact.code import code_bytes
+from parbank.artifact.pack import Packed, pack_weights
+from parbank.artifact.sizes import FEW_BITS, check_fits, expected_bytes, overhead_bytes
+from parbank.model import GPT
+from parbank.quant.calibration import Calibration
+from parbank.quant.config import QuantConfig
+
+Say = Callable[[str], None]
+
+
+def check_model(
+    about: About,
+    config: QuantConfig,
+    max_bytes: int,
+    *,
+    tokenizer: bytes | None = None,
+    count_code: bool = False,
+    say: Say = lambda line: None,
+) -> None:
+    """Refuses, before any work is done, a parbank model that no tokenizer would let fit; with the tokenizer, one that could
+    not be promised to fit. Without it, a model that will be stored coarsely is told."""
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in GPT(about.model).state_dict().items()}
+    # A SentencePiece model of n pieces takes at least 10 n bytes (score 4, text 1, tags and lengths 5) and about 18 n. The
+    # reserve makes it twice that, more than any we have seen.
+    vocabulary = about.model.vocab_size
+    pieces = bytes(10 * vocabulary) if tokenizer is None else tokenizer
+    overhead = overhead_bytes(about.to_meta(), {TOKENIZER: pieces})
+    code = code_bytes() if count_code else 0
+    reserve = 26 * vocabulary + 4096 if tokenizer is None else 0
+    check_fits(shapes, config, max_bytes, overhead=overhead, code_bytes=code, reserve=reserve)
+    if tokenizer is not None:
+        return
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    overhead += code + 8 * vocabulary
+    bits = 8 * max(max_bytes - overhead, 0) / parameters
+    expected = expected_bytes(shapes, config, overhead=overhead)
+    if config.method == "solver" and bits < FEW_BITS:
+        say(
+            f"note: {max_bytes:,} bytes leave {bits:.1f} bits for each of {parameters:,} parameters; a smaller model "
+            "(model.width, model.layers) would probably do better at this cap"
+        )
+    elif expected > max_bytes:
+        say(
+            f"note: at {config.matrix_bits} bits the artifact may come to {expected:,} bytes; where it does, matrices are "
+            f"stored more coarsely until it fits {max_bytes:,}"
+        )
+
+
+def pack_model(
+    state: Mapping[str, torch.Tensor],
+    about: About,
+    tokenizer: bytes,
+    config: QuantConfig,
+    calibration: Calibration | None = None,
+    *,
+    max_bytes: int,
+    count_code: bool = False,
+    out: Path | None = None,
+    say: Say = lambda line: None,
+) -> Packed:
+    """The artifact of a parbank model with its tokenizer, which `load_artifact` makes a model again; written to `out`."""
+    packed = pack_weights(
+        state,
+        config,
+        calibration,
+        max_bytes=max_bytes,
+        meta=about.to_meta(),
+        extra_sections={TOKENIZER: tokenizer},
+        code_bytes=code_bytes() if count_code else 0,
+        say=say,
+    )
+    if out is not None:
+        packed.write(out)
+    return packed
