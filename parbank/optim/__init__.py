@@ -1,4 +1,4 @@
-"""Optimizers: Muon on batches of matrices with AdamW for the rest, its schedules, and averages of weights."""
+"""ParallelMuon (Muon on batches of matrices, AdamW for the rest), learning-rate schedules, and weight averages."""
 
 from parbank.optim.banking import Bank, bank
 from parbank.optim.newton_schulz import orthogonalize

@@ -1,4 +1,6 @@
-"""Weight averages beside the weights: an exponential one every step, and a plain one over the tail of the run."""
+"""Weight averages: an exponential average of every step, and a plain average over the tail of a run (SWA, Izmailov et
+al. 2018).
+"""
 
 import copy
 from collections.abc import Iterator
@@ -57,7 +59,7 @@ class Averages:
         """To be called after every optimizer step; `lr_share` is the learning rate over its peak."""
         self._steps += 1
         if self._ema is not None:
-            # In its first steps the average follows quickly, so that it does not remember the random start.
+            # In its first steps the average follows quickly, so that it forgets the random start.
             decay = min(self.config.ema_decay, self._steps / (self._steps + 10))
             torch._foreach_lerp_(self._ema.weights, self._weights, 1 - decay)
         if self.config.swa_every and lr_share <= self.config.swa_tail and self._steps % self.config.swa_every == 0:
@@ -72,7 +74,7 @@ class Averages:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The parameters hold the average inside, and their own values again afterwards, also on an error."""
+        """Inside this context the parameters hold the average; afterwards, also after an error, their own values."""
         chosen = self._chosen()
         saved = [weight.detach().clone() for weight in self._weights]
         with torch.no_grad():

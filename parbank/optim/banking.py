@@ -1,8 +1,8 @@
 """Banks for a model that was not written with them: weights of one shape become views of one tensor.
 
-The model's forward, the names of its parameters and its state dict stay as they are. What it gives: over several ranks the
-gradients of a shape are one piece of memory, reduced in place without a copy. Bank a model after it is on its device and
-before anything holds on to the memory of its weights; moving it elsewhere afterwards takes it apart again, harmlessly.
+The model's forward, parameter names and state dict stay unchanged. With several ranks, the gradients of a shape are
+then one tensor, reduced in place without a copy. Bank a model after it is on its device and before other code keeps
+references to its weights' memory. Moving it afterwards undoes the banks, harmlessly.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def bank(model: nn.Module) -> list[Bank]:
 
 
 def zero_bank_grads(params: list[Tensor]) -> list[Tensor]:
-    """Zeroes the gradients of banked parameters where they belong; returns the parameters that are not banked."""
+    """Zeroes the gradients of banked parameters in place. Returns the parameters that are not banked."""
     banked = [p for p in params if _is_in_bank(p)]
     if banked:
         torch._foreach_zero_([p.bank_grad for p in banked])  # type: ignore[attr-defined]
@@ -57,6 +57,6 @@ def zero_bank_grads(params: list[Tensor]) -> list[Tensor]:
 
 
 def _is_in_bank(param: Tensor) -> bool:
-    """Still there: not moved to another device or dtype since."""
+    """Whether the parameter is still in its bank: not moved to another device or dtype since."""
     grad = getattr(param, "bank_grad", None)
     return grad is not None and grad.device == param.device and grad.dtype == param.dtype

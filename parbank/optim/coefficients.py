@@ -1,18 +1,20 @@
-"""The odd polynomials a x + b x^3 + c x^5 that Newton-Schulz applies to the singular values, one triple a step.
+"""The odd polynomials a x + b x^3 + c x^5 that Newton-Schulz applies to the singular values, one triple per step.
 
-"quintic" is Muon's usual triple, the same at every step: steepest at zero (small singular values grow 3.4x a step) at the
-price of never settling: five steps leave singular values from 1.5e-3 up between 0.68 and 1.21, not at 1.
+"quintic" is Muon's usual triple (Jordan et al. 2024), the same at every step. It is steepest at zero, where small
+singular values grow 3.4x a step, but does not converge: five steps leave singular values from 1.5e-3 up between 0.68
+and 1.21.
 
-"polar_express" takes another triple each step, each one the best for the interval that the steps before it left over. The
-idea is the greedy one of composing minimax polynomials; the numbers are derived here, by `derive_minimax`:
+"polar_express" uses the best triple for the interval that the earlier steps left (Amsel et al. 2025).
+`derive_minimax` derives the numbers here:
 
 - Step t knows that the singular values lie in [l, u] (at first l = 1e-3, u = 1: the input is divided by its Frobenius
-  norm). The odd quintic with the least max |1 - p(x)| on [l, u] touches 1 - E, 1 + E, 1 - E, 1 + E in turn, at l, at the
-  two extrema of p, and at u (Remez). It maps [l, u] onto [1 - E, 1 + E], which is the next step's interval.
-- For a small l that polynomial is extreme: it sends an inner region down to 1 - E, close to 0, and values that have come
-  up are lost again in the rounding of a 16-bit product. So it is fitted on [max(l, CUSHION u), u], and then scaled so that
-  the image of the true [l, u] is centred on 1.
-- 16-bit products overshoot the interval. Each polynomial but the last is evaluated at x / SAFETY: an interval 2% wider.
+  norm). The odd quintic with the least max |1 - p(x)| on [l, u] touches 1 - E, 1 + E, 1 - E, 1 + E in turn, at l, at
+  the two extrema of p, and at u (Remez). It maps [l, u] onto [1 - E, 1 + E], the next step's interval.
+- For a small l that polynomial is extreme: it maps an inner region down to 1 - E, close to 0, where values are lost
+  in the rounding of a 16-bit product. So it is fitted on [max(l, CUSHION u), u], and then scaled so that the image of
+  the true [l, u] is centred on 1.
+- 16-bit products overshoot the interval. Each polynomial but the last is evaluated at x / SAFETY: an interval 2%
+  wider.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,9 @@ QUINTIC: Triple = (3.4445, -4.7750, 2.0315)
 LOWER = (
     1e-3  # five steps reach no further down than this to within a tenth of 1; smaller values still grow, 8x at first
 )
-CUSHION = 0.02  # the first step's inner minimum is 0.17 with it, 0.008 without; the final error 0.139 and not 0.13
+CUSHION = (
+    0.02  # the first step's inner minimum is 0.17 with it and 0.008 without; the final error 0.139 instead of 0.13
+)
 SAFETY = 1.02  # a bfloat16 rounding is 2^-9; the products of one step add up to a few of them in the worst direction
 
 
@@ -104,7 +108,7 @@ def _fit_minimax(low: float, high: float) -> Triple:
     """The odd quintic nearest to 1 on [low, high]: Remez exchange on four points."""
     import numpy as np
 
-    if high - low < 1e-3 * high:  # the four points melt together; the limit is Newton-Schulz around the middle
+    if high - low < 1e-3 * high:  # the four points coincide; the limit is Newton-Schulz around the middle
         middle = 0.5 * (low + high)
         return 1.875 / middle, -1.25 / middle**3, 0.375 / middle**5
     inner = [low + (high - low) * share for share in (0.3, 0.75)]

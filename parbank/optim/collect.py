@@ -1,13 +1,13 @@
-"""The first third of a step: where each gradient is, what is on its way, and the one norm over all of it.
+"""The first third of a step: finds the gradients, starts their reduction, and computes the global norm.
 
-Three cases, one result. Alone: gradients are used where they are. Ranks with equal gradients (DDP): the same, and each rank
-looks at the blocks it owns. Ranks with gradients of their own: every batch is summed at its owners and the small
-parameters everywhere, in one flat sum that also carries one flag a parameter, "this rank has a gradient for it": a parameter
-that no rank has a gradient for is left alone, and none needs to know on the host.
+Three cases, one result. On one rank, gradients are used in place. On ranks with equal gradients (DDP), the same, and
+each rank uses the blocks it owns. On ranks with their own gradients, every batch is summed at its owners, and the
+small parameters are summed everywhere, in one flat sum. That sum also carries a flag per parameter, "this rank has a
+gradient for it". A parameter without a gradient on any rank is left alone, and no host needs to know.
 
-The flat sum goes first, since nccl does what it is asked in order, and the batches fly while the small parameters are stepped.
-For that the sum carries one flag more, "a gradient of this rank is not finite": without a clip that is all they have to know
-of the others. With a clip they wait for the norm, and so for every batch.
+The flat sum goes first, since nccl runs collectives in order, and the batches overlap with the update of the small
+parameters. For that the sum carries one more flag, "this rank has a non-finite gradient". Without a clip, the small
+parameters need nothing else from other ranks. With a clip they wait for the norm, and so for every batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,20 +46,19 @@ class Collected:
     """Per batch, per piece this rank owns: its blocks."""
     small: list[Small] = field(default_factory=list)
     split: list[Tensor] = field(default_factory=list)
-    """What counts towards the norm by parts, and is summed over ranks."""
+    """Terms of the norm that are partial, and summed over ranks."""
     copies: int = 1
-    """How many ranks count each of those (more than one with HSDP)."""
+    """How many ranks hold each of these terms (more than one with HSDP)."""
     shared: list[Tensor] = field(default_factory=list)
-    """What counts towards the norm and is the same on every rank."""
+    """Terms of the norm that are equal on every rank."""
     active: Tensor | None = None
     """Per parameter of a matrix algorithm: how many ranks have a gradient; None where that is all of them."""
     squares: Tensor | None = None
-    """The sum of squares of what is the same on every rank, where it had to be taken already: an update may scale what it
-    reads, as AdamW does."""
+    """The sum of squares of the equal terms, if computed already: an update may scale gradients in place, as AdamW does."""
     spoilt: Tensor | None = None
-    """On the device: whether some rank has a gradient that is not finite. None: the norm will tell."""
+    """On the device: whether some rank has a non-finite gradient. None: the norm shows it."""
     flying: list[Any] = field(default_factory=list)
-    """The batches' sums on their way: `measure` waits for them."""
+    """The pending sums of the batches: `measure` waits for them."""
     divisor: int = 1
     """Gradients are sums over so many ranks."""
 
@@ -74,11 +73,11 @@ def collect(
     staging: dict[int, Tensor] | None,
     early: bool = False,
 ) -> Collected:
-    """Finds the gradients, starts what has to be summed, and says what the norm is made of.
+    """Finds the gradients, starts the reductions, and lists the parts of the norm.
 
-    `constant` puts numbers on the device, and knows those it has put there before. `staging` keeps the memory that
-    scattered gradients are copied to, for a step that must find it in the same place. `early`: find out whether gradients
-    are finite before the batches arrive, where there is something to wait for.
+    `constant` puts numbers on the device and caches them. `staging` keeps the memory that scattered gradients are
+    copied to, for a step that needs fixed addresses. `early`: check whether gradients are finite before the batches
+    arrive, if there is anything to wait for.
     """
     if ranks.world > 1 and reduce:
         return _reduce(groups, batches, pieces, ranks, constant, staging, early)
@@ -155,7 +154,7 @@ def _is_spoilt(groups: Sequence[dict[str, Any]], device: torch.device) -> Tensor
 
 
 def flatten_batch(batch: Batch, staging: dict[int, Tensor] | None = None) -> Tensor:
-    """A batch's gradients as (slots, elements): the bank's own gradient, neighbours in memory as they lie, or one copy."""
+    """A batch's gradients as (slots, elements): the bank's own gradient, adjacent tensors in place, or one copy."""
     blocks = [member.blocks(grad_of(member)) for member in batch.members]
     first = blocks[0]
     size = batch.rows * batch.cols
@@ -193,7 +192,7 @@ def _find_small(groups: Sequence[dict[str, Any]]) -> list[Small]:
 
 
 def _flags(groups: Sequence[dict[str, Any]], *, matrices: bool) -> list[float]:
-    """1.0 for each parameter with a gradient here, 0.0 for the others: of matrix algorithms, or of the rest."""
+    """1.0 for each parameter with a gradient on this rank, 0.0 for the others: for matrix algorithms, or for the rest."""
     chosen = [group for group in groups if is_matrix_group(group) == matrices]
     return [float(p.grad is not None) for group in chosen for p in group["params"]]
 
@@ -229,7 +228,7 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def check_gradients(groups: Sequence[dict[str, Any]]) -> torch.device:
-    """The device of all parameters; refuses what cannot be stepped."""
+    """The device of all parameters. Refuses gradients that cannot be used."""
     device: torch.device | None = None
     for group in groups:
         for position, param in enumerate(group["params"]):

@@ -1,15 +1,15 @@
-"""What ranks say to each other in a step. One rank is the same path with everything here skipped.
+"""The collectives of a step. One rank runs the same code and skips them. (The overlap: parameter-golf #399.)
 
-The pattern is fixed by the layout alone, never by which gradients happen to be there: no rank can wait for another that
-took a different turn.
+The layout alone fixes the pattern, never which gradients exist, so no rank can wait for a rank that took another
+branch.
 
-Per batch of B blocks over W ranks, two collectives for the even part, on memory that is already in place: a reduce-scatter
-of gradients and an all-gather of updates. The B mod W blocks left over are reduced to, and broadcast from, the one rank
-that owns each: exactly their bytes, where padding to a multiple of W would send up to W - 1 empty blocks and copy every
-gradient first. Gradients travel as they are; updates travel in Newton-Schulz's 16 bits (32 on a CPU) and every rank applies
-all of them, which moves half the bytes that gathering float32 weights would.
+Per batch of B blocks over W ranks, the even part takes two collectives in place: a reduce-scatter of gradients and an
+all-gather of updates. Each of the B mod W remaining blocks is reduced to its owner and broadcast from it: exactly its
+bytes. Padding to a multiple of W would send up to W - 1 empty blocks and copy every gradient first. Gradients keep
+their dtype. Updates travel in Newton-Schulz's 16 bits (32 on a CPU), and every rank applies all of them; gathering
+float32 weights would move twice the bytes.
 
-Sums are not divided by W here: the mean is folded into the factor that every gradient is multiplied by anyway.
+Sums are not divided by W here: the mean is part of the factor that multiplies every gradient.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Ranks:
-    """This process's place in the group, and the collectives of a step."""
+    """This process's rank in the group, and the collectives of a step."""
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
@@ -37,7 +37,7 @@ class Ranks:
         self.rank = dist.get_rank(group) if here else 0
 
     def check(self) -> None:
-        """Refuses an optimizer that was made for other ranks than there are now: it would train each rank by itself."""
+        """Refuses an optimizer that was made for another number of ranks: it would train each rank separately."""
         if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() != self.world:
             raise ConfigError(
                 f"the optimizer was made for {self.world} rank(s) and there are {dist.get_world_size()} now; call "
@@ -56,7 +56,7 @@ class Ranks:
         return works
 
     def gather(self, local: Tensor, batch: Batch) -> tuple[Tensor, list[Any]]:
-        """Starts sharing the updates of the blocks this rank owns; returns where all of them will be."""
+        """Starts sharing the updates of the blocks that this rank owns. Returns the tensor that will hold all of them."""
         if self.world == 1:
             return local, []
         everything = torch.empty(batch.count, *local.shape[1:], dtype=local.dtype, device=local.device)
@@ -71,7 +71,7 @@ class Ranks:
         return everything, works
 
     def sum(self, tensor: Tensor, async_op: bool = False) -> list[Any]:
-        """Starts (or does) the sum of a tensor over all ranks, in place."""
+        """Starts (or completes) the sum of a tensor over all ranks, in place."""
         if self.world == 1:
             return []
         work = dist.all_reduce(tensor, group=self.group, async_op=async_op)
@@ -79,6 +79,6 @@ class Ranks:
 
 
 def wait(works: Sequence[Any]) -> None:
-    """Lets the current stream (on a CPU: the caller) wait for collectives."""
+    """Makes the current stream (on a CPU: the caller) wait for collectives."""
     for work in works:
         work.wait()

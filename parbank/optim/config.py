@@ -1,4 +1,4 @@
-"""The settings of the optimizer, and what they come to at a step."""
+"""The settings of the optimizer, and their values at a step."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from parbank.optim.schedules import SCHEDULES, ramp
 
 @dataclass(frozen=True)
 class Rates:
-    """What the schedules say of one step."""
+    """The values of the schedules at one step."""
 
     lr_share: float
     """Of every group's peak learning rate."""
@@ -80,7 +80,7 @@ class OptimConfig:
         )
 
     def rates(self, progress: float, step: int) -> Rates:
-        """What a step trains with, by the share of the budget spent and the number of the step."""
+        """The values at a step, from the share of the budget spent and the step number."""
         warm = ramp(step + 1, self.warmup_steps, 0.0, 1.0)
         return Rates(
             lr_share=SCHEDULES[self.schedule](progress, self.warmdown, self.final_lr) * warm,

@@ -1,4 +1,4 @@
-"""DTensors, asked about without importing torch.distributed.tensor."""
+"""Helpers for DTensors that do not import torch.distributed.tensor."""
 
 from typing import Any
 
@@ -11,5 +11,5 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_of(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
+    """This rank's part of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor

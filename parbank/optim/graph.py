@@ -1,12 +1,13 @@
-"""The whole step as one CUDA graph: some forty launches become one.
+"""The whole step as one CUDA graph: about forty launches become one.
 
-A graph replays the same kernels on the same memory. What may change between replays is what it reads from memory: gradients,
-weights, state, and the table of hyperparameters. What may not is in the key: every address, the layout, and the few numbers
-that an algorithm takes by value (`Algorithm.constants`). When the key changes the step runs without a graph until it has been
-the same for CALM steps, and is then captured anew; those steps also compile kernels, fill tables and make the state.
+A graph replays the same kernels on the same memory. Between replays, values in memory may change: gradients, weights,
+state, and the table of hyperparameters. The key holds everything else: every address, the layout, and the numbers
+that an algorithm takes by value (`Algorithm.constants`). When the key changes, the step runs without a graph until
+the key has been stable for CALM steps, and is then captured again. Those steps also compile kernels, fill tables and
+create the state.
 
-Gradients that are set to None and made anew by every backward may come back elsewhere each time. Then, after PATIENCE
-restless steps, they are copied to a place of their own first (one launch, and one pass over the gradients).
+Gradients that are set to None and created by every backward may have new addresses each time. After PATIENCE such
+steps they are copied to fixed memory first (one launch, one pass over the gradients).
 """
 
 import logging
@@ -29,7 +30,7 @@ _log = logging.getLogger("parbank")
 
 
 class GraphedStep:
-    """Runs an optimizer's step: eagerly while things change, then from a graph."""
+    """Runs an optimizer's step: eagerly while addresses or settings change, then from a graph."""
 
     def __init__(self, optimizer: "ParallelMuon") -> None:
         self._optimizer = optimizer
@@ -84,7 +85,7 @@ class GraphedStep:
         _log.info("optimizer step captured as a CUDA graph (capture %d)", self.captures)
 
     def _settle_gradients(self, params: list[Tensor]) -> None:
-        """Copies gradients to where the graph reads them, and leaves them there."""
+        """Copies gradients to the addresses that the graph reads, and leaves them there."""
         having = [(param, param.grad) for param in params if param.grad is not None]
         for param, grad in having:
             if param not in self._places or self._places[param].dtype != grad.dtype:

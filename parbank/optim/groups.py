@@ -1,4 +1,4 @@
-"""Parameter groups: what may stand in them, checked where they are given."""
+"""Parameter groups: their options, checked when they are added."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def complete_group(group: dict[str, Any], defaults: dict[str, Any], adam_lr: float | Tensor) -> None:
-    """Fills in what the group leaves open, in place. Element-wise algorithms take AdamW's learning rate: Muon's is far too
+    """Fills in missing options, in place. Element-wise algorithms take AdamW's learning rate, since Muon's is far too
     high for them."""
     group.setdefault("algorithm", defaults["algorithm"])
     algorithm = find_algorithm(group)
@@ -30,7 +30,7 @@ def complete_group(group: dict[str, Any], defaults: dict[str, Any], adam_lr: flo
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Refuses a group that cannot be run, with the remedy."""
+    """Refuses a group that cannot be used, with the remedy."""
     algorithm = find_algorithm(group)
     require(group["lr_scale"] in LR_SCALES, f"lr_scale must be 'spectral', 'rms' or None, got {group['lr_scale']!r}")
     for key in ("lr", "weight_decay"):

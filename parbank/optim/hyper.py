@@ -1,8 +1,8 @@
-"""Hyperparameters where the kernels read them: a small table on the device, one row for each parameter group.
+"""Hyperparameters on the device: a small table that kernels read, one row per parameter group.
 
-Groups stay ordinary Python dicts that schedulers write floats into. A step that finds them changed sends the whole table in
-one copy from pinned memory, which waits for nothing; kernels, CUDA graphs and compiled code read it and never see a Python
-number that could change.
+Groups stay ordinary Python dicts that schedulers write floats into. A step that finds them changed sends the whole
+table in one copy from pinned memory, without waiting. Kernels, CUDA graphs and compiled code read the table and never
+see a Python number that could change.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class HyperTable:
         self._sent: list[list[float]] | None = None
 
     def refresh(self, groups: Sequence[dict[str, Any]], max_norm: float | None) -> None:
-        """Sends what changed since the last step. A learning rate that is a tensor is copied on the device."""
+        """Sends the values that changed since the last step. A learning rate that is a tensor is copied on the device."""
         rows = [
             [_number(group["lr"]), float(group["momentum"]), _number(group["weight_decay"]), float(group["row_beta"])]
             for group in groups
@@ -46,10 +46,10 @@ class HyperTable:
 
 
 def send(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host numbers on the device, without waiting for it."""
+    """Copies host numbers to the device without waiting for it."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
-    if torch.cuda.is_current_stream_capturing():  # a replay would copy whatever the host memory holds by then
+    if torch.cuda.is_current_stream_capturing():  # a replay would copy the host memory's contents of that time
         raise RuntimeError("host numbers are sent to the device inside the capture")
     # Pinned memory is recycled by PyTorch only after the copy has run.
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

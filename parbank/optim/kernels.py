@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
-"""`parbank.optim.update` with few passes over memory, in Triton: one launch does all parameters of a batch.
+"""`parbank.optim.update` in Triton, with few passes over memory: one launch updates all parameters of a batch.
 
-Before Newton-Schulz: one pass moves the momentum on and leaves the squared norm of every tile of the update; a second one
-forms the update again from gradient and momentum (which is cheaper than to write it in float32 and read it twice) and
-writes it normalised, in 16 bits, and transposed where the batch wants it. In units of the float32 weights' bytes that is
-5.5 of traffic. After it: one pass over the weights, 2.5. Plain PyTorch needs about 16.
+Before Newton-Schulz, one pass updates the momentum and writes the squared norm of every tile of the update. A second
+pass forms the update again from gradient and momentum, which is cheaper than writing it in float32 and reading it
+twice, and writes it normalised, in 16 bits, and transposed where the batch needs it. In units of the float32 weights'
+bytes that is 5.5 of traffic. After Newton-Schulz, one pass over the weights takes 2.5. Plain PyTorch needs about 16.
 
-A batch's parameters lie anywhere in memory, so a launch reads a table with one row of integers per piece: two addresses,
-the shape, where its blocks go. Programs are tiles of TILE x TILE; a second array says which piece a program belongs to. A
-table is sent again only when an address changed: with gradients that stay in place, never.
+A batch's parameters lie anywhere in memory, so a launch reads a table with one row of integers per piece: two
+addresses, the shape, and the slots of its blocks. Programs are tiles of TILE x TILE; a second array maps a program to
+its piece. A table is sent again only when an address changed: with gradients in place, never.
 """
 
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ def count_tiles(rows: int, cols: int) -> int:
 
 @triton.jit
 def _find_tile(row, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a program works: block, tile within the block, rows and columns of the tile, and the block's shape."""
+    """The work of a program: block, tile within the block, rows and columns of the tile, and the block's shape."""
     rows = tl.load(row + 2)
     cols = tl.load(row + 3)
     if ALIGNED:

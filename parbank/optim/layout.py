@@ -1,13 +1,13 @@
-"""Which matrices are orthogonalised together, and which rank does which.
+"""Which matrices are orthogonalised together, and which rank owns which.
 
-A parameter is seen as a stack of blocks, (count, rows, cols): a 2-D weight is one block, a bank as many as it has matrices, a
-convolution one flattened block, a weight with `num_heads` one block a head. Blocks of one shape, or of one shape up to
-transposition, with the same options form a batch, whatever parameters and groups they come from. Each block has a slot in
-its batch; a parameter's slots follow one another.
+A parameter is a stack of blocks, (count, rows, cols): a 2-D weight is one block, a bank as many as it has matrices, a
+convolution one flattened block, a weight with `num_heads` one block per head. Blocks of one shape, or of one shape up
+to transposition, with the same options form a batch, whatever their parameters and groups. Each block has a slot in
+its batch; a parameter's slots are consecutive.
 
-Ownership over W ranks, for B blocks: rank k owns the B // W slots from k * (B // W) on, and one of the B mod W left over at
-the end. So shares differ by at most one, the even part is one reduce-scatter and one all-gather on memory that is already
-in place, and only the few left-over blocks travel one by one. Left-over blocks are dealt on from rank to rank across
+Ownership of B blocks over W ranks: rank k owns the B // W slots from k * (B // W) on, and at most one of the B mod W
+remaining blocks at the end. So shares differ by at most one, the even part is one reduce-scatter and one all-gather
+in place, and only the few remaining blocks are sent one by one. Remaining blocks are dealt to successive ranks across
 batches, so that no rank gets all of them.
 """
 
@@ -115,13 +115,13 @@ class Batch:
     cols: int
     algorithm: MatrixAlgorithm
     options: Any
-    """What `algorithm.batch_options` made of a group's options: the same for all blocks."""
+    """The result of `algorithm.batch_options` for a group: the same for all blocks."""
     cautious: bool
     dtype: torch.dtype
     """Of the weights."""
     world: int
     first_owner: int
-    """Who takes the first of the left-over blocks; the next ones go to the ranks that follow."""
+    """The rank that owns the first remaining block; the next blocks go to the following ranks."""
     members: list[Member] = field(default_factory=list)
 
     @property
@@ -145,7 +145,7 @@ class Batch:
         return [(first, count) for first, count in ranges if count]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What a rank owns, cut at the borders between members."""
+        """The blocks that a rank owns, cut at the borders between members."""
         found: list[Piece] = []
         held = dict.fromkeys(range(len(self.members)), 0)
         local = 0
@@ -208,13 +208,14 @@ def plan_batches(groups: Sequence[dict[str, Any]], params: Sequence[Tensor] | No
 
 
 def block_shape(param: Tensor, group: dict[str, Any], name: str) -> tuple[int, int, int, tuple[int, ...]]:
-    """(count, rows, cols) of a parameter's blocks and the memory order of its dimensions; refuses what Muon cannot take."""
+    """(count, rows, cols) of a parameter's blocks and the memory order of its dimensions. Refuses shapes that Muon
+    cannot take."""
     if param.ndim < 2 or param.numel() == 0:
         raise ConfigError(
             f"{name} has shape {tuple(param.shape)}; Muon takes matrices (rows, cols), stacks (N, rows, cols) and "
             "convolutions. Put it in a group with algorithm='adamw', or let split_parameters(model) sort them"
         )
-    # Channels-last convolutions: the columns of the flattened matrix are permuted, which orthogonalising does not notice.
+    # Channels-last convolutions: the columns of the flattened matrix are permuted, which does not affect orthogonalisation.
     strides = param.stride()
     order = tuple(sorted(range(param.ndim), key=lambda dim: (dim != 0, -strides[dim], dim)))
     if not param.permute(order).is_contiguous():

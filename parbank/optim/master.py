@@ -1,11 +1,12 @@
-"""bfloat16 weights without lost updates: the 16 bits of mantissa that bfloat16 lacks are kept beside it.
+"""bfloat16 weights without lost updates: the 16 mantissa bits that bfloat16 lacks are kept beside it. (As in
+modded-nanogpt #190.)
 
-A bfloat16 is the upper half of a float32. Rounding the float32 master to the nearest bfloat16 leaves a remainder of at most
-half a unit in the last place, and that remainder, as a signed 16-bit integer in units of the master's last bit, is all that
-is needed to have the master back exactly: bits(master) = bits(weight) << 16 + remainder. The weight is the rounded master
-(not the truncated one, which would pull every weight towards zero), and costs 4 bytes with its remainder, not 6.
+A bfloat16 is the upper half of a float32. Rounding the float32 master to the nearest bfloat16 leaves a remainder of
+at most half a unit in the last place. The remainder, a signed 16-bit integer in units of the master's last bit,
+restores the master exactly: bits(master) = bits(weight) << 16 + remainder. The weight is the rounded master; a
+truncated one would be biased towards zero. Weight and remainder take 4 bytes, not 6.
 
-If a weight is changed from outside, its remainder is stale, but it still is less than half a unit: nothing breaks.
+If other code changes a weight, its remainder is stale but still less than half a unit: nothing breaks.
 """
 
 import torch

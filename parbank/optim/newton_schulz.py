@@ -1,22 +1,23 @@
-"""Newton-Schulz: the nearest (semi-)orthogonal matrix, approximately, from matrix products alone.
+"""Newton-Schulz: approximates the nearest (semi-)orthogonal matrix, from matrix products alone.
 
-For G = U S V^T the iteration X <- a X + b (X X^T) X + c (X X^T)^2 X moves every singular value by the same odd polynomial
-and leaves U and V alone, so that a few steps take S to about the identity. It starts from G / |G| (Frobenius), whose
-singular values are at most 1. Everything is batched over the leading dimensions, and always done on the smaller Gram side.
+For G = U S V^T the iteration X <- a X + b (X X^T) X + c (X X^T)^2 X applies one odd polynomial to every singular
+value and keeps U and V. So a few steps take S close to the identity. It starts from G / |G| (Frobenius), whose
+singular values are at most 1. Everything is batched over the leading dimensions and uses the smaller Gram side.
 
 Three ways to the same result, for matrices of r x c with r <= c, in products of 2 r^3 FLOP and with p = c / r:
 
-- plain: per step X X^T (p), the polynomial in it (1) and the product with X (p): 2 p + 1. cuBLAS does it in three calls.
+- plain: per step X X^T (p), the polynomial in it (1) and the product with X (p): 2 p + 1. cuBLAS does it in three
+  calls.
 - symmetric: the same, but the first two results are symmetric: half their tiles. 1.5 p + 0.5.
-- gram: iterates on R = X X^T alone. With Z = a I + b R + c R R, the step X <- Z X is R <- Z R Z, and Q gathers the
-  product of all Z: X is touched at the start and at the end only. A step costs 4 products of r^3 and none with X. All
-  of these matrices are polynomials in the same R, so they commute and every product is symmetric.
-  What that loses is safety: rounding makes eigenvalues of R that should be 0 slightly negative, and z(x)^2 x grows
-  those as fast as the positive ones, without the bound that the polynomial has for x > 0. A restart (X <- Q X, R <- X X^T,
+- gram: iterates on R = X X^T alone (Gram Newton-Schulz, Zhang et al. 2026). With Z = a I + b R + c R R, the step X <-
+  Z X is R <- Z R Z, and Q accumulates the product of all Z: X is used at the start and at the end only. A step costs
+  4 products of r^3 and none with X. All these matrices are polynomials in R, so they commute and every product is
+  symmetric. But it is less stable: rounding makes eigenvalues of R that should be 0 slightly negative, and z(x)^2 x
+  grows them as fast as the positive ones, without the polynomial's bound for x > 0. A restart (X <- Q X, R <- X X^T,
   Q <- I) makes R non-negative again; RESTART says how often.
 
-Our kernels cost the host some 0.2 ms a launch, cuBLAS far less, and a launch that a CUDA graph replays nothing. So
-outside of graphs the kernels run where a product is large enough to hide that (LAUNCH_FLOP), and cuBLAS elsewhere.
+Our kernels cost the host about 0.2 ms a launch, cuBLAS far less, and a replayed launch nothing. So outside of graphs
+the kernels run where a product is large enough to hide the launch (LAUNCH_FLOP), and cuBLAS elsewhere.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from parbank.optim.coefficients import Triple, resolve_coefficients
 
 METHODS = ("auto", "plain", "symmetric", "gram")
 RESTART = 3  # in float16, 3 steps are as accurate as 2 on every spectrum tried, and 5 lose digits even in float32
-# What a GPU multiplies in the time the host takes to launch one of our kernels: 15 launches of a few GFLOP each took 3.0 ms on an
+# The FLOP of a GPU in the time the host takes to launch one of our kernels: 15 launches of a few GFLOP each took 3.0 ms on an
 # H200 (docs/log/2026-11-15-optimizer.md), which does 600 TFLOP/s of these products.
 LAUNCH_FLOP = 1e11
 NORM_EPS = 1e-20  # keeps a zero matrix at zero; far below the norm of anything float32 can square
@@ -48,10 +49,11 @@ def orthogonalize(
     *,
     graphed: bool = False,
 ) -> Tensor:
-    """U V^T of G = U S V^T, approximately, for every matrix in (..., rows, cols); comes back in G's dtype.
+    """Approximates U V^T of G = U S V^T for every matrix in (..., rows, cols). The result has G's dtype.
 
-    How near to U V^T depends on the coefficients alone: see `parbank.optim.coefficients`. A zero matrix gives zero. Works
-    in `dtype`, by default `working_dtype(G)`. `graphed` says that a CUDA graph will replay the call, so that launches are free.
+    The coefficients alone decide the accuracy: see `parbank.optim.coefficients`. A zero matrix gives zero. Computes
+    in `dtype`, by default `working_dtype(G)`. `graphed` says that a CUDA graph will replay the call, so that launches
+    cost nothing.
     """
     if G.ndim < 2:
         raise ConfigError(f"orthogonalize takes matrices (..., rows, cols), got a tensor of shape {tuple(G.shape)}")
@@ -69,8 +71,9 @@ def orthogonalize(
 def working_dtype(G: Tensor) -> torch.dtype:
     """float16 on a GPU, float32 on a CPU, float64 for float64.
 
-    float16 and not the usual bfloat16: a normalised matrix needs no wide exponent, and three more bits of mantissa at the
-    same speed make the result 4 to 5 times as accurate (1.2e-2 -> 2.6e-3 on random matrices), and the Gram iteration safe.
+    float16, not the usual bfloat16: a normalised matrix needs no wide exponent, and three more mantissa bits at the
+    same speed make the result 4 to 5 times as accurate (1.2e-2 -> 2.6e-3 on random matrices) and the Gram iteration
+    stable.
     """
     if G.dtype == torch.float64:
         return torch.float64
@@ -106,7 +109,7 @@ def hides_launch(batch: int, rows: int, cols: int) -> bool:
 
 
 def choose_method(rows: int, cols: int, steps: int, kernels: bool) -> str:
-    """The way with the fewest FLOP for this shape; symmetric results cost half only where the kernels run."""
+    """The method with the fewest FLOP for this shape. Symmetric results cost half only where the kernels run."""
     costs = {name: count_products(rows, cols, steps, name, kernels) for name in ("plain", "symmetric", "gram")}
     if not kernels:
         del costs["symmetric"]  # the same work as plain, in more calls
@@ -139,7 +142,7 @@ def _symmetric(X: Tensor, triples: Sequence[Triple]) -> Tensor:
 
 
 def _gram(X: Tensor, triples: Sequence[Triple], kernels: bool) -> Tensor:
-    """B is Z - a I throughout: the a-fold is added in the epilogue of a product, where it is not rounded first."""
+    """B is Z - a I throughout: the epilogue of a product adds the multiple of a, without rounding it first."""
 
     def add_product(C: Tensor, A: Tensor, B: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
         """beta C + alpha A B for symmetric matrices that commute."""

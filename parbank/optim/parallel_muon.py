@@ -1,16 +1,18 @@
-"""ParallelMuon: Muon for matrices and AdamW for the rest, as one optimizer for one rank and for many.
+"""ParallelMuon: Muon for matrices and AdamW for the rest, as one optimizer for one rank and for many. (Muon: Jordan et
+al.; the parallel step: parameter-golf #399.)
 
-A step, whatever the number of ranks:
+A step, for any number of ranks:
 
-1. collect: gradients of each batch start their way to the rank that owns them, and AdamW runs while they fly; then one norm
-   over everything, on the device.
-2. orthogonalize: batch by batch, the owner moves its momentum on, runs Newton-Schulz, and sends the updates out while
-   the next batch is worked on. With a clip AdamW runs here, while the last updates fly: the clip is global, so that no
+1. collect: reduces the gradients of each batch to the rank that owns them, while AdamW runs; then one norm over all
+   gradients, on the device.
+2. orthogonalize: batch by batch, the owner updates the momentum, runs Newton-Schulz, and sends the updates while the
+   next batch is computed. With a clip AdamW runs here, during the last all-gather: the clip is global, so that no
    update can begin before the last gradient has arrived.
 3. apply: every rank subtracts the same updates from the same weights.
 
-Which blocks form a batch and who owns them: `layout`. What is sent: `communication`. The arithmetic: `algorithms` (behind
-the interface in `algorithm`), `newton_schulz`, `update`. What a checkpoint holds: `state`.
+`layout` decides which blocks form a batch and which rank owns them. `communication` has the collectives; `algorithms`
+(behind the interface in `algorithm`), `newton_schulz` and `update` the arithmetic; `state` the contents of a
+checkpoint.
 """
 
 import functools
@@ -38,9 +40,10 @@ from parbank.optim.update import Control
 
 
 def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of PyTorch's optimizer without the mark that keeps torch.compile out of it.
+    """A method of PyTorch's optimizer without the decorator that excludes it from torch.compile.
 
-    At its first call the mark imports the compiler, which takes 3 s. Where nobody has imported it, nothing is being compiled.
+    At its first call the decorator imports the compiler, which takes 3 s. If no other code has imported it, nothing
+    is being compiled.
     """
     return method if "torch._dynamo" in sys.modules else getattr(method, "__wrapped__", method)
 
@@ -69,7 +72,7 @@ class ParallelMuon(torch.optim.Optimizer):
     With several ranks, step, state_dict, load_state_dict and add_param_group are collective: call them on every rank.
     """
 
-    # GradScaler then hands scale and overflow over as tensors, and asks the device nothing.
+    # GradScaler then passes scale and overflow as tensors, without waiting for the device.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -131,7 +134,7 @@ class ParallelMuon(torch.optim.Optimizer):
             self._graph = GraphedStep(self)
 
     def _start(self, process_group: Any) -> None:
-        """Everything that a copy of this optimizer has to make anew."""
+        """Creates everything that a copy of this optimizer cannot share."""
         self._ranks = Ranks(process_group)
         self._layout: tuple[Any, list[Batch]] | None = None
         self._device = torch.device("cpu")
@@ -156,17 +159,17 @@ class ParallelMuon(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As for any optimizer, with every tensor whole: it loads on any number of ranks. Collective."""
+        """As for any optimizer, with whole tensors: it loads on any number of ranks. Collective."""
         return state.save(self, functools.partial(_plain(torch.optim.Optimizer.state_dict), self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state written on any number of ranks; each rank keeps its part of it. Collective."""
+        """Loads a state written on any number of ranks; each rank keeps its part. Collective."""
         _plain(torch.optim.Optimizer.load_state_dict)(self, state_dict)
         state.load(self, state_dict)
         self._reset_counters()
 
     def reset(self) -> None:
-        """Forgets momentum, moments, step counts and skipped steps, as if newly made."""
+        """Forgets momentum, moments, step counts and skipped steps, as in a new optimizer."""
         self.state.clear()
         self._reset_counters()
 
@@ -175,7 +178,7 @@ class ParallelMuon(torch.optim.Optimizer):
             counter.zero_()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As for any optimizer; by default gradients that a CUDA graph reads or that lie in a bank stay where they are."""
+        """As for any optimizer. By default, gradients that a CUDA graph reads or that lie in a bank stay in place."""
         if set_to_none is not None or self._graph is not None:
             _plain(torch.optim.Optimizer.zero_grad)(self, set_to_none=bool(set_to_none))
             return
@@ -188,7 +191,7 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         super().__setstate__(values)
-        if "_ranks" not in self.__dict__:  # a copy or an unpickled one; process groups and graphs don't travel
+        if "_ranks" not in self.__dict__:  # a copy or an unpickled optimizer: process groups and graphs are not copied
             self.extra_captured, self._graph = None, None
             self._start(None)
         for group in self.param_groups:
@@ -201,7 +204,7 @@ class ParallelMuon(torch.optim.Optimizer):
         return self._ranks
 
     def batches(self) -> list[Batch]:
-        """The current layout. Alone, of the parameters that have a gradient; else of all, so that every rank has the same."""
+        """The current layout: on one rank, of the parameters with a gradient; on several, of all, so that ranks agree."""
         params = None
         if self._ranks.world == 1:
             params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -215,7 +218,7 @@ class ParallelMuon(torch.optim.Optimizer):
         return self._layout[1]
 
     def layout_key(self) -> tuple[Any, ...]:
-        """Everything a layout depends on but for the gradients, to notice a change."""
+        """Everything besides gradients that a layout depends on, to detect a change."""
         key: list[Any] = []
         for group in self.param_groups:
             algorithm = find_algorithm(group)
@@ -232,7 +235,7 @@ class ParallelMuon(torch.optim.Optimizer):
         return (self._layouts, *(tensor.data_ptr() for tensor in kept))
 
     def forget_layout(self) -> None:
-        """Plans anew at the next step; the state is taken to be whole."""
+        """Plans a new layout at the next step. The state must be whole."""
         self._layout = None
         self._constants.clear()
         self._tables.clear()
@@ -240,14 +243,14 @@ class ParallelMuon(torch.optim.Optimizer):
         self._layouts += 1
 
     def _constant(self, values: Sequence[float]) -> Tensor:
-        """Numbers on the device that are the same every step, sent once: a captured step must not send any."""
+        """Constant numbers on the device, sent once: a captured step must not send any."""
         key = tuple(values)
         if key not in self._constants:
             self._constants[key] = send(values, torch.float32, self._device)
         return self._constants[key]
 
     def _sharded(self) -> bool:
-        """Whether FSDP2 has sharded the parameters: then it has reduced the gradients, too."""
+        """Whether FSDP2 has sharded the parameters, and so reduced the gradients."""
         kinds = {is_sharded(param) for group in self.param_groups for param in group["params"]}
         if len(kinds) == 2 and self.reduce_gradients and self._ranks.world > 1:
             raise ConfigError(
@@ -286,7 +289,7 @@ class ParallelMuon(torch.optim.Optimizer):
         return loss
 
     def run(self) -> None:
-        """The step itself, on gradients and hyperparameters as they are: what a CUDA graph captures."""
+        """The step itself, on the current gradients and hyperparameters: the part that a CUDA graph captures."""
         batches = self.batches()
         pieces = [batch.pieces(self._ranks.rank) for batch in batches]
         sharded = self._sharded()
@@ -356,7 +359,8 @@ class ParallelMuon(torch.optim.Optimizer):
             self._step_group(small, values)
 
     def _step_group(self, small: Small, values: Tensor) -> None:
-        """One group. A parameter without a gradient here may have one on another rank: then it is stepped alone."""
+        """Steps one group. A parameter without a gradient here may have one on another rank: then it is stepped
+        separately."""
         group, hyper = self.param_groups[small.group], self._hyper.values[small.group]
         algorithm = find_algorithm(group)
         assert isinstance(algorithm, ElementwiseAlgorithm)

@@ -1,6 +1,6 @@
-"""Learning-rate and momentum schedules: pure functions of how much of the budget is spent, or of the step.
+"""Learning-rate and momentum schedules: pure functions of the share of the budget spent, or of the step.
 
-A new learning-rate schedule is a function like `linear`, and a line in SCHEDULES; `optim.schedule` chooses it.
+A new learning-rate schedule is a function like `linear` and a line in SCHEDULES; `optim.schedule` selects it.
 """
 
 import math

@@ -1,10 +1,10 @@
 """FSDP2: weights that `fully_shard` has cut along their first dimension (DTensor, Shard(0)).
 
-Momentum is element-wise, so each rank moves its own rows on. Newton-Schulz is not: every matrix is gathered, already
-normalised and in 16 bits, to one rank, orthogonalised whole, and its rows go back to where they came from. Matrices are
-dealt out so that no rank has two more than another, and one all-to-all each way carries all of one shape. A stack (N, rows,
-cols) is cut between its matrices: each rank has whole ones and nothing is sent. State is sharded like its weight, so that
-`torch.distributed.checkpoint` saves and re-shards it as it does the model.
+Momentum is element-wise, so each rank updates its own rows. Newton-Schulz is not: each matrix is gathered, normalised
+and in 16 bits, to one rank, orthogonalised whole, and its rows are sent back. Matrices are distributed so that counts
+differ by at most one, and one all-to-all each way carries all matrices of a shape. A stack (N, rows, cols) is cut
+between its matrices, so each rank has whole ones and nothing is sent. State is sharded like its weight, so that
+`torch.distributed.checkpoint` saves and re-shards it like the model.
 """
 
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ def plan(params: Sequence[MatrixParam], groups: Sequence[dict[str, Any]]) -> lis
 
 
 def _ranks(param: Any) -> tuple[Any, int, int]:
-    """The ranks among which a weight is cut (with HSDP, one replica's)."""
+    """The ranks that share a weight (with HSDP, those of one replica)."""
     dim = next(n for n, placement in enumerate(param.placements) if placement.is_shard())
     group = param.device_mesh.get_group(dim)
     return group, dist.get_rank(group), dist.get_world_size(group)
@@ -180,7 +180,7 @@ def _apply(item: Sharded, direction: Tensor, group: dict[str, Any], held: dict[s
 
 
 def _scales(item: Sharded, group: dict[str, Any], update: Tensor) -> Tensor | float:
-    """The learning-rate factor of the logical matrix: one number, or one for each matrix of this rank's part of a stack."""
+    """The learning-rate factor of the logical matrix: one number, or one per matrix of this rank's part of a stack."""
     flags = group["transposed"] or (False,)
     if not any(flags):
         return logical_scale(group["lr_scale"], item.rows, item.cols, False)

@@ -1,8 +1,9 @@
-"""Which parameters of a model are matrices for Muon, and which are better off with AdamW: by role, not by name alone.
+"""Sorts the parameters of a model: hidden matrices for Muon, the rest for AdamW. It goes by role, not by name alone.
 
-Muon is for hidden weights: matrices that map activations to activations. Embeddings and output heads have two dimensions too,
-but their rows are looked up or scored one by one; norms, biases, gates and scalars are no matrices at all. Where neither the
-module nor the name tells the role, guessing would train the model badly without a word, so it is an error with the remedy.
+Muon is for hidden weights: matrices that map activations to activations. Embeddings and output heads have two
+dimensions too, but their rows are looked up or scored one by one; norms, biases, gates and scalars are not matrices.
+Where neither module nor name shows the role, a guess could train the model badly and silently, so it is an error with
+the remedy.
 """
 
 import logging
@@ -25,14 +26,14 @@ HEAD_NAMES = frozenset({
 })  # fmt: skip
 GATE_NAMES = frozenset(["gate", "gates", "router", "gating"])
 MATRIX_NAMES = frozenset(["weight", "kernel", "bank", "banks"])
-SMALL_SIDE = 64  # a gate or router has a few outputs; a hidden matrix this thin would not be one worth orthogonalising
+SMALL_SIDE = 64  # a gate or router has a few outputs; a hidden matrix this thin is not worth orthogonalising
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass
 class _Found:
-    """One parameter, every module that holds it, and the names it goes by."""
+    """One parameter, every module that holds it, and all its names."""
 
     param: Tensor
     names: list[str] = field(default_factory=list)
@@ -44,7 +45,7 @@ class _Found:
 
     @property
     def words(self) -> list[str]:
-        """The parts of the name, without the last one where that is only `weight`."""
+        """The parts of the name, without a final `weight`."""
         parts = self.name.lower().split(".")
         return parts[:-1] if parts[-1] == "weight" and len(parts) > 1 else parts
 
@@ -57,11 +58,11 @@ def split_parameters(
 ) -> list[dict[str, Any]]:
     """Groups for ParallelMuon, from any module.
 
-    overrides: {name or pattern: algorithm} for what the roles get wrong or cannot tell: "muon", "adamw", or another one in
-    `parbank.optim.algorithm.ALGORITHMS`. Patterns are those of a shell ("blocks.*.gate.weight").
+    overrides: {name or pattern: algorithm} for parameters whose role is unclear or misjudged: "muon", "adamw", or
+    another name in `parbank.optim.algorithm.ALGORITHMS`. Patterns are those of a shell ("blocks.*.gate.weight").
 
-    Norms, biases, gates and scalars get no weight decay; embeddings and heads take the optimizer's. Each group says its
-    "role"; what went where is logged at level INFO. Frozen parameters are left out.
+    Norms, biases, gates and scalars get no weight decay; embeddings and heads take the optimizer's. Each group has
+    its "role". The split is logged at level INFO. Frozen parameters are left out.
     """
     overrides = dict(overrides or {})
     found = [item for item in _find(model) if item.param.requires_grad]
@@ -123,12 +124,12 @@ def _role_under(item: _Found, algorithm: str) -> str:
 
 
 def _is_vector(param: Tensor) -> bool:
-    """One number a channel, however many dimensions it is written with."""
+    """One number per channel, however many dimensions the tensor has."""
     return param.ndim < 2 or param.numel() == max(param.shape)
 
 
 def _find_heads(found: list[_Found]) -> list[_Found]:
-    """Output layers: by name, where only one layer has it, or by an output for every token of the embedding."""
+    """Output layers: by name, if only one layer has it, or by having one output per token of the embedding."""
     linears = [
         item for item in found if any(isinstance(owner, nn.Linear) for owner in item.owners) and item.param.ndim == 2
     ]
@@ -206,7 +207,7 @@ def _group(
 
 
 def _check_last_linear(found: list[_Found], roles: dict[str, str], chosen: Mapping[str, str]) -> None:
-    """A model without a known head may still end in one: the last Linear, if no other has its shape, could be either."""
+    """A model without a known head may still end in one: the last Linear, if no other has its shape, is ambiguous."""
     if any(role in ("head", "other") for role in roles.values()) or any(len(item.names) > 1 for item in found):
         return
     linears = [item for item in found if isinstance(item.owners[0], nn.Linear) and item.param.ndim == 2]

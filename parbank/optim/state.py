@@ -1,12 +1,12 @@
-"""What the optimizer remembers: shards in `optimizer.state`, whole tensors in `state_dict()`.
+"""The optimizer's state: shards in `optimizer.state`, whole tensors in `state_dict()`.
 
-Alone, a parameter's momentum has the parameter's shape. With several ranks, a rank holds the blocks it owns, (owned, rows,
-cols). A state dict always has the whole tensor, in the parameter's shape, on every rank: writing one gathers the shards
-(one all-gather a batch, so all ranks must ask for it), reading one keeps the owned blocks. So a checkpoint does not depend
-on the number of ranks it was written on, on the layout, or on anything that only parbank can read: torch.save,
-`torch.distributed.checkpoint` and a single process see the state of an ordinary optimizer. Sharded tensors (DTensor) in the
-state dict would save the gather, but they cut every parameter into equal chunks along its first dimension, which is not
-how whole matrices are dealt out, and they need a device mesh to be read. No arithmetic touches a value on the way.
+On one rank, a parameter's momentum has the parameter's shape. On several, a rank holds the blocks it owns, (owned,
+rows, cols). A state dict always has the whole tensor, in the parameter's shape, on every rank. Writing one gathers
+the shards (one all-gather a batch, so all ranks must call it); reading one keeps the owned blocks. So a checkpoint
+does not depend on the number of ranks, on the layout, or on parbank: torch.save, `torch.distributed.checkpoint` and a
+single process see the state of an ordinary optimizer. Sharded tensors (DTensor) would save the gather, but they cut
+every parameter into equal chunks along its first dimension, which does not match whole matrices, and they need a
+device mesh to be read. No arithmetic changes a value on the way.
 """
 
 import math
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def init_state(state: Any, batch: Batch, pieces: Sequence[Piece]) -> None:
-    """Makes what is missing, for every parameter of a batch."""
+    """Creates missing states for every parameter of a batch."""
     for member in batch.members:
         held = state[member.param]
         for key, shape in batch.state_shapes[member].items():
@@ -126,10 +126,10 @@ def _copy_like(value: Tensor, param: Tensor) -> Tensor:
 
 
 def load(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> None:
-    """Puts the tensors of a state dict in place, each in the dtype it was saved in.
+    """Loads the tensors of a state dict, each in the dtype it was saved in.
 
-    PyTorch has matched the groups by now, but has also turned every tensor into its weight's dtype: for bfloat16 weights
-    that would cost the momentum 16 bits.
+    PyTorch has matched the groups before, but has also converted every tensor to its weight's dtype: for bfloat16
+    weights the momentum would lose 16 bits.
     """
     numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]

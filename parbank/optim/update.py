@@ -1,10 +1,11 @@
-"""The element-wise halves of a Muon step, in plain PyTorch: what comes before Newton-Schulz, and what comes after.
+"""The element-wise parts of a Muon step, in plain PyTorch: before Newton-Schulz, and after it.
 
-These define the update. `parbank.optim.kernels` does the same in fewer passes over memory where Triton runs.
+These functions define the update. `parbank.optim.kernels` does the same in fewer passes over memory where Triton
+runs.
 
-Nothing here asks the device for a number. `Control` holds, on the device, whether the step is taken and the factor that
-gradients are multiplied by (clip, mean over ranks, loss scale). A step that is not taken runs through the same arithmetic
-with momentum 1, gradient 0 and learning rate 0, which leaves every bit as it was.
+Nothing here waits for the device. `Control` holds, on the device, whether the step is taken and the factor on
+gradients (clip, mean over ranks, loss scale). A skipped step runs the same arithmetic with momentum 1, gradient 0 and
+learning rate 0, which changes no bit.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from parbank.optim.newton_schulz import normalize, working_dtype
 
 @dataclass(frozen=True)
 class Control:
-    """What the whole step shares, on the device."""
+    """Tensors on the device that the whole step shares."""
 
     values: Tensor
     """(2,) float32: 1 or 0 for a step that is taken or skipped, and the factor on every gradient."""
@@ -37,7 +38,7 @@ class Control:
 def prepare(
     batch: Batch, pieces: Sequence[Piece], grads: Sequence[Tensor], buffers: Sequence[Tensor], control: Control
 ) -> Tensor:
-    """Moves the momentum on and returns the normalised updates, (local blocks, rows, cols), in the working dtype.
+    """Updates the momentum and returns the normalised updates, (local blocks, rows, cols), in the working dtype.
 
     grads and buffers hold the blocks (count, rows, cols) of each piece, as stored.
     """
@@ -55,10 +56,11 @@ def prepare(
 
 
 def normalize_rows(X: Tensor, pieces: Sequence[Piece], moments: Sequence[Tensor], control: Control) -> None:
-    """NorMuon, in place: divides each neuron's update by the root of its running mean square, keeping the block's norm.
+    """NorMuon (Li et al. 2025), in place: divides each neuron's update by the root of its running mean square, and keeps
+    the block's norm.
 
-    A neuron is a row of the logical matrix. The mean of the moments drops out with the norm, so that no bias correction
-    is needed.
+    A neuron is a row of the logical matrix. The norm cancels the mean of the moments, so that no bias correction is
+    needed.
     """
     for piece, moment in zip(pieces, moments):
         beta = torch.where(control.taken(piece), control.hyper[piece.member.group, ROW_BETA], 1.0)
@@ -75,7 +77,8 @@ def normalize_rows(X: Tensor, pieces: Sequence[Piece], moments: Sequence[Tensor]
 
 
 def _runs(piece: Piece) -> list[tuple[int, int, int]]:
-    """(start, count, dimension to average over) for neighbouring blocks of a piece whose neurons lie the same way."""
+    """(start, count, dimension to average over) for neighbouring blocks of a piece whose neurons have the same
+    orientation."""
     runs: list[tuple[int, int, int]] = []
     for number in range(piece.count):
         # Stored upright, a neuron is a row, and its elements run along the last dimension.

@@ -1,7 +1,7 @@
-"""AdamW: PyTorch's fused kernel, fed so that nothing waits for the device.
+"""AdamW (Loshchilov and Hutter 2017): PyTorch's fused kernel, called so that the host never waits for the device.
 
-The kernel divides gradients by `grad_scale` and does nothing when `found_inf` is 1, both read on the device: that is the
-global clip and the skipped step. It takes the learning rate as a tensor; betas and eps are numbers to it.
+The kernel divides gradients by `grad_scale` and does nothing when `found_inf` is 1, both read on the device: these
+serve as the global clip and the skipped step. It takes the learning rate as a tensor; betas and eps by value.
 """
 
 from collections.abc import Hashable, Sequence
@@ -41,7 +41,7 @@ class AdamW(ElementwiseAlgorithm):
         group: Group,
         settings: Settings,
     ) -> None:
-        """A graph must follow a weight decay that changes: then the decay is a pass of its own, else the kernel's work."""
+        """In a graph, weight decay is a separate pass, so that it can change; otherwise the kernel applies it."""
         lr, skip = settings.lr, 1 - settings.taken
         decay = group["weight_decay"]
         if isinstance(decay, Tensor) or (settings.captured and decay):

@@ -1,4 +1,6 @@
-"""Muon: momentum, then the nearest orthogonal matrix of each update, and NorMuon's row norms where they are asked for."""
+"""Muon (Jordan et al. 2024): momentum, then the nearest orthogonal matrix of each update; optionally NorMuon's row norms
+(Li et al. 2025).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from parbank.optim.update import Control
 
 @dataclass(frozen=True)
 class Options:
-    """What every block of a batch has in common."""
+    """The options that all blocks of a batch share."""
 
     triples: tuple[Triple, ...]
     method: str
@@ -74,5 +76,5 @@ class Muon(MatrixAlgorithm):
 
 
 def _neurons(member: Member) -> int:
-    """Rows of the logical matrix; of the longer side where some matrices of a stack are transposed and some are not."""
+    """Rows of the logical matrix; the longer side where a stack mixes transposed and plain matrices."""
     return max(member.cols if flag else member.rows for flag in member.transposed)
