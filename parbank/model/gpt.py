@@ -195,12 +195,7 @@ class GPT(nn.Module):
         c = self.config
         dtype = self._compute_dtype(ids.device)
         starts = _document_starts(ids, c.bos_id if c.isolate_documents else None)
-        x = self.token_embedding(ids).to(dtype)
-        if self.bigram is not None:
-            x = x + self.bigram(ids, starts, dtype)
-        x = ops.rms_norm(x)
-        if self.smear is not None:
-            x = self.smear(x, starts)
+        x = self.embed(ids, starts, dtype)
         extras = self.value_embedding(ids, dtype) if self.value_embedding is not None else {}
         if ids.shape[1] > MAX_POSITIONS:
             raise ConfigError(f"a window of {ids.shape[1]} tokens is longer than the model's {MAX_POSITIONS} positions")
@@ -216,6 +211,14 @@ class GPT(nn.Module):
             skips.keep(layer, before)
             first = values if first is None and c.value_residual else first
         return ops.rms_norm(x)
+
+    def embed(self, ids: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the first block reads, (B, T, width). `starts` (B, T) marks positions that must not look at the one before."""
+        x = self.token_embedding(ids).to(dtype)
+        if self.bigram is not None:
+            x = x + self.bigram(ids, starts, dtype)
+        x = ops.rms_norm(x)
+        return x if self.smear is None else self.smear(x, starts)
 
     def matrices(self, x: Tensor) -> dict[str, Tensor]:
         """Every matrix in the dtype of x, with output gains folded in where `folds_gains`."""

@@ -181,13 +181,7 @@ def _embed(model: GPT, ids: Tensor, first: Tensor, dtype: torch.dtype) -> tuple[
     starts = (torch.arange(ids.shape[1], device=ids.device) == first)[None]
     if c.isolate_documents:
         starts = starts | (ids == c.bos_id)
-    x = model.token_embedding(ids).to(dtype)
-    if model.bigram is not None:
-        x = x + model.bigram(ids, starts, dtype)
-    x = ops.rms_norm(x)
-    if model.smear is not None:
-        x = model.smear(x, starts)
-    own = ids[:, BEFORE:]
+    x, own = model.embed(ids, starts, dtype), ids[:, BEFORE:]
     return x[:, BEFORE:], model.value_embedding(own, dtype) if model.value_embedding is not None else {}
 
 
