@@ -9,18 +9,28 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from parbank.cli.terminal import DATA_HELP, DeviceOption
+from parbank.cli.terminal import (
+    DeviceOption,
+    FieldOption,
+    GlobOption,
+    SkipBadOption,
+    data_option,
+    print_next,
+    read_data,
+    size_option,
+)
 
 
 def pack(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run folder.")],
-    max_bytes: Annotated[int, typer.Option(help="Cap on the file.")],
+    max_bytes: Annotated[int, size_option("Cap on the file:")],
     out: Annotated[
         Path | None, typer.Option(help="File to write; model-BYTES.pbk in the run folder if not given.")
     ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Training text to calibrate on, where it is not that of the run: " + DATA_HELP)
-    ] = None,
+    data: Annotated[str | None, data_option("Training text to calibrate on; that of the run if not given.")] = None,
+    glob: GlobOption = None,
+    field: FieldOption = None,
+    skip_bad: SkipBadOption = False,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="quant.a=v", help="Another setting than the run's; repeatable."),
@@ -30,11 +40,20 @@ def pack(
     """Pack a checkpoint into an artifact of at most so many bytes.
 
     The bytes go where the loss needs them: a few training windows are run through the model to see where that is.
+
+    Examples:
+
+      parbank pack runs/demo-1 --max-bytes 500kB
+
+      parbank pack runs/demo-1/checkpoint --max-bytes 8MiB --out small.pbk
+
+      parbank pack step_00000200.pt --max-bytes 1MB --data text:my_folder --set quant.method=rows
     """
     from parbank import runtime
     from parbank.training.display import Display
     from parbank.training.pack import pack_checkpoint
 
+    data = read_data(data, glob, field, skip_bad)
     with runtime.start(device) as place:
         display = Display(enabled=place.is_main, file=sys.stderr)
         target, packed = pack_checkpoint(
@@ -43,6 +62,18 @@ def pack(
     print(
         f"{target}: {packed.size:,} bytes of {max_bytes:,}; matrices as integers -{packed.matrix_q}..{packed.matrix_q}"
     )
+    known = packed.artifact.meta.get("data")
+    spec = known or data or _find_data(checkpoint)
+    print_next(("parbank", "eval", target, *(() if known else ("--data", spec or "text:val=PATH"))))
+
+
+def _find_data(checkpoint: Path) -> str | None:
+    """The data of the run that a checkpoint lies in: an artifact does not name a path of this machine."""
+    from parbank.training.folder import load_run_config
+
+    folders = (checkpoint, checkpoint.parent, checkpoint.parent.parent)
+    run = next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    return load_run_config(run).data if run is not None else None
 
 
 def inspect(artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .pbk file.")]) -> None:
@@ -161,7 +192,7 @@ def import_(
     config: Annotated[
         Path | None, typer.Option(help="JSON of the model's config, for a file without one in its metadata.")
     ] = None,
-    max_bytes: Annotated[int | None, typer.Option(help="Cap on the artifact.")] = None,
+    max_bytes: Annotated[int | None, size_option("Cap on the artifact:")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="quant.b=v", help="Change one setting of quant; repeatable.")
     ] = None,
@@ -176,7 +207,7 @@ def import_(
 
       parbank import model.safetensors --out model.pbk
 
-      parbank import tuned.safetensors --tokenizer model.model --max-bytes 8000000 --out small.pbk
+      parbank import tuned.safetensors --tokenizer model.model --max-bytes 8MB --out small.pbk
 
     --config takes the JSON that `parbank export` writes as "parbank" in the metadata: {"model": {...}, "context": 2048}.
     """

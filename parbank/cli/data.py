@@ -1,35 +1,70 @@
 """Text into token shards: prepare, look at, fetch."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from parbank.cli.terminal import print_tree
+from parbank.cli.terminal import (
+    FieldOption,
+    GlobOption,
+    SkipBadOption,
+    print_next,
+    print_tree,
+    read_options,
+)
 from parbank.errors import ConfigError
 
 
 def prepare(
     inputs: Annotated[
-        list[str], typer.Argument(metavar="INPUT...", help="Files, folders or globs; or train=... and val=...")
+        list[str],
+        typer.Argument(metavar="INPUT...", help="Files, folders or globs; or train=PATH and val=PATH; or a data spec."),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the shards, the tokenizer and the manifest.")],
     vocab: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 1024,
+    glob: GlobOption = None,
+    field: FieldOption = None,
+    skip_bad: SkipBadOption = False,
 ) -> None:
     """Train a tokenizer on text and write token shards. Train on them with --data shards:DIR.
 
     About 2% of the documents, chosen by a hash of their content, become validation, unless val=PATH says which.
+
+    Examples:
+
+      parbank data prepare my_folder --out shards
+
+      parbank data prepare my_folder notes.txt --glob '*.md' --skip-bad --out shards --vocab 4096
+
+      parbank data prepare train=books val=held_out.txt --out shards
+
+      parbank data prepare parquet:rows.parquet --field content --out shards
     """
     from parbank.data.dataset import describe
     from parbank.data.prepare import prepare_text
 
-    prepare_text(inputs, out, vocab_size=vocab)
+    prepare_text(inputs, out, options=read_options(glob, field, skip_bad), vocab_size=vocab)
     print_tree(describe(out))
+    _print_training(f"shards:{out}", vocab)
+
+
+def _print_training(spec: str, vocab: int) -> None:
+    """How to train on shards: their vocabulary is given, and the model must have it."""
+    from parbank.recipes import get_recipe
+
+    fits = get_recipe("demo").model.vocab_size == vocab
+    changes = () if fits else ("--set", f"model.vocab_size={vocab}")
+    print_next(("parbank", "train", "--data", spec, *changes))
 
 
 def info(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of token shards.")]) -> None:
-    """Check every shard of a folder and say what is in it."""
+    """Check every shard of a folder and say what is in it.
+
+    Example:
+
+      parbank data info shards
+    """
     from parbank.data.dataset import describe
 
     print_tree(describe(folder))
@@ -43,8 +78,16 @@ def fetch(
     ] = None,
     source: Annotated[str | None, typer.Option(help="A hub repository or a local folder laid out like it.")] = None,
 ) -> None:
-    """Fetch a published data set. What is there and whole is not fetched again."""
+    """Fetch a published data set. What is there and whole is not fetched again.
+
+    Examples:
+
+      parbank data fetch fineweb --shards 10
+
+      parbank data fetch fineweb --source /mnt/mirror --out shards
+    """
     from parbank.data.sources.fineweb import REPOSITORY, fetch_fineweb, fineweb_folder
+    from parbank.data.tokenizer import Tokenizer
     from parbank.files import default_cache
 
     if name != "fineweb":
@@ -55,7 +98,8 @@ def fetch(
     for file in files:
         print(f"{file.stat().st_size:>13,} bytes  {file.name}")
     use = "fineweb" if folder == usual else f"shards:{folder}"
-    print(f"{len(files)} files in {folder}; train on them with --data {shlex.quote(use)}")
+    print(f"{len(files)} files in {folder}")
+    _print_training(use, Tokenizer.load(files[0]).vocab_size)
 
 
 COMMANDS = {"data prepare": prepare, "data info": info, "data fetch": fetch}

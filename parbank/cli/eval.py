@@ -12,7 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from parbank.cli.terminal import DATA_HELP, DeviceOption, print_pairs, printable
+from parbank.cli.terminal import (
+    DeviceOption,
+    FieldOption,
+    GlobOption,
+    SkipBadOption,
+    data_option,
+    print_pairs,
+    printable,
+    read_data,
+)
 from parbank.errors import ConfigError
 
 SHOWN_DOCUMENTS = 10
@@ -44,11 +53,14 @@ def evaluate(
     ],
     data: Annotated[
         str | None,
-        typer.Option(
-            help="What to score: the validation part of " + DATA_HELP + " text:val=PATH,... scores all of that text. "
-            "Not needed where the model knows what it was trained on."
+        data_option(
+            "What to score: the validation part of a spec, or all of the text of text:val=PATH. If not given, what the model "
+            "was trained on, where it knows."
         ),
     ] = None,
+    glob: GlobOption = None,
+    field: FieldOption = None,
+    skip_bad: SkipBadOption = False,
     method: Annotated[
         str,
         typer.Option(
@@ -141,6 +153,7 @@ def evaluate(
     from parbank.eval.result import compare as compare_results
     from parbank.eval.result import is_result, read_result
 
+    data = read_data(data, glob, field, skip_bad)
     theirs = read_result(compare) if compare is not None else None
     if path.suffix == ".json" and path.is_file():
         if theirs is not None:

@@ -1,14 +1,105 @@
-"""What commands share: options they have in common, and how they print."""
+"""What commands share: options they have in common, how they read sizes and data, and how they print."""
 
 import re
+import shlex
+from collections.abc import Sequence
+from decimal import Decimal
 from typing import Annotated, Any
 
 import typer
 
-from parbank.data.sources import describe_sources
+from parbank.data.sources import add_options, describe_sources
+from parbank.errors import ConfigError
 
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_LARGEST = 2**63 - 1  # what a file system can hold, and what fits the integers of other programs
+
+
+def read_size(text: str) -> int:
+    """Bytes from `16MB`, `16MiB`, `30_000_000` or `2e6`."""
+    return _read_whole(
+        text, _UNITS, "a size is written as 16MB (16,000,000 bytes), 16MiB (16,777,216), 30_000_000 or 2e6"
+    )
+
+
+def read_count(text: str) -> int:
+    """A whole number from `30_000_000` or `2e6`."""
+    return _read_whole(text, {"": 1}, "a count is written as 2000000, 2_000_000 or 2e6")
+
+
+def _read_whole(text: str, units: dict[str, int], remedy: str) -> int:
+    found = re.fullmatch(r"(\d[\d_]*|\d{1,3}(?:,\d{3})+)(\.\d+)?(e\+?\d{1,2})?\s*([a-z]*)", text.strip(), re.I | re.A)
+    if found is None or found[4].upper() not in units:
+        raise typer.BadParameter(f"{text!r} is not understood; {remedy}")
+    number = Decimal(re.sub("[_,]", "", found[1]) + (found[2] or "") + (found[3] or "")) * units[found[4].upper()]
+    if number != int(number):
+        raise typer.BadParameter(f"{text!r} is {number.normalize():f}, not a whole number; {remedy}")
+    if number > _LARGEST:
+        raise typer.BadParameter(f"{text!r} is larger than {_LARGEST:,}; {remedy}")
+    return int(number)
+
+
+_DATA = "Data"
+DATA_HELP = "\n\n".join(
+    [*describe_sources(), "Commas separate paths: reach a path that has one by a glob, with ? for the comma."]
+)
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-DATA_HELP = f"{describe_sources()}. Commas separate paths: reach a path that has one by a glob, with ? for the comma."
+GlobOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--glob",
+        metavar="PATTERN",
+        help="Of a folder in --data, only files whose name matches, such as '*.md'; repeatable.",
+        rich_help_panel=_DATA,
+        show_default=False,
+    ),
+]
+FieldOption = Annotated[
+    str | None,
+    typer.Option(
+        "--field",
+        metavar="NAME",
+        help="The .jsonl field or parquet column with the text; text if not given.",
+        rich_help_panel=_DATA,
+    ),
+]
+SkipBadOption = Annotated[
+    bool,
+    typer.Option(
+        "--skip-bad", help="Leave out files and lines that cannot be used, and count them.", rich_help_panel=_DATA
+    ),
+]
+
+
+def data_option(help: str = "") -> Any:
+    """`--data`, with a sentence of the command's own before the kinds of text."""
+    return typer.Option(help="\n\n".join(filter(None, (help, DATA_HELP))), metavar="SPEC", rich_help_panel=_DATA)
+
+
+def size_option(help: str, **more: Any) -> Any:
+    return typer.Option(parser=read_size, metavar="SIZE", help=f"{help} 16MB, 16MiB, 30_000_000 or 2e6.", **more)
+
+
+def read_options(glob: Sequence[str] | None, field: str | None, skip_bad: bool) -> list[str]:
+    """--glob, --field and --skip-bad as parts of a data spec."""
+    given = [f"glob={pattern}" for pattern in glob or ()]
+    given += [f"field={field}"] if field is not None else []
+    return given + (["skip-bad=yes"] if skip_bad else [])
+
+
+def read_data(data: str | None, glob: Sequence[str] | None, field: str | None, skip_bad: bool) -> str | None:
+    """The data spec with the options in it: what a run folder remembers must say which text was meant."""
+    options = read_options(glob, field, skip_bad)
+    if data is None and options:
+        names = ", ".join(dict.fromkeys("--" + option.partition("=")[0] for option in options))
+        raise ConfigError(f"{names} without --data; say which text it is for, such as --data text:my_folder")
+    return None if data is None else add_options(data, options)
+
+
+def print_next(*commands: Sequence[object]) -> None:
+    """What to do next, as commands that can be pasted into a shell."""
+    for index, command in enumerate(commands):
+        print(f"{'' if index else 'next':6}{shlex.join(map(str, command))}")
 
 
 def print_pairs(pairs: dict[str, Any]) -> None:

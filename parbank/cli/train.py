@@ -7,20 +7,48 @@ from typing import Annotated, Any
 
 import typer
 
-from parbank.cli.terminal import DATA_HELP, DeviceOption, print_pairs, printable
+from parbank.cli.terminal import (
+    DeviceOption,
+    FieldOption,
+    GlobOption,
+    SkipBadOption,
+    data_option,
+    print_next,
+    print_pairs,
+    printable,
+    read_count,
+    read_data,
+    size_option,
+)
+
+_BUDGET = "Budget"
 
 
 def train(
     recipe: Annotated[
         str | None, typer.Option(help="demo (if not given), sprint, golf or nano; `parbank recipes` says more.")
     ] = None,
-    data: Annotated[str | None, typer.Option(help=DATA_HELP)] = None,
+    data: Annotated[str | None, data_option("What to train on; the recipe's own data if not given.")] = None,
+    glob: GlobOption = None,
+    field: FieldOption = None,
+    skip_bad: SkipBadOption = False,
     minutes: Annotated[
-        float | None, typer.Option(help="Budget: training clock; setup and scoring are outside it.")
+        float | None,
+        typer.Option(help="Training clock; setup and scoring are outside it.", rich_help_panel=_BUDGET),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Budget: optimizer steps.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Budget: training tokens.")] = None,
-    max_bytes: Annotated[int | None, typer.Option(help="Cap on the artifact, a promise.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(parser=read_count, metavar="COUNT", help="Optimizer steps.", rich_help_panel=_BUDGET)
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            parser=read_count,
+            metavar="COUNT",
+            help="Training tokens, such as 30_000_000 or 2e6.",
+            rich_help_panel=_BUDGET,
+        ),
+    ] = None,
+    max_bytes: Annotated[int | None, size_option("Cap on the artifact, a promise:", rich_help_panel=_BUDGET)] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/RECIPE-TIME if not given.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes starting weights and data order.")] = None,
     device: DeviceOption = "auto",
@@ -38,9 +66,13 @@ def train(
 
       parbank train --recipe demo
 
-      parbank train --recipe sprint --data text:my_folder --minutes 5 --max-bytes 8000000
+      parbank train --recipe sprint --data text:my_folder --minutes 5 --max-bytes 8MB
 
-      parbank train --resume --out runs/demo-1
+      parbank train --data text:my_folder --glob '*.md' --glob '*.rst' --skip-bad
+
+      parbank train --data parquet:rows.parquet --field content --steps 200
+
+      parbank train --resume --out runs/demo-1 --minutes 10
 
       torchrun --nproc_per_node=8 -m parbank train --recipe golf
 
@@ -51,7 +83,7 @@ def train(
     try:
         done = api.train(
             recipe=recipe,
-            data=data,
+            data=read_data(data, glob, field, skip_bad),
             minutes=minutes,
             steps=steps,
             tokens=tokens,
@@ -66,6 +98,10 @@ def train(
         raise typer.Exit(128 + signal.SIGINT) from None
     if os.environ.get("RANK", "0") == "0":
         _print_summary(done.summary, done.folder)
+        print_next(
+            ("parbank", "eval", done.folder, "--method", "streaming"),
+            ("parbank", "sample", done.folder, "--interactive"),
+        )
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:
@@ -125,6 +161,9 @@ def warmup(
         where = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         kept = f"{done.lookups.built} kernels and graphs built, {done.lookups.found} found; kept in {where}"
         display.say(f"ready: {done.train_seconds:.1f} s for training, {done.score_seconds:.1f} s for scoring; {kept}")
+        if place.is_main:
+            changes = [word for setting in settings or () for word in ("--set", setting)]
+            print_next(("parbank", "train", "--recipe", recipe, *changes))
 
 
 COMMANDS = {"train": train, "warmup": warmup}

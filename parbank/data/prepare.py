@@ -23,7 +23,7 @@ import numpy as np
 
 from parbank.data.progress import Meter, Say, say_on_stderr
 from parbank.data.shards import HEADER_BYTES, TOKEN, ShardInfo, ShardWriter
-from parbank.data.sources import SOURCES, parse_spec
+from parbank.data.sources import add_options, find_source, is_spec, parse_spec
 from parbank.data.sources.source import Corpus, Skipped
 from parbank.data.sources.text import parse_paths
 from parbank.data.spool import Document, Spool, sample, split
@@ -40,18 +40,25 @@ _BATCH_BYTES = 16 << 20
 
 
 def prepare_text(
-    inputs: Sequence[str], out: Path, *, vocab_size: int = 1024, say: Say = say_on_stderr
+    inputs: Sequence[str],
+    out: Path,
+    *,
+    options: Sequence[str] = (),
+    vocab_size: int = 1024,
+    say: Say = say_on_stderr,
 ) -> dict[str, Any]:
-    """`data prepare INPUT... --out DIR`: the inputs (a data spec, or items of a `text:` spec) as shards and tokenizer in `out`.
+    """`data prepare INPUT... --out DIR`: the inputs (a data spec, or paths as in `text:`) as shards and tokenizer in `out`.
 
-    Returns the manifest; does nothing when the one there matches.
+    `options` are parts of a spec such as `glob=*.md`. Returns the manifest; does nothing when the one there matches.
     """
-    source = SOURCES.get(inputs[0].partition(":")[0])
-    if source is not None and source.tokens:
-        raise ConfigError(f"{inputs[0]} is tokens already; train on it with --data {inputs[0]}")
-    if source is not None and len(inputs) > 1:
-        raise ConfigError(f"{inputs[0]} is a whole data spec: give it alone, or give paths only")
-    request = parse_paths(inputs) if source is None else parse_spec(inputs[0])
+    if is_spec(inputs[0]):
+        if find_source(inputs[0]).tokens:
+            raise ConfigError(f"{inputs[0]} is tokens already; train on it with --data {inputs[0]}")
+        if len(inputs) > 1:
+            raise ConfigError(f"{inputs[0]} is a whole data spec: give it alone, or give paths only")
+        request = parse_spec(add_options(inputs[0], options))
+    else:
+        request = parse_paths([*inputs, *options])
     corpus = cast(Corpus, request.open(default_cache(), say))
     return ensure_prepared(corpus, Path(out), vocab_size=vocab_size, say=say)
 

@@ -74,6 +74,6 @@ def add_options(spec: str, options: Iterable[str]) -> str:
     return ",".join([spec, *options])
 
 
-def describe_sources() -> str:
+def describe_sources() -> list[str]:
     """For `--help`: every kind of text, how it is written and what it is."""
-    return "; ".join(f"{source.form} ({source.help})" for source in SOURCES.values())
+    return [f"{source.form}: {source.help}." for source in SOURCES.values()]

@@ -108,8 +108,9 @@ KIND = Kind(
 )
 SOURCE = Source(
     name="text",
-    form="text:PATH,... or text:train=PATH,...,val=PATH,...",
-    help="UTF-8 files, folders and globs, plain or .gz .xz .zst; each line of a .jsonl file is a document",
+    form="text:PATH,...",
+    help="UTF-8 files, folders and globs, plain or .gz .xz .zst; each line of a .jsonl file is a document. "
+    "text:train=PATH,...,val=PATH,... says which is which",
     parse=parse,
     options=OPTIONS,
 )

@@ -5,19 +5,18 @@ from pathlib import Path
 import pytest
 
 from parbank.cli.terminal import DATA_HELP
-from parbank.data.sources import SOURCES, absolute_spec, add_options, describe_sources, is_public, is_spec, parse_spec
+from parbank.data.sources import SOURCES, absolute_spec, add_options, is_public, is_spec, parse_spec
 from parbank.errors import ConfigError
 
 
-def test_every_source_is_in_the_help_and_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_source_is_in_the_help_and_in_the_error() -> None:
     with pytest.raises(ConfigError) as refused:
         parse_spec("nonsense")
     for name, source in SOURCES.items():
         assert source.name == name
         assert source.form.startswith(name)
-        assert f"{source.form} ({source.help})" in describe_sources()
+        assert f"{source.form}: {source.help}." in DATA_HELP
         assert source.form in str(refused.value)
-    assert describe_sources() in DATA_HELP
 
 
 def test_a_path_without_its_kind_is_recognised(tmp_path: Path) -> None:
