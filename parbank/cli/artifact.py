@@ -81,6 +81,10 @@ def inspect(artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A
 
     bits/weight counts everything a tensor takes. coded is what its integers take, entropy what they would under one
     histogram for all of them: coded is below it where rows and columns differ in spread.
+
+    Example:
+
+      parbank inspect runs/demo-1/model.pbk
     """
     from parbank.artifact.container import read_artifact
     from parbank.artifact.pack import describe_tensors

@@ -9,7 +9,16 @@ import typer
 def recipes(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this recipe's whole config.")] = None,
 ) -> None:
-    """List the recipes, or print one with every setting and what it does."""
+    """List the recipes, or print one with every setting and what it does.
+
+    Examples:
+
+      parbank recipes
+
+      parbank recipes golf
+
+    `parbank train --set NAME=VALUE` changes a setting.
+    """
     from parbank.config import walk
     from parbank.recipes import RECIPES, get_recipe
 
@@ -23,7 +32,12 @@ def recipes(
 
 
 def doctor() -> None:
-    """Check this machine: what works, what does not, and what to do. Exit code 1 when something is broken."""
+    """Check this machine: what works, what does not, and what to do. Exit code 1 when something is broken.
+
+    Example:
+
+      parbank doctor
+    """
     from parbank.cli.doctor import examine
 
     findings = examine()

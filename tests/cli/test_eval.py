@@ -234,3 +234,31 @@ def test_any_setting_can_be_set(call: Call, trained: Path, page: str) -> None:
     found = json.loads(call(*common, "--set", "momentum=0.5", "--set", "blocks=[1, 2]", "--set", "scores=sliding").out)
     assert (found["adapt"]["momentum"], found["adapt"]["blocks"], found["adapt"]["scores"]) == (0.5, [1, 2], "sliding")
     assert json.loads(call(*common).out)["adapt"]["momentum"] == 0.9
+
+
+def test_eval_gives_the_summary_s_score_exactly(call: Call, trained: Path, text_spec: str) -> None:
+    summary = json.loads((trained / "summary.json").read_text(encoding="utf-8"))
+    answer = call("eval", trained / "model.pbk", "--data", text_spec, "--json", "--device", "cpu")
+    assert answer.code == 0
+    assert answer.out.count("\n") == 1
+    result = json.loads(answer.out)
+    assert result["val_bpb"] == summary["val_bpb"]
+    assert result["val_loss"] == summary["val_loss"]
+    assert result["bytes"] == summary["val_bytes"]
+    assert result["text_sha256"] == summary["val_text_sha256"]
+    assert "scoring" in answer.err
+    # the run folder knows its text; the checkpoint is scored as it was before packing
+    assert json.loads(call("eval", trained, "--json").out)["val_bpb"] == summary["val_bpb"]
+    checkpoint = json.loads(call("eval", trained / "checkpoint", "--json").out)
+    assert checkpoint["val_bpb"] == summary["val_bpb_before_packing"]
+    plain = call("eval", trained).out
+    assert f"{summary['val_bpb']:.6f}" in plain
+    alone = call("eval", trained / "model.pbk")
+    assert alone.code == 2
+    assert "say by --data what to score" in alone.err
+
+
+def test_any_text_can_be_scored(call: Call, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "poem, short.txt").write_bytes("røses\r\n".encode())
+    answer = call("eval", trained, "--data", f"text:val={tmp_path}/poem? short.txt", "--json")
+    assert json.loads(answer.out)["bytes"] == 8

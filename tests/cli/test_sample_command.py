@@ -130,3 +130,29 @@ def test_ctrl_c_at_the_prompt_ends_cleanly(
 
     monkeypatch.setattr("builtins.input", interrupt)
     assert interact(monkeypatch, capsys, trained, "not read\n") == Answer(0, "", "")
+
+
+def test_sample_writes_the_prompt_and_goes_on(call: Call, trained: Path) -> None:
+    prompt = "naïve ∞ 👩‍🚀 "
+    options = ("--tokens", "8", "--prompt", prompt, "--seed", "3")
+    first, again, other = (call("sample", trained, *options[:-1], seed) for seed in (3, 3, 4))
+    assert first.code == 0
+    assert first.out.startswith(prompt)
+    assert first.out == again.out
+    assert first.out != other.out
+    assert re.search(r"\[\d+ tokens, \d+ tokens/s\]", first.err)
+    cold = {call("sample", trained, "--tokens", 8, "--temperature", 0, "--seed", s).out for s in (1, 2)}
+    assert len(cold) == 1
+    assert call("sample", trained, "--tokens", 8, "--top-k", 1).out in cold
+    assert call("sample", trained, "--prompt", "", "--tokens", 1).code == 0
+    assert call("sample", trained / "checkpoint", "--tokens", 1).code == 0
+    for option, value, message in (
+        ("--tokens", 0, "at least 1"),
+        ("--temperature", -1, "0 or more"),
+        ("--top-k", -2, "0 (keep all) or positive"),
+        ("--seed", 10**30, "from 0 to"),
+        ("--prompt", "half \udc80", "surrogate"),
+    ):
+        answer = call("sample", trained, option, value)
+        assert answer.code == 2
+        assert message in answer.err

@@ -1,0 +1,144 @@
+"""Errors that say what to do, and output that can be piped."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parbank.cli import main as cli
+from parbank.errors import ConfigError, DataError
+from tests.cli.calls import Call
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "remedy"),
+    [
+        ("train --recipe nan", "'nan'", "did you mean nano"),
+        ("train --recpie nano", "--recpie", "--recipe"),
+        ("train --recipe nano --set model.layrs=3", "model.layrs", "did you mean model.layers"),
+        ("train --recipe nano --set model.layers", "'model.layers'", "model.layers=6"),
+        ("train --recipe nano --set model.layers=x", "'x'", "a whole number"),
+        ("train --recipe nano --set model=3", "model", "model.layers"),
+        ("train --recipe nano --data nonsense", "'nonsense'", "use stdlib; text:PATH"),
+        ("train --recipe nano --data text:missing.txt", "missing.txt", "give files"),
+        (
+            "train --recipe nano --data text:empty.txt",
+            "empty.txt is empty",
+            "delete it, leave it out, or skip it by --skip-bad",
+        ),
+        ("train --recipe nano --data text:latin.txt", "latin.txt, byte 3", "iconv"),
+        ("train --recipe nano --data text:short.txt", "short.txt", "give more text"),
+        ("train --recipe nano --data text:a,b.txt", "/a does not exist", "globs"),
+        ("train --recipe nano --data shards:missing", "missing is no folder", "_train_"),
+        ("train --recipe nano --data shards:", "shards:", "shards:DIR"),
+        ("train --recipe nano --out file --data text:short.txt", "file", "choose another --out"),
+        ("train --recipe nano --minutes 1 --steps 2", "--minutes, --steps", "give one of"),
+        ("train --recipe nano --minutes 0", "budget.minutes", "positive"),
+        ("train --recipe nano --minutes nan", "nan", "a number"),
+        ("train --recipe nano --minutes soon", "--minutes", "number"),
+        ("train --recipe nano --max-bytes 2000", "2,000 bytes", "raise --max-bytes (at least"),
+        ("train --recipe nano --seed -1", "-1", "not be negative"),
+        ("train --recipe nano --seed 99999999999999999999", "99999999999999999999", "from 0 to"),
+        ("train --recipe nano --device tpu", "'tpu'", "auto, cpu, cuda"),
+        ("train --resume", "--resume", "--out"),
+        ("train --resume --out missing", "missing holds no run", "folder of an earlier run"),
+        ("train --resume --out missing --recipe nano", "--resume", "no --recipe"),
+        ("eval", "ARTIFACT_OR_CHECKPOINT", "--help"),
+        ("eval missing", "missing does not exist", "run folder"),
+        ("eval missing.pbk", "missing.pbk does not exist", "RUN_FOLDER/model.pbk"),
+        ("eval short.txt", "short.txt is neither", ".pbk"),
+        ("eval .", "no checkpoint at .", "run folder"),
+        ("sample missing.pbk", "missing.pbk does not exist", "RUN_FOLDER/model.pbk"),
+        ("pack missing --max-bytes 9", "missing", "run folder"),
+        ("pack missing", "--max-bytes", "--help"),
+        ("inspect missing.pbk", "missing.pbk does not exist", "RUN_FOLDER/model.pbk"),
+        ("inspect .", ". is a folder", "model.pbk"),
+        ("inspect short.txt", "short.txt is not a parbank artifact", "give a .pbk file"),
+        ("data prepare --out x", "INPUT", "--help"),
+        ("data prepare missing --out x", "missing does not exist", "give files"),
+        ("data prepare short.txt --out file", "file is a file", "choose a folder"),
+        ("data prepare short.txt --out . --vocab 300", "holds other files", "choose a new or empty folder"),
+        ("data prepare short.txt --out x --vocab 5", "vocabulary of 5", "choose 288 to 65536"),
+        ("data info missing", "missing is no folder", "_train_"),
+        ("data fetch c4", "'c4'", "fineweb"),
+        ("data fetch fineweb --source ./missing", "./missing is no folder", "its name on the hub"),
+        ("data fetch fineweb --shards 0", "0 shards", "1 or more"),
+        ("recipes missing", "'missing'", "demo, golf, nano, sprint"),
+        ("nonsense", "nonsense", "--help"),
+    ],
+)
+def test_mistakes_end_in_one_message_that_says_what_and_what_to_do(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, named: str, remedy: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    (tmp_path / "short.txt").write_text("too short\n", encoding="utf-8")
+    (tmp_path / "a,b.txt").write_text("commas separate paths\n", encoding="utf-8")
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.iterdir())
+    answer = call(*arguments.split())
+    assert answer.code == 2
+    said = " ".join(re.sub("[│╭╮╰╯─]", "", answer.err).split())  # a usage error comes in a frame
+    assert named in said
+    assert remedy in said
+    assert sorted(tmp_path.iterdir()) == before, "a refused command leaves nothing behind"
+
+
+def test_debug_keeps_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in (["--debug", "recipes", "x"], ["recipes", "x", "--debug"]):
+        monkeypatch.setattr(sys, "argv", ["parbank", *arguments])
+        with pytest.raises(ConfigError, match="there is no recipe 'x'"):
+            cli.main()
+
+
+def test_ctrl_c_outside_training_ends_quietly(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("parbank.data.prepare.prepare_text", interrupt)
+    assert call("data", "prepare", "x", "--out", tmp_path / "x").code == 130
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as PyTorch's."""
+
+
+def test_what_is_said_by_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli._explain(ConfigError("wrong")) == "error: wrong"
+    assert cli._explain(ValueError("a bug")) is None
+    full = cli._explain(OSError(28, "No space left on device", "/full"))
+    assert full is not None
+    assert "No space left on device: '/full'" in full
+    assert "free space" in full
+    assert "micro_batch_tokens" in (cli._explain(OutOfMemoryError("CUDA out of memory")) or "")
+    monkeypatch.setenv("RANK", "3")
+    assert cli._explain(ConfigError("wrong")) == "", "eight ranks say it once"
+    assert cli._explain(DataError("gone")) == "error on rank 3: gone"
+    assert cli._explain(ValueError("a bug")) is None
+
+
+def test_a_closed_pipe_is_no_crash() -> None:
+    command = f"'{sys.executable}' -m parbank recipes golf | head -n 1"
+    ended = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60, env=os.environ
+    )
+    assert ended.stdout == 'recipe = "golf"    # The recipe this started from.\n'
+    assert ended.stderr == ""
+
+
+def test_a_narrow_output_encoding_is_no_crash(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "argv", ["parbank", "sample", str(trained), "--prompt", "é∞", "--tokens", "2"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    sys.stdout.flush()
+    assert not ended.value.code
+    assert raw.getvalue().startswith(b"??")
