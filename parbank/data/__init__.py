@@ -1,4 +1,4 @@
-"""Text in, batches out: corpora, tokenizer, token shards, and the stream the trainer reads.
+"""From text to batches: sources, tokenizer, token shards, and the stream that the trainer reads.
 
-Nothing is imported here: reading a shard must not cost the import of torch or of a downloader.
+Nothing is imported here, so that reading a shard does not import torch or a downloader.
 """

@@ -1,13 +1,14 @@
-"""Windows over a token set, in an order fixed by its name and the seed, dealt so that the global batch is the same for any ranks.
+"""Windows over a token set, in an order fixed by its name and the seed. The global batch is the same for any number of
+ranks.
 
-The N tokens are a circle that repeats for ever. Window j covers the virtual positions j*L .. (j+1)*L, both included
-(mod N): L inputs, each with the token after it as its target. Windows tile the targets, so every token is a target
-exactly once in N consecutive virtual positions, also when L does not divide N: the window that straddles the end of the
-circle takes the first tokens of the next round, and that round begins after them.
+The N tokens form a circle that repeats. Window j covers the virtual positions j*L .. (j+1)*L, both included (mod N):
+L inputs, each with the next token as its target. Windows tile the targets, so every token is a target exactly once in
+N consecutive virtual positions, even if L does not divide N: the window at the end of the circle takes the first
+tokens of the next round, and that round begins after them.
 
-Epoch e owns the windows that start in [e*N, (e+1)*N) and visits them in the permutation that `orders` gives for (seed, e).
-An *entry* is a place in that endless visiting order. A step takes the next `batch_sequences` entries; they are dealt in order by
-micro-batch, then rank, then row. Ranks and micro-batches only cut the same list differently.
+Epoch e owns the windows that start in [e*N, (e+1)*N) and visits them in the permutation that `orders` gives for
+(seed, e). An *entry* is a position in that endless visiting order. A step takes the next `batch_sequences` entries,
+distributed by micro-batch, then rank, then row. Ranks and micro-batches only divide the same list differently.
 """
 
 import hashlib
@@ -19,8 +20,8 @@ from parbank.config import choose, require
 from parbank.data.orders import ORDERS
 from parbank.errors import ConfigError, DataError
 
-# 64 probes of 16 tokens: enough that two data sets of one length cannot agree by chance, and few enough page faults
-# that opening a data set on a cold disk stays instant. It is a sample: Dataset.fingerprint hashes everything.
+# 64 probes of 16 tokens: enough that two data sets of one length cannot agree by chance, with few enough page faults to open
+# a data set on a cold disk at once. It is a sample: Dataset.fingerprint hashes everything.
 _PROBES, _PROBE_TOKENS = 64, 16
 
 _IDENTITY = {
@@ -33,7 +34,7 @@ _IDENTITY = {
 
 
 class Tokens(Protocol):
-    """What a stream needs of its tokens; `TokenSet` is one."""
+    """The interface that a stream needs from its tokens; `TokenSet` has it."""
 
     def __len__(self) -> int: ...
 
@@ -41,10 +42,10 @@ class Tokens(Protocol):
 
 
 class BatchStream:
-    """One rank's micro-batches, one `fill` after another.
+    """One rank's micro-batches, one per call of `fill`.
 
-    The state is the number of entries the whole world has used, so it is the same on every rank and a checkpoint of two
-    ranks resumes on one. Not thread-safe: while a Prefetcher holds a stream, only the Prefetcher may touch it.
+    The state is the number of entries used by all ranks together, so it is equal on every rank, and a checkpoint of
+    two ranks resumes on one. Not thread-safe: while a Prefetcher holds a stream, only the Prefetcher may use it.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class BatchStream:
     def fill(self, out: np.ndarray) -> None:
         """Writes this rank's next micro-batch into `out` (uint16, `shape`); inputs are `[:, :-1]`, targets `[:, 1:]`.
 
-        The stream advances only when all of it was written: after an error it still stands at the same batch.
+        The stream advances only after a complete write: after an error it is still at the same batch.
         """
         if out.shape != self.shape or out.dtype != np.uint16:
             raise DataError(f"fill needs a uint16 buffer of shape {self.shape}, got {out.dtype} of shape {out.shape}")
@@ -106,7 +107,7 @@ class BatchStream:
         self._entry_in_step = (self._entry_in_step + taken) % self.batch_sequences
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, and what it is a stream of: plain numbers and text, equal on every rank."""
+        """The position of the stream, and the data it belongs to: plain numbers and text, equal on every rank."""
         return {
             "entry": self._entry,
             "entry_in_step": self._entry_in_step,
@@ -115,7 +116,7 @@ class BatchStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a saved place. A state of another stream is refused, and the stream then stays where it is."""
+        """Moves to a saved position. A state of another stream is refused, and the stream then keeps its position."""
         _check_form(state)
         state = {"order": "shuffled", **state}  # the only order there was when states did not name it
         for name, here in self._identity().items():
@@ -145,7 +146,7 @@ class BatchStream:
 
     def _window_of(self, entry: int) -> int:
         """The window visited at an entry. An epoch's entries and its windows are the same range of numbers, since both
-        count windows from the beginning; so window number `entry` says which epoch an entry lies in."""
+        count windows from the beginning. So the start of window number `entry` shows the epoch of an entry."""
         epoch = entry * self.sequence_length // self._count
         first = _ceil_div(epoch * self._count, self.sequence_length)
         if epoch != self._epoch:
@@ -193,7 +194,7 @@ def _check_split(batch: int, micro: int, world: int) -> None:
 
 
 def _check_form(state: Any) -> None:
-    """Refuses what was never a stream's state before anything is compared with it."""
+    """Refuses a value that is not a stream's state, before anything is compared with it."""
     numbers = ("entry", "entry_in_step", "batch_sequences", "seed", "sequence_length", "tokens")
     names = (*numbers, "fingerprint")
     missing = [name for name in names if name not in state] if isinstance(state, dict) else list(names)

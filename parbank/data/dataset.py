@@ -22,10 +22,10 @@ _BLOCK = 1 << 22  # tokens looked at together when a whole stream is counted or 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Tokens to train on and to score, read where they lie.
+    """Tokens to train on and to score, memory-mapped.
 
-    What takes a pass over the tokens (hashes, byte counts) is worked out when first asked for: always from the tokens
-    themselves, so it holds for files from anywhere.
+    Hashes and byte counts take a pass over the tokens and are computed on first use, always from the tokens
+    themselves, so that they hold for files from any program.
     """
 
     train: TokenSet
@@ -37,7 +37,7 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over the tokenizer and every shard: two datasets with one fingerprint train and score the same."""
+        """sha256 over the tokenizer and every shard: datasets with equal fingerprints train and score the same."""
         parts = [self.tokenizer.fingerprint, "train", *self.train.digests(), "val", *self.val.digests()]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -57,11 +57,11 @@ class Dataset:
         return digest.hexdigest()
 
     def val_text(self) -> bytes:
-        """The validation text, documents joined without a separator: what zlib, xz and zstd are measured on."""
+        """The validation text, documents joined without a separator: the input of zlib, xz and zstd."""
         return b"".join(self._decoded(self.val))
 
     def require_length(self, sequence_length: int) -> None:
-        """Refuses data with less than one sequence (and the token after it, which is the last target) in either split."""
+        """Refuses data with less than one sequence, plus the next token as the last target, in either split."""
         for what, tokens in (("training", self.train), ("validation", self.val)):
             if len(tokens) <= sequence_length:
                 raise DataError(
@@ -86,7 +86,7 @@ class Dataset:
 
 
 def open_dataset(spec: str, *, vocab_size: int, cache: Path | None = None, say: Say = say_on_stderr) -> Dataset:
-    """Opens any spec of parbank.data.sources. Text is prepared into the cache unless that was done before."""
+    """Opens any spec of parbank.data.sources. Text is prepared in the cache unless it is there already."""
     cache = Path(cache) if cache is not None else default_cache()
     opened = parse_spec(spec).open(cache, say)
     if isinstance(opened, Path):
@@ -112,7 +112,8 @@ def open_shards(folder: Path, *, vocab_size: int | None = None, name: str | None
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """`data info DIR`: what is in a folder of shards, every token counted; a shard that differs from its manifest is refused."""
+    """`data info DIR`: the contents of a folder of shards, with every token counted. A shard that differs from its
+    manifest is refused."""
     folder = Path(folder)
     data = open_shards(folder)
     manifest = read_manifest(folder)

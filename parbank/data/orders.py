@@ -15,16 +15,16 @@ same permutation: a resumed run asks again."""
 def shuffled(windows: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation drawn from (seed, epoch).
 
-    numpy promises that a bit generator's raw output never changes, but not that `Generator.permutation` doesn't.
-    Sorting raw words keeps a run resumable under another numpy. The epoch goes in as the spawn key: as a second word of
-    entropy, (seed 1, epoch 5) and (seed 1 + 5 * 2**32, epoch 0) would be one and the same.
+    numpy guarantees that a bit generator's raw output never changes, but not that of `Generator.permutation`. Sorting
+    raw words keeps a run resumable under another numpy. The epoch is the spawn key: as a second word of entropy,
+    (seed 1, epoch 5) and (seed 1 + 5 * 2**32, epoch 0) would be the same.
     """
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,)))
     return np.argsort(bits.random_raw(windows), kind="stable")
 
 
 def contiguous(windows: int, seed: int, epoch: int) -> np.ndarray:
-    """As the windows lie in the text. Neighbours are often of one document, so that this trains worse."""
+    """In the order of the text. Neighbouring windows often come from one document, so this trains worse."""
     return np.arange(windows)
 
 

@@ -1,13 +1,14 @@
-"""Batches made ahead of the training loop: a producer thread fills a ring of reused buffers.
+"""Batches made ahead of the training loop: a producer thread fills a ring of reused buffers. (As in parameter-golf
+#785.)
 
-On CUDA each slot of the ring has a pinned host buffer and a device buffer, and three parties share it:
+On CUDA each slot of the ring has a pinned host buffer and a device buffer, shared by three parties:
 
     producer thread   waits on the host until the slot's last copy is done, then refills the pinned buffer
     copy stream       waits for `released`, copies and widens, records `copied`
     compute stream    waits for `copied`; `released` is recorded on it once the consumer has moved on
 
-The consumer never waits for the GPU. It waits for a batch that is not made yet, and `wait_seconds` counts that. On the
-CPU the same ring runs without the streams and events.
+The consumer never waits for the GPU. It waits only for a batch that is not ready, and `wait_seconds` counts that. On
+a CPU the same ring runs without streams and events.
 """
 
 import time
@@ -26,34 +27,35 @@ import torch
 from parbank.config import require
 from parbank.errors import ConfigError, DataError, ParbankError
 
-# Handing out a batch ends the life of the one before the last: a consumer may look back at one batch, not at two.
+# Handing out a batch invalidates the batch before the last: a consumer may use the last two.
 _HELD = 2
 
-# A micro-batch is read in milliseconds, on a cold network disk in seconds. A producer that is not done by then hangs in
-# the file system, where nothing can stop it; waiting longer would hang the run as well.
+# A micro-batch is read in milliseconds, on a cold network disk in seconds. A producer that takes longer hangs in the file
+# system, where nothing can stop it; waiting longer would hang the run as well.
 _PATIENCE_SECONDS = 10.0
 
 
 class Stream(Protocol):
-    """What a Prefetcher reads from. A stream may also have a `dtype`: the numpy dtype of its batches, uint16 if not."""
+    """The source of a Prefetcher. A stream may also have a `dtype`, the numpy dtype of its batches; the default is
+    uint16."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of every batch."""
 
     def fill(self, out: np.ndarray) -> None:
-        """Writes the next batch into `out`, every element of it. StopIteration says that there is none."""
+        """Writes the next batch into `out`, every element of it. Raises StopIteration at the end."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands. The dict must not change when the stream moves on."""
+        """The position of the stream. The dict must not change when the stream moves on."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a place that `state_dict` gave. A state that is refused must leave the stream where it is."""
+        """Moves to a position that `state_dict` returned. A refused state must leave the stream unchanged."""
 
 
 @dataclass(eq=False, repr=False)
 class _Slot:
-    """One place in the ring. Whoever took it from a queue is its only owner; the events order the GPU's side."""
+    """One slot of the ring. The thread that took it from a queue owns it; events order the GPU's work."""
 
     host: torch.Tensor  # the stream's shape, pinned on CUDA; int16 for uint16
     data: np.ndarray  # the same memory, in the stream's dtype
@@ -65,7 +67,7 @@ class _Slot:
 
 
 class _Loader:
-    """Makes one batch: reads it from the stream and brings it to the device. Knows nothing of threads."""
+    """Makes one batch: reads it from the stream and copies it to the device. Uses no threads."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -91,7 +93,7 @@ class _Loader:
         self.send(slot)
 
     def await_copy(self, slot: _Slot) -> None:
-        """Blocks until nothing reads the slot's host buffer any more."""
+        """Blocks until no copy reads the slot's host buffer."""
 
     def send(self, slot: _Slot) -> None:
         # numpy, not torch: a torch op here would start a second pool of OpenMP threads beside the model's.
@@ -102,7 +104,7 @@ class _Loader:
         return slot.batch
 
     def release(self, slot: _Slot) -> None:
-        """The consumer has queued all it will do with the slot's batch: overwriting it must wait for that work."""
+        """The consumer has queued all its work on the slot's batch: overwriting it must wait for that work."""
 
 
 class _CudaLoader(_Loader):
@@ -115,8 +117,8 @@ class _CudaLoader(_Loader):
         self._raw = self._allocate(torch.int16) if self.widens else None  # where copies land before they are widened
 
     def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
-        """Device memory that belongs to the copy stream: taken from the compute stream's pool, it could be memory that
-        kernels still in flight there have not finished with, and the first copy would overtake them."""
+        """Allocates device memory on the copy stream. Memory from the compute stream's pool might still be in use by
+        kernels in flight, and the first copy would overtake them."""
         with torch.cuda.stream(self._copier):
             return torch.empty(self.stream.shape, dtype=dtype, device=self._device)
 
@@ -131,9 +133,9 @@ class _CudaLoader(_Loader):
         slot.copied.synchronize()
 
     def send(self, slot: _Slot) -> None:
-        """Of uint16, two bytes a token cross the bus, a quarter of int64. They travel as int16, since torch has few uint16
-        ops: widening sign-extends, and the mask takes the sign bits off again. One `_raw` serves all slots because all that
-        touches it is on this one stream."""
+        """Copies a batch. For uint16, two bytes a token cross the bus, a quarter of int64. They travel as int16, since
+        torch has few uint16 ops: widening sign-extends, and a mask removes the sign bits. One `_raw` serves all
+        slots, because only this stream uses it."""
         with torch.cuda.stream(self._copier):
             self._copier.wait_event(slot.released)
             if self._raw is None:
@@ -155,10 +157,10 @@ class _CudaLoader(_Loader):
 
 
 class _Producer:
-    """The thread and its two queues. Slots go round: free -> (filled) -> ready -> (handed out) -> free.
+    """The thread and its two queues. Slots circulate: free -> (filled) -> ready -> (handed out) -> free.
 
-    There are only `depth` slots to go round, so neither queue can overflow and the thread only ever blocks on `free`,
-    where `stop` can wake it. SimpleQueue.put never blocks and is re-entrant: `stop` may run in a garbage collection.
+    There are only `depth` slots, so neither queue can overflow, and the thread blocks on `free` only, where `stop`
+    can wake it. SimpleQueue.put never blocks and is re-entrant: `stop` may run in a garbage collection.
     """
 
     def __init__(self, loader: _Loader, slots: list[_Slot]) -> None:
@@ -177,16 +179,16 @@ class _Producer:
                 return
             try:
                 loader.fill(slot)
-            except BaseException as error:  # whatever it is, the consumer must hear of it or it waits for ever
+            except BaseException as error:  # any error must reach the consumer, or it waits for ever
                 self.ready.put(error)
                 return
             self.ready.put(slot)
 
     def stop(self, timeout: float = _PATIENCE_SECONDS) -> bool:
-        """Ends the thread; False if it hangs in a read and would not end in time. May be called again."""
+        """Ends the thread. False if it hangs in a read and does not end in time. May be called again."""
         self._stopping.set()
         self.free.put(None)
-        if self._thread is not current_thread():  # a garbage collection in the producer may end up here
+        if self._thread is not current_thread():  # a garbage collection in the producer thread may call this
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -232,7 +234,7 @@ class Prefetcher:
     def __init__(self, stream: Stream, *, device: torch.device | str, depth: int = 3) -> None:
         require(depth >= 0, f"the prefetch depth must be 0 (no thread) or more, got {depth}")
         device = torch.device(device)
-        if device.type == "cuda" and device.index is None:  # the current device is a matter of each thread
+        if device.type == "cuda" and device.index is None:  # the current device is per thread
             device = torch.device("cuda", torch.cuda.current_device())
         self.depth = depth
         self.wait_seconds = 0.0
@@ -250,9 +252,9 @@ class Prefetcher:
     def next(self) -> torch.Tensor:
         """The next batch, `stream.shape` on the device, for the caller's current CUDA stream.
 
-        Its memory is used again from the next call but one. Raises StopIteration at the end of the stream, and DataError
-        (or RuntimeError, where the fault is not the data's) if the batch could not be made, with the original error as its
-        cause; and again on every later call, until `rewind`.
+        Its memory is reused from the next call but one. Raises StopIteration at the end of the stream. If the batch
+        could not be made, raises DataError (or RuntimeError, if the data is not at fault) with the original error as
+        its cause, and again on every later call until `rewind`.
         """
         self._check_open()
         if self._failure is not None:
@@ -268,15 +270,15 @@ class Prefetcher:
         return self._loader.receive(made)
 
     def state_dict(self) -> dict[str, Any]:
-        """The stream's state after the batches handed out; what the producer has made beyond them does not show."""
+        """The stream's state after the batches handed out, without those made ahead."""
         return dict(self._state)
 
     def rewind(self, state: dict[str, Any], timeout: float = _PATIENCE_SECONDS) -> None:
-        """Goes on from a saved state. The old producer is shut down before the stream is moved, so that it cannot run
-        ahead. A state that the stream refuses changes nothing: the next batch is still the next batch."""
+        """Continues from a saved state. The old producer is stopped before the stream moves, so that it cannot run
+        ahead. A state that the stream refuses changes nothing."""
         self._check_open()
         if not self._stop(timeout):
-            # Kept, because the old producer ends with that read and `next` would wait for it in vain.
+            # Kept, because the old producer ends after that read and `next` would wait for ever.
             self._failure = DataError(
                 "cannot go back to a saved data position: a read of the training data has been hanging for "
                 f"{timeout:g} s; check the disk or network share that holds the data, then resume"
@@ -293,7 +295,7 @@ class Prefetcher:
             return
         self._closed = True
         if not self._stop(timeout):
-            self._finalizer.detach()  # having waited once, the interpreter's exit need not wait again
+            self._finalizer.detach()  # after one wait, the interpreter's exit need not wait again
             warnings.warn(
                 f"a read of the training data has been hanging for {timeout:g} s; its thread is left behind, and ends "
                 "with the read or with the process",
@@ -320,12 +322,12 @@ class Prefetcher:
         self._failure = None
         if self.depth == 0:
             return
-        # What was handed out last stays valid across a rewind: those slots come round when later ones push them out.
+        # The last batches handed out stay valid across a rewind: their slots are reused when later ones replace them.
         self._producer = _Producer(self._loader, [slot for slot in self._slots if slot not in self._held])
         self._finalizer = weakref.finalize(self, self._producer.stop)
 
     def _stop(self, timeout: float) -> bool:
-        """Ends the producer and brings the stream back to the last batch handed out; False if the producer hangs."""
+        """Ends the producer and moves the stream back to the last batch handed out; False if the producer hangs."""
         if self._producer is not None:
             if not self._producer.stop(timeout):
                 return False
@@ -335,7 +337,7 @@ class Prefetcher:
         return True
 
     def _make(self) -> _Slot | BaseException:
-        """Without a thread: fills the slot that is due next, here and now."""
+        """Without a thread: fills the next slot now."""
         slot = self._held[0]
         self._loader.release(slot)
         try:
@@ -357,7 +359,7 @@ class Prefetcher:
 
 
 def _raise_failure(cause: BaseException) -> NoReturn:
-    """A user can mend bad data or a failing disk; any other error is a bug and must keep its traceback."""
+    """A user can fix bad data or a failing disk; any other error is a bug and must keep its traceback."""
     if isinstance(cause, StopIteration):
         raise StopIteration
     kind = DataError if isinstance(cause, (ParbankError, OSError)) else RuntimeError

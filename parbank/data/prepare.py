@@ -1,8 +1,8 @@
-"""From documents to token shards in a folder, once.
+"""Prepares documents as token shards in a folder, once.
 
-The folder is built under another name beside its place and renamed when it is complete, so a killed preparation leaves
-nothing that looks valid, and two at once leave one whole result. manifest.json says what the folder was made from; as long as
-that is unchanged, nothing is prepared again.
+The folder is built under another name and renamed when it is complete. So a killed preparation leaves nothing that
+looks valid, and two at once leave one whole result. manifest.json describes the inputs; while they are unchanged,
+nothing is prepared again.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from parbank.data.tokenizer import Tokenizer, check_vocab
 from parbank.errors import ConfigError, DataError
 from parbank.files import default_cache
 
-FORMAT = 1  # of manifest.json, and of everything that decides which tokens come out: raised when either changes
+FORMAT = 1  # of manifest.json and of everything that affects the tokens: raised when either changes
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.model"
 # 16 MB train a vocabulary of 1024 in 3 to 5 seconds; from 4 MB it is 0.2% worse on English, 0.7% on Python (measured).
@@ -47,9 +47,10 @@ def prepare_text(
     vocab_size: int = 1024,
     say: Say = say_on_stderr,
 ) -> dict[str, Any]:
-    """`data prepare INPUT... --out DIR`: the inputs (a data spec, or paths as in `text:`) as shards and tokenizer in `out`.
+    """`data prepare INPUT... --out DIR`: the inputs (a data spec, or items of a `text:` spec) as shards and tokenizer in
+    `out`.
 
-    `options` are parts of a spec such as `glob=*.md`. Returns the manifest; does nothing when the one there matches.
+    Returns the manifest; does nothing when the existing one matches.
     """
     if is_spec(inputs[0]):
         if find_source(inputs[0]).tokens:
@@ -64,7 +65,7 @@ def prepare_text(
 
 
 def ensure_prepared(corpus: Corpus, folder: Path, *, vocab_size: int, say: Say = say_on_stderr) -> dict[str, Any]:
-    """The manifest of the prepared corpus in `folder`, made now unless it is there and matches."""
+    """The manifest of the prepared corpus in `folder`. Prepares it unless a matching one exists."""
     check_vocab(vocab_size)
     if not corpus.train:
         raise DataError("no training text: only val= was given; add train=PATH before it")
@@ -78,7 +79,7 @@ def ensure_prepared(corpus: Corpus, folder: Path, *, vocab_size: int, say: Say =
 
 
 def matching_manifest(corpus: Corpus, folder: Path, *, vocab_size: int) -> dict[str, Any] | None:
-    """The manifest in `folder` if it was made from exactly this corpus as it is now and its files are whole."""
+    """The manifest in `folder`, if it was made from exactly this corpus in its current state and its files are complete."""
     manifest = read_manifest(folder)
     if manifest is None:
         return None
@@ -142,7 +143,7 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
 
 
 def _gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], list[Document], dict[str, int]]:
-    """Reads every document once. Equal documents are kept once, and one that validates never trains."""
+    """Reads every document once. Equal documents are kept once, and a validation document never trains."""
     seen: dict[bytes, Document] = {}
     dropped, skipped = 0, Skipped()
     by_split: dict[str, list[Document]] = {"val": [], "train": []}
@@ -172,7 +173,7 @@ def _gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], lis
 def _write_split(
     entries: list[Document], spool: Spool, tokenizer: Tokenizer, place: Path, prefix: str, meter: Meter
 ) -> dict[str, Any]:
-    """Writes BOS and the tokens of each document, in the order of the entries, and checks that no byte went missing."""
+    """Writes BOS and the tokens of each document, in the order of the entries, and checks that no byte is missing."""
     total = sum(entry.size for entry in entries)
     counted = 0
     bos = np.array([tokenizer.bos_id], dtype=np.uint16)
@@ -195,7 +196,7 @@ def _write_split(
 
 
 def _batches(entries: list[Document]) -> Iterator[list[Document]]:
-    """Documents in groups of about _BATCH_BYTES: enough for all cores, little enough to hold."""
+    """Documents in groups of about _BATCH_BYTES: enough for all cores, few enough for memory."""
     batch: list[Document] = []
     size = 0
     for entry in entries:
@@ -210,7 +211,7 @@ def _batches(entries: list[Document]) -> Iterator[list[Document]]:
 
 @contextmanager
 def _building(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place when the block ends well, and vanishes otherwise."""
+    """A temporary folder that replaces `folder` if the block succeeds, and is deleted otherwise."""
     mark = f".{folder.name}.preparing-"
     place = folder.with_name(f"{mark}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
     try:
@@ -229,7 +230,7 @@ def _building(folder: Path) -> Iterator[Path]:
 
 
 def _take_place(place: Path, folder: Path) -> None:
-    """Renames over what is there. A folder cannot be replaced in one move, so the old one steps aside first."""
+    """Renames over an existing folder. A folder cannot be replaced in one move, so the old one is moved away first."""
     for _ in range(100):  # another preparer can win the race between the two moves; each round one of them gets through
         try:
             os.rename(place, folder)
@@ -247,7 +248,7 @@ def _take_place(place: Path, folder: Path) -> None:
 
 
 def _sweep(parent: Path, mark: str) -> None:
-    """Removes what a preparation on this machine left behind when it was killed."""
+    """Deletes temporary folders of killed preparations on this machine."""
     for place in parent.glob(f"{mark}{socket.gethostname()}-*"):
         pid = place.name.removeprefix(f"{mark}{socket.gethostname()}-").split("-")[0]
         if pid.isdigit() and not _is_running(int(pid)):
@@ -265,7 +266,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _check_place(folder: Path) -> None:
-    """Only an empty folder or an earlier result may be replaced: never somebody's files."""
+    """Only an empty folder or an earlier result may be replaced, never a user's files."""
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; choose a folder for the shards")
     if folder.is_dir() and any(folder.iterdir()) and read_manifest(folder) is None:
@@ -283,7 +284,8 @@ def _describe_input(path: Path) -> dict[str, Any]:
 
 
 def _same_inputs(known: list[dict[str, Any]], corpus: Corpus) -> bool:
-    """Equal size and time is believed; a file with another time is read, for a copy or a checkout changes only that."""
+    """Trusts equal size and time. A file with another time is read again, since a copy or a checkout changes only the
+    time."""
     if [entry["path"] for entry in known] != [str(path) for path in corpus.files]:
         return False
     for entry in known:

@@ -1,4 +1,4 @@
-"""Progress of long work over bytes: a bar on a terminal, now and then a line elsewhere."""
+"""Progress of long work over bytes: a bar on a terminal, occasional lines elsewhere."""
 
 import sys
 import time

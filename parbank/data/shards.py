@@ -1,7 +1,8 @@
-"""Token shards in the public layout, and several of them seen as one stream.
+"""Token shards in the public layout, and several shards as one stream.
 
-A shard is a header of 256 little-endian int32 (magic, version, number of tokens, zeros) and then the tokens as little-endian
-uint16. That is the layout the published FineWeb shards have, so that files made here run elsewhere and the other way round.
+A shard is a header of 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens as
+little-endian uint16. The published FineWeb shards have this layout (from llm.c and modded-nanogpt), so that files can
+be exchanged in both directions.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ TOKEN = np.dtype("<u2")
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
-    """Writes one shard under a temporary name beside `path`, then renames: a reader sees all of it or nothing."""
+    """Writes one shard under a temporary name and renames it: a reader sees all of it or nothing."""
     path = Path(path)
     if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) > np.iinfo(TOKEN).max):
         raise DataError(f"{path}: tokens must be 0 to 65535, got {int(tokens.min())} to {int(tokens.max())}")
@@ -41,7 +42,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 def read_shard(path: Path, *, vocab_size: int) -> np.ndarray:
-    """The tokens of one shard, memory-mapped and read-only, once header, length and every token have been checked."""
+    """The tokens of one shard, memory-mapped and read-only, after checking header, length and every token."""
     path = Path(path)
     count = shard_length(path)
     tokens = np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(count,))
@@ -55,7 +56,7 @@ def read_shard(path: Path, *, vocab_size: int) -> np.ndarray:
 
 
 def shard_length(path: Path) -> int:
-    """The number of tokens in a shard whose header and size agree; anything else is refused by name."""
+    """The number of tokens in a shard whose header and size agree. Anything else is an error that names the file."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -82,13 +83,13 @@ def shard_length(path: Path) -> int:
 
 
 def read_shards(paths: Sequence[Path], *, vocab_size: int) -> "TokenSet":
-    """All shards as one stream. The token checks run side by side: the published set has 16 GB to look at."""
+    """All shards as one stream. Tokens are checked in parallel: the published set has 16 GB."""
     with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
         return TokenSet(list(pool.map(lambda path: read_shard(path, vocab_size=vocab_size), paths)))
 
 
 class TokenSet:
-    """Several shards seen as one stream of tokens."""
+    """Several shards as one stream of tokens."""
 
     def __init__(self, shards: Sequence[np.ndarray]) -> None:
         self.shards = tuple(shards)
@@ -116,7 +117,7 @@ class TokenSet:
         return out
 
     def digests(self) -> list[str]:
-        """sha256 of each shard's tokens, without the header: what the stream is, however it is cut off disk."""
+        """sha256 of each shard's tokens, without the header."""
         with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
             return list(pool.map(_digest, self.shards))
 
@@ -132,9 +133,9 @@ class ShardInfo:
 
 
 class ShardWriter:
-    """Appends tokens to `NAME_SPLIT_000000.bin` and on, starting a new file when one is full.
+    """Appends tokens to `NAME_SPLIT_000000.bin` and so on, starting a new file when one is full.
 
-    The files are complete only after close(); the caller builds them in a folder that nobody reads yet.
+    The files are complete only after close(); the caller builds them in a temporary folder.
     """
 
     def __init__(self, folder: Path, prefix: str, *, shard_tokens: int = SHARD_TOKENS) -> None:
@@ -155,7 +156,7 @@ class ShardWriter:
             tokens = tokens[len(piece) :]
 
     def close(self) -> list[ShardInfo]:
-        """Completes the last file and says what was written."""
+        """Completes the last file and returns what was written."""
         if self._count or not self._written:
             self._finish()
         return self._written

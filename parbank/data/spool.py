@@ -1,7 +1,7 @@
-"""Documents put aside on disk while a corpus is prepared: written once, then read in any order.
+"""Documents stored in a temporary file during preparation: written once, then read in any order.
 
-The split, the shuffle and the tokenizer's sample all need to know every document before the first token is written. Keeping
-unpacked text in one temporary file instead of in memory lets a corpus be larger than memory and be unpacked only once.
+The split, the shuffle and the tokenizer's sample need all documents before the first token is written. One temporary
+file instead of memory lets a corpus be larger than memory, and be unpacked only once.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ _SLICE = 1 << 16
 
 
 class Document(NamedTuple):
-    """One document: the hash of its content, which is also its place in the order, and where it lies."""
+    """One document: the hash of its content, which also orders it, and its position in the file."""
 
     digest: bytes
     start: int
@@ -57,7 +57,7 @@ class Spool:
 
 
 def is_held_out(digest: bytes) -> bool:
-    """Whether a document validates: a property of its content alone, so it stays where it is when others come and go."""
+    """Whether a document validates. It depends on its content alone, so it stays the same when other documents change."""
     return int.from_bytes(digest[:8], "big") < VAL_SHARE * 2**64
 
 
@@ -96,8 +96,8 @@ def _cut_point(document: bytes) -> int:
 def sample(entries: list[Document], spool: Spool, budget: int) -> Iterator[str]:
     """At most about `budget` bytes of text, spread over the documents, the same for the same documents.
 
-    Small corpora are taken whole. Otherwise documents are taken in the order of their hashes, which is random; long ones
-    give evenly spaced slices, so that a book counts for more than its title page and less than everything.
+    Small corpora are used whole. Otherwise documents are taken in the order of their hashes, which is random. Long
+    documents give evenly spaced slices, so that a book counts for more than its title page and less than the whole.
     """
     if sum(entry.size for entry in entries) <= budget:
         share = budget

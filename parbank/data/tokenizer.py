@@ -1,12 +1,11 @@
-"""A SentencePiece BPE tokenizer that gives every byte of the text back.
+"""A lossless SentencePiece BPE tokenizer (Kudo and Richardson 2018; Sennrich et al. 2015).
 
-SentencePiece is nearly lossless by itself (byte fallback, identity normalisation, no dummy prefix); what it still loses is
-U+2581, the sign it writes for a space. That one character is encoded here as its three bytes, and decoding goes through our
-own table from token to bytes instead of SentencePiece's. So the bytes a stream of tokens stands for can be counted exactly,
-which is what bits per byte rests on.
+SentencePiece is nearly lossless by itself (byte fallback, identity normalisation, no dummy prefix). It loses only
+U+2581, the character it writes for a space. That character is encoded here as its three bytes, and decoding uses our
+own table from token to bytes. So the bytes of a token stream can be counted exactly, as bits per byte require.
 
-Foreign models (the published FineWeb one puts a space before every document) are read too: their bytes are counted as
-exactly, their text comes back as far as the model itself kept it.
+Other models are read too, such as the published FineWeb model, which puts a space before every document. Their bytes
+are counted as exactly; their text is restored as far as the model kept it.
 """
 
 import hashlib
@@ -23,11 +22,11 @@ from parbank.errors import DataError
 
 SPACE = "\u2581"
 META_TOKENS = 258  # 256 bytes, the unknown token that SentencePiece insists on, and BOS
-MIN_VOCAB = 288  # below this there is no room for merges worth having
+MIN_VOCAB = 288  # below this there is too little room for merges
 MAX_VOCAB = 65536  # tokens are stored as uint16
 
-# SentencePiece takes these for signs of its own (unknown, space, word boundary, end of string) and drops them, or the whole
-# line they are in, from training. They are encoded as bytes.
+# SentencePiece uses these itself (unknown, space, word boundary, end of string) and drops them, or their whole line, from
+# training. They are encoded as bytes.
 _UNLEARNABLE = (SPACE, "\u2585", "\t", "\0")
 # Characters beyond this share of the text become bytes. Measured at 1024 tokens: 2.509, 2.515, 2.514, 2.496 bytes a token
 # with 0.999, 0.995, 0.99, 0.98 on English web text and books; 2.699, 2.707, 2.706, 2.711 on Python sources.
@@ -37,7 +36,7 @@ _PART_CHARS = 1 << 16
 
 
 class Tokenizer:
-    """Text to tokens and back, and the bytes each token stands for."""
+    """Converts text to tokens and back, and counts the bytes of each token."""
 
     vocab_size: int
     bos_id: int
@@ -64,7 +63,7 @@ class Tokenizer:
         self._spaced = np.array([piece.startswith(b" ") for piece in self._table])
         self._prefixed = _adds_prefix(self._sp)
         self._space_ids = self._byte_ids(SPACE.encode())
-        # Newer SentencePiece hands out arrays; lists of Python integers take longer to convert than to make.
+        # Newer SentencePiece returns arrays; lists of Python integers take longer to convert than to make.
         self._kind: dict[str, Any] = {"return_type": "numpy"} if hasattr(self._sp, "EncodeAsNumpy") else {}
 
     @classmethod
@@ -100,7 +99,7 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str], *, threads: int = 1) -> list[np.ndarray]:
-        """encode() of many texts at once, on several threads outside Python's lock."""
+        """encode() of many texts at once, on several threads, without Python's lock."""
         plans = [self._plan(text) for text in texts]
         parts = [part for plan in plans for part in plan if part != SPACE]
         try:
@@ -113,7 +112,7 @@ class Tokenizer:
         return [pieces[0] if len(pieces) == 1 else _join(pieces) for pieces in found]
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """The text of the tokens. BOS vanishes; bytes that are no UTF-8 (a model can write them) become U+FFFD."""
+        """The text of the tokens. BOS is dropped; bytes that are not UTF-8 (a model can write them) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int] | np.ndarray, *, previous: int | None = None) -> bytes:
@@ -137,13 +136,13 @@ class Tokenizer:
         return lengths
 
     def _dummy_spaces(self, targets: np.ndarray, previous: np.ndarray) -> np.ndarray:
-        """Where a token begins with the space that the model itself put before a document: it is no byte of the text."""
+        """Where a token begins with the space that the model itself put before a document: it is not a byte of the text."""
         if not self._prefixed:
             return np.zeros(np.shape(targets), dtype=bool)
         return self._spaced[targets] & self._boundary[previous]
 
     def _plan(self, text: str) -> list[str]:
-        """The parts a text is encoded in; U+2581 is a part of its own. A foreign model's text must stay in one piece."""
+        """The parts in which a text is encoded; U+2581 is its own part. Text for another program's model stays whole."""
         if self._space_ids is None or self._prefixed:
             return [text]
         if SPACE not in text and len(text) <= _PART_CHARS:
@@ -159,7 +158,7 @@ class Tokenizer:
 
 
 def check_vocab(vocab_size: int) -> None:
-    """Refuses a vocabulary that no tokenizer of ours can have, before anything is read."""
+    """Refuses a vocabulary size that our tokenizer cannot have, before anything is read."""
     if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
         raise DataError(
             f"a vocabulary of {vocab_size} tokens cannot be trained; choose {MIN_VOCAB} to {MAX_VOCAB} "
@@ -190,7 +189,7 @@ def _piece_bytes(processor: Any, token: int) -> bytes:
 
 
 def _adds_prefix(processor: Any) -> bool:
-    """Whether the model writes a space before every text, found out by asking it to encode one."""
+    """Whether the model puts a space before every text, found by encoding one."""
     joined = "".join(processor.encode("a", out_type=str))
     if joined.endswith(SPACE) and not joined.startswith(SPACE):
         raise DataError(
@@ -201,7 +200,7 @@ def _adds_prefix(processor: Any) -> bool:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """The text in parts of at most _PART_CHARS, each ending after a line where there is one."""
+    """The text in parts of at most _PART_CHARS, each ending after a line end if there is one."""
     start = 0
     while len(text) - start > _PART_CHARS:
         line_end = text.rfind("\n", start + _PART_CHARS // 2, start + _PART_CHARS)

@@ -1,4 +1,4 @@
-"""The validation text of a data spec, in the tokens of a given model."""
+"""The validation text of a data spec, encoded by a given model's tokenizer."""
 
 import hashlib
 import tempfile
@@ -23,7 +23,7 @@ _BLOCK = 1 << 22  # tokens whose bytes are counted together
 
 @dataclass(frozen=True)
 class Validation:
-    """Tokens to score, and what says which text they are: scores compare when it is the same."""
+    """Tokens to score, and hashes that identify their text: scores compare when the hashes are equal."""
 
     tokens: TokenSet
     sha256: str
@@ -36,10 +36,11 @@ class Validation:
 def open_validation(
     spec: str, tokenizer: Tokenizer, *, cache: Path | None = None, say: Say = say_on_stderr
 ) -> Validation:
-    """The validation part of any spec, and `text:val=PATH[,PATH...]`: all of the text there.
+    """The validation part of any spec; `text:val=PATH[,PATH...]` gives all of that text.
 
-    Which documents validate depends on the text alone. Text is read and tokenised anew, with the model's own tokenizer,
-    so a text far too short to train a tokenizer on can be scored. Shards made with another tokenizer are decoded first.
+    The text alone decides which documents validate. Text is read and encoded anew with the model's own tokenizer, so
+    that a text far too short to train a tokenizer can be scored. Shards made with another tokenizer are decoded
+    first.
     """
     opened = parse_spec(spec).open(cache if cache is not None else default_cache(), say)
     if not isinstance(opened, Path):
@@ -51,7 +52,7 @@ def open_validation(
 
 
 def _read_text(corpus: Corpus, tokenizer: Tokenizer, say: Say) -> Validation:
-    """The same documents in the same order as preparing takes: equal ones once, in the order of their hashes."""
+    """The same documents in the same order as preparation: equal documents once, in the order of their hashes."""
     found: dict[bytes, Document] = {}
     skipped = Skipped()
     with tempfile.TemporaryDirectory(prefix="parbank-") as folder, Spool(Path(folder) / "spool") as spool:
@@ -99,7 +100,7 @@ def _encode(documents: Iterable[bytes], size: int, tokenizer: Tokenizer, say: Sa
 
 
 def _describe(tokens: TokenSet, sha256: str, tokenizer: Tokenizer) -> Validation:
-    """Documents are counted in the tokens that are scored, so every way to come by a text agrees on them."""
+    """Counts documents in the scored tokens, so that every way to obtain a text agrees."""
     digest, documents, size, previous = hashlib.sha256(), 1, 0, tokenizer.bos_id
     for start in range(0, len(tokens), _BLOCK):
         piece = tokens.read(start, min(_BLOCK, len(tokens) - start))

@@ -1,6 +1,7 @@
-"""Where text comes from, one file for each kind. A data spec is `KIND:REST`, such as text:my_folder.
+"""The sources of text, one file per kind. A data spec is `KIND:REST`, such as text:my_folder.
 
-A new kind is a new file with a SOURCE, and a line in SOURCES. Help, errors, training, scoring and `doctor` read this table.
+A new kind is a new file with a SOURCE, and a line in SOURCES. Help, errors, training, scoring and `doctor` read this
+table.
 """
 
 from collections.abc import Iterable
@@ -32,35 +33,35 @@ def find_source(spec: str) -> Source:
 
 
 def parse_spec(spec: str) -> Request:
-    """What a spec asks for. Nothing on disk is looked at."""
+    """The request of a spec. Reads nothing from disk."""
     return find_source(spec).parse(spec.partition(":")[2])
 
 
 def is_spec(text: str) -> bool:
-    """Whether a string is meant as a data spec: a kind and a colon, or a kind that needs nothing more."""
+    """Whether a string is a data spec: a kind and a colon, or a kind that needs no more."""
     kind, colon, _ = text.partition(":")
     return kind in SOURCES and (bool(colon) or SOURCES[kind].public)
 
 
 def absolute_spec(spec: str) -> str:
-    """The same spec with whole paths: what a run folder remembers must not depend on where one stands."""
+    """The same spec with absolute paths, so that a run folder does not depend on the current folder."""
     return parse_spec(spec).spec
 
 
 def remembered_spec(spec: str) -> str:
-    """A spec as a run folder remembers it. Before `glob=` was a part of every spec of text, a folder gave fewer files."""
+    """A spec as a run folder stores it. Before every text spec had `glob=`, a folder gave fewer files."""
     if spec.startswith("text:") and ",glob=" not in spec:
         return ",".join([spec, *(f"glob={pattern}" for pattern in text.KIND.earlier_globs)])
     return spec
 
 
 def is_public(spec: str) -> bool:
-    """Whether a spec names the same text on any machine, so that an artifact may say it."""
+    """Whether a spec names the same text on any machine, so that an artifact may store it."""
     return spec.partition(":")[0] in {source.name for source in SOURCES.values() if source.public}
 
 
 def add_options(spec: str, options: Iterable[str]) -> str:
-    """The spec with parts such as `glob=*.md`, in its own words, so that the spec alone says which text is meant."""
+    """The spec with options such as `glob=*.md` as parts of it, so that the spec alone identifies the text."""
     source = find_source(spec)
     for option in options:
         name = option.partition("=")[0]
@@ -75,5 +76,5 @@ def add_options(spec: str, options: Iterable[str]) -> str:
 
 
 def describe_sources() -> list[str]:
-    """For `--help`: every kind of text, how it is written and what it is."""
+    """For `--help`: every kind of text, its form and its meaning."""
     return [f"{source.form}: {source.help}." for source in SOURCES.values()]

@@ -1,4 +1,4 @@
-"""Files on this machine by path, folder or glob: what the sources `text:` and `parquet:` have in common.
+"""Local files by path, folder or glob: the common part of the sources `text:` and `parquet:`.
 
     PATH[,PATH...]                  about 2% of the documents are held out for validation
     train=PATH[,PATH...],val=PATH   the same, saying which is which (`train=` or `val=` holds until the next one)
@@ -32,7 +32,7 @@ PassOver = Callable[[Path], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What one source of files adds to the others."""
+    """The parts in which sources of files differ."""
 
     name: str
     files: str
@@ -49,7 +49,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class FileRequest:
-    """Patterns of files, as they were asked for."""
+    """Patterns of files, as given in a spec."""
 
     kind: Kind
     train: tuple[str, ...]
@@ -118,7 +118,7 @@ def parse_items(kind: Kind, items: Iterable[str]) -> FileRequest:
 
 
 def _one(chosen: dict[str, list[str]], name: str, allowed: tuple[str, ...] = ()) -> str:
-    """The value of an option that can be given once."""
+    """The value of an option that may be given once."""
     values = chosen[name]
     if len(values) > 1:
         raise ConfigError(f"{name}= is given {len(values)} times: {', '.join(values)}; give it once")
@@ -128,7 +128,7 @@ def _one(chosen: dict[str, list[str]], name: str, allowed: tuple[str, ...] = ())
 
 
 class _Search:
-    """Finds the files of a request, and keeps count of those it passes over."""
+    """Finds the files of a request, and counts the files it leaves out."""
 
     def __init__(self, request: FileRequest) -> None:
         self._request = request

@@ -1,7 +1,8 @@
-"""`fineweb`: the published FineWeb shards (1024 tokens), fetched once, file by file, into one folder.
+"""`fineweb`: the published FineWeb shards with 1024 tokens (Penedo et al. 2024; parameter-golf), fetched once, file by
+file, into one folder.
 
-They come from the Hugging Face hub, with huggingface_hub as an optional extra, or from a local folder laid out like the
-repository there: a mirror, a shared disk, or a test.
+They come from the Hugging Face hub, through the optional package huggingface_hub, or from a local folder with the
+repository's layout: a mirror, a shared disk, or a test.
 """
 
 import os
@@ -23,14 +24,14 @@ _COPY_BYTES = 16 << 20
 
 
 class _Source(Protocol):
-    """Where files come from."""
+    """A source of files."""
 
     name: str
 
     def files(self) -> list[str]: ...
 
     def fetch(self, file: str, place: Path, say: Say) -> Path:
-        """Brings one file somewhere under `place` and returns its path; what an interrupted try left there is used."""
+        """Fetches one file to a path under `place` and returns the path. Resumes an interrupted download."""
 
 
 def fetch_fineweb(
@@ -38,8 +39,8 @@ def fetch_fineweb(
 ) -> list[Path]:
     """`data fetch fineweb`: the tokenizer, all validation shards and the first `shards` training shards, into `out`.
 
-    Files that are there and valid are skipped; what was cut off is taken up again. `source` is a folder, or the name of a
-    repository on the hub.
+    Valid files are skipped; interrupted downloads resume. `source` is a folder, or the name of a repository on the
+    hub.
     """
     out = Path(out)
     if shards < 1:
@@ -118,7 +119,7 @@ def _fetch_file(origin: _Source, file: str, out: Path, say: Say) -> Path:
 
 
 def _fault(path: Path, out: Path) -> DataError | None:
-    """What is wrong with a file that has arrived, if anything."""
+    """The fault of a file that has arrived, or nothing."""
     from parbank.data.shards import read_shard
     from parbank.data.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""`parquet:PATH`: files of rows and columns, as public data sets are published. A row is a document."""
+"""`parquet:PATH`: parquet files, the usual form of public data sets. A row is a document."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ def parse(rest: str) -> FileRequest:
 
 
 def _read(path: Path, field: str) -> Iterator[bytes | DataError]:
-    """The column's rows, in turn. Only one row group is in memory at a time, whatever the size of the file."""
+    """The rows of the column, in order. Only one row group is in memory at a time."""
     pyarrow, parquet = _import_pyarrow(path)
     found, row = False, 0
     try:

@@ -1,4 +1,4 @@
-"""What every source of text offers: a parsed request, and documents or shards when the request is opened."""
+"""The interface of a source of text: a parsed request, and documents or shards when the request is opened."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from parbank.errors import DataError
 
 
 class Skipped:
-    """Counts what `skip-bad=yes` leaves out, and keeps the first reason."""
+    """Counts the documents that `skip-bad=yes` leaves out, and keeps the first reason."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -27,7 +27,7 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A body of text: its files, and which of them are validation."""
+    """A body of text: its files, and the files that are validation text."""
 
     name: str
     """Short: begins the names of its shards."""
@@ -64,11 +64,11 @@ class Corpus:
 
 
 class Request(Protocol):
-    """A spec that was understood. No file has been looked at yet."""
+    """A parsed spec. No file has been opened yet."""
 
     @property
     def spec(self) -> str:
-        """The request with whole paths and all its options: what a run folder remembers."""
+        """The request with absolute paths and all its options, as a run folder stores it."""
 
     def open(self, cache: Path, say: Say) -> Corpus | Path:
         """Documents to prepare, or a folder of shards that are ready."""

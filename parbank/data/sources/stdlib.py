@@ -33,7 +33,7 @@ def parse(rest: str) -> StdlibRequest:
 
 
 def _read(path: Path) -> Iterator[bytes]:
-    """Help topics are documents of their own. Empty files, and the few tests that are deliberately no UTF-8, are passed over."""
+    """Help topics are documents too. Empty files, and the few tests that are deliberately not UTF-8, are left out."""
     if path.parts[-2:] == ("pydoc_data", "topics.py"):
         from pydoc_data.topics import topics
 

@@ -1,6 +1,6 @@
-"""`text:PATH`: the user's own files. A file is one document; a .jsonl file has one in each line.
+"""`text:PATH`: the user's own files. A file is one document; in a .jsonl file each line is one.
 
-Documents are handed on as UTF-8 bytes, unchanged: no newline is translated and no byte-order mark removed.
+Documents are UTF-8 bytes, unchanged: no newline is translated and no byte-order mark removed.
 """
 
 import json
@@ -12,7 +12,7 @@ from parbank.data.sources.source import Source
 from parbank.data.sources.unpack import open_unpacked, plain_name
 from parbank.errors import DataError
 
-_HEAD_BYTES = 8192  # git looks as far for a NUL byte, and calls a file binary where it finds one
+_HEAD_BYTES = 8192  # git checks as many bytes for a NUL, which marks a binary file
 
 
 def parse(rest: str) -> FileRequest:
@@ -20,7 +20,7 @@ def parse(rest: str) -> FileRequest:
 
 
 def parse_paths(items: Iterable[str]) -> FileRequest:
-    """The same from separate items, of which each may hold commas."""
+    """The same from separate items; an item may contain commas."""
     return parse_items(KIND, items)
 
 

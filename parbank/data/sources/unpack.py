@@ -1,4 +1,4 @@
-"""Files that may be packed (.gz, .xz, .zst), read as the bytes inside."""
+"""Files that may be compressed (.gz, .xz, .zst), read as their uncompressed bytes."""
 
 import gzip
 import io
@@ -15,14 +15,14 @@ PACKED_SUFFIXES = (".gz", ".xz", ".zst")
 
 
 def plain_name(name: str) -> str:
-    """The name without the suffix of a packed file: a.jsonl for a.jsonl.gz."""
+    """The name without the suffix of a compressed file: a.jsonl for a.jsonl.gz."""
     stem, dot, suffix = name.rpartition(".")
     return stem if dot + suffix.lower() in PACKED_SUFFIXES else name
 
 
 @contextmanager
 def open_unpacked(path: Path) -> Iterator[BinaryIO]:
-    """The unpacked bytes of a file; whatever is wrong with it is reported under its name, also while reading."""
+    """The uncompressed bytes of a file. Errors name the file, also while reading."""
     opener = {".gz": _open_gzip, ".xz": _open_xz, ".zst": _open_zstd}.get(path.suffix.lower(), _open_as_is)
     try:
         with opener(path) as file:
@@ -52,7 +52,7 @@ def _open_zstd(path: Path) -> BinaryIO:
 
 
 class _ZstdReader(io.RawIOBase):
-    """zstandard's own reader takes the end of a file that was cut short for the end of the text; this one says so."""
+    """zstandard's own reader treats a truncated file as complete; this one raises an error."""
 
     def __init__(self, path: Path) -> None:
         try:
