@@ -3,6 +3,7 @@
 import codecs
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +62,11 @@ def check_settings(
     require(not isinstance(stop, str), f"stop strings come as a list, such as [{stop!r}]")
     require(all(stop), "a stop string must not be empty: the text would end before it begins")
     check_seed(seed)
+
+
+def sample_text(model: GPT | PlainModel, tokenizer: Tokenizer, prompt: str = "", **settings: Any) -> str:
+    """The text that continues a prompt, by the settings of `sample_tokens`."""
+    return continuation(tokenizer, prompt, sample_tokens(model, tokenizer, prompt, **settings))
 
 
 def continuation(tokenizer: Tokenizer, prompt: str, tokens: Iterable[int]) -> str:

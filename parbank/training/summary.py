@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from parbank.artifact.pack import Packed
-from parbank.eval.sampling import sample_tokens
+from parbank.eval.sampling import sample_text
 from parbank.eval.score import Score
 from parbank.runtime import versions
 from parbank.training.compiled import count_lookups
@@ -52,13 +52,10 @@ def summarise(
 
 def summarise_packed(trainer: Trainer, packed: Packed) -> dict[str, Any]:
     """The part of the summary that only the first rank knows."""
-    config, dataset = trainer.config, trainer.dataset
-    tokens_out = list(
-        sample_tokens(trainer.model, dataset.tokenizer, tokens=SAMPLE_TOKENS, context=config.batch.sequence_length)
-    )
+    context = trainer.config.batch.sequence_length
     return {
         "artifact_bytes": packed.size,
         "code_bytes": packed.code_bytes,
         "matrix_q": packed.matrix_q,
-        "sample": dataset.tokenizer.decode(tokens_out),
+        "sample": sample_text(trainer.model, trainer.dataset.tokenizer, tokens=SAMPLE_TOKENS, context=context),
     }

@@ -200,7 +200,7 @@ def test_numbers_without_end_are_refused_before_the_text_is_read(call: Call, tra
         (("--stride", 8), "--stride is no setting of chunked; that is for sliding and ttt"),
         (("--context", 0), "at least 1 token, got 0"),
         (("--lr", 0.1), "--lr is no setting of chunked; that is for ttt"),
-        (("--method", "none"), "--method must be one of chunked, sliding, streaming, ttt; got 'none'"),
+        (("--method", "none"), "--method must be one of chunked, sliding, streaming, ttt, got 'none'"),
         (("--method", "ttt", "--set", "momentum"), "cannot read the setting 'momentum'; write it as NAME=VALUE"),
         (("--method", "ttt", "--set", "momentum=2"), "--momentum must lie in [0, 1), got 2.0"),
         (("--method", "ttt", "--epochs", 0), "--epochs must be at least 1"),

@@ -27,7 +27,7 @@ CPU = Runtime(device=torch.device("cpu"))
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("x", {}, "--method must be one of chunked, sliding, streaming, ttt; got 'x'"),
+        ("x", {}, "--method must be one of chunked, sliding, streaming, ttt, got 'x'"),
         ("chunked", {"stride": 64}, "--stride is no setting of chunked; that is for sliding and ttt"),
         ("streaming", {"stride": 64}, "--stride is no setting of streaming; that is for sliding and ttt"),
         ("chunked", {"segment": 5}, "--segment is no setting of chunked; that is for streaming and ttt"),
@@ -35,8 +35,8 @@ CPU = Runtime(device=torch.device("cpu"))
         ("sliding", {"beams": 4}, "--beams is no setting of sliding; sliding has: context, graphed, stride"),
         ("ttt", {"stride": 64}, "--stride is no setting of ttt with streaming scores and the sgd adapter"),
         ("ttt", {"rank": 4}, "--rank is no setting of ttt with streaming scores and the sgd adapter"),
-        ("ttt", {"scores": "chunked"}, "--ttt-scores must be streaming or sliding, got 'chunked'"),
-        ("ttt", {"adapter": "x"}, "--adapter must be sgd or low-rank, got 'x'"),
+        ("ttt", {"scores": "chunked"}, "--ttt-scores must be one of streaming, sliding, got 'chunked'"),
+        ("ttt", {"adapter": "x"}, "--adapter must be one of sgd, low-rank, got 'x'"),
         ("ttt", {"epochs": "x"}, "epochs must be a whole number, got 'x'"),
         ("streaming", {"segment": 0}, "--segment must be at least 1, got 0"),
         ("ttt", {"segment": 0}, "--segment must be at least 1, got 0"),

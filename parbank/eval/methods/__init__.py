@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from parbank.config import require
+from parbank.config import choose, require
 from parbank.eval.methods.base import Method
 from parbank.eval.methods.chunked import Chunked
 from parbank.eval.methods.sliding import Sliding
@@ -14,11 +14,11 @@ METHODS: dict[str, type[Method]] = {method.name: method for method in (Chunked, 
 
 def make_method(name: str, **settings: Any) -> Method:
     """The method of that name. A setting that is None keeps its default; one that the method does not have is refused."""
-    require(name in METHODS, f"--method must be one of {', '.join(METHODS)}; got {name!r}")
+    method = choose(METHODS, name, "--method")
     given = {key: value for key, value in settings.items() if value is not None}
-    known = METHODS[name].settings()
+    known = method.settings()
     for key in given:
-        owners = [method.name for method in METHODS.values() if key in method.settings()]
+        owners = [other.name for other in METHODS.values() if key in other.settings()]
         remedy = f"that is for {' and '.join(owners)}" if owners else f"{name} has: {', '.join(known)}"
         require(key in known, f"--{key.replace('_', '-')} is no setting of {name}; {remedy}")
-    return METHODS[name].make(given)
+    return method.make(given)

@@ -11,12 +11,12 @@ tokens already scored, so the order holds; it is another model than one that wou
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from parbank.config import from_dict, require
+from parbank.config import choose, from_dict, require
 from parbank.data.shards import TokenSet
 from parbank.eval.adaptation import ADAPTERS
 from parbank.eval.adaptation.base import AdaptConfig, Adapter, restored
@@ -30,7 +30,6 @@ from parbank.model import GPT, ModelConfig
 from parbank.model.gpt import MAX_POSITIONS
 from parbank.runtime import Runtime
 
-C = TypeVar("C")
 SCORES: dict[str, type[PieceMethod]] = {method.name: method for method in (Streaming, Sliding)}
 
 
@@ -100,8 +99,8 @@ class ScoreFirst(Method):
     def make(cls, settings: dict[str, Any]) -> "ScoreFirst":
         """`scores` and `adapter` name the two parts. Any other setting goes to the part that has it."""
         own = dict(settings)
-        scores = _choose("--ttt-scores", own.pop("scores", Streaming.name), SCORES)
-        adapter = _choose("--adapter", own.pop("adapter", SgdConfig.name), ADAPTERS)
+        scores = choose(SCORES, own.pop("scores", Streaming.name), "--ttt-scores")
+        adapter = choose(ADAPTERS, own.pop("adapter", SgdConfig.name), "--adapter")
         for name in own:
             require(
                 name in setting_docs(scores) or name in setting_docs(adapter),
@@ -157,11 +156,6 @@ class ScoreFirst(Method):
     def _bos_id(self, model: ModelConfig) -> int | None:
         """The token at which a chunk ends, for an adapter that tells documents apart."""
         return model.bos_id if self.adapt.per_document else None
-
-
-def _choose(flag: str, name: Any, choices: dict[str, type[C]]) -> type[C]:
-    require(name in choices, f"{flag} must be {' or '.join(choices)}, got {name!r}")
-    return choices[name]
 
 
 def _list_choices(choices: Mapping[str, type[Method] | type[AdaptConfig]]) -> str:
