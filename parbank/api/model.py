@@ -305,8 +305,13 @@ class Model:
                 raise ConfigError(f"{text} has a comma, which separates paths in a spec; rename it, or score its text")
             return self._open_spec(f"text:val={os.fspath(text)}")
         if is_spec(text):
-            return self._open_spec(text)
-        if len(text) < 4096 and "\n" not in text and os.path.exists(os.path.expanduser(text)):
+            try:
+                return self._open_spec(text)
+            except DataError as error:
+                raise DataError(
+                    f"{error}. ({text[:40]!r} is a data spec, by its first word; to score a text that begins so, give it as bytes)"
+                ) from error
+        if os.path.exists(os.path.expanduser(text)):
             raise ConfigError(
                 f"{text!r} names a file or folder here: to score its text, give Path({text!r}); to score these "
                 f"{len(text)} characters themselves, give them as bytes: {text!r}.encode()"

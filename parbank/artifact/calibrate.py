@@ -118,6 +118,7 @@ class Probe(TorchFunctionMode):
         self.places = {_place(tensor): name for name, tensor in weights.items()}
         self.storages = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        self.strides = {name: tensor.stride() for name, tensor in weights.items()}
         self.device = device
         self.casts: dict[int, tuple[int, Tensor]] = {}
         self.grams: dict[tuple[Any, ...], tuple[Tensor, str]] = {}
@@ -135,14 +136,22 @@ class Probe(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func is torch.Tensor.to:
             self._follow_cast(args[0], out)
-        elif func is F.linear and (name := self._name(args[1])) is not None:
-            self._see_input(name, args[0].detach())
+        elif func in (F.linear, F.embedding):
+            given = {**dict(zip(("input", "weight"), args)), **kwargs}
+            self._see_read(func, given["input"], self._name(given["weight"]), out)
+        return out
+
+    def _see_read(self, func: Any, given: Tensor, name: str | None, out: Tensor) -> None:
+        """A weight of ours was read."""
+        if name is None:
+            return
+        if func is F.linear:
+            self._see_input(name, given.detach())
             self._watch("linear", name, out)
-        elif func is F.embedding and (name := self._name(args[1])) is not None:
-            _add(self.counts, name, torch.bincount(args[0].flatten(), minlength=self.shapes[name][0]))
+        else:
+            _add(self.counts, name, torch.bincount(given.flatten(), minlength=self.shapes[name][0]))
             out.requires_grad_()
             self._watch("embedding", name, out)
-        return out
 
     def forget(self) -> None:
         """Lets go of one pass's tensors. Until then they are held, so that no new one takes their place in memory."""
@@ -166,9 +175,12 @@ class Probe(TorchFunctionMode):
         return Calibration(hessians=hessians, sensitivity=sensitivity, tokens=tokens)
 
     def _name(self, weight: Tensor) -> str | None:
+        """The weight that lies there, if it is read as a whole and not transposed: else its moments are of another shape."""
         pointer, offset = _place(weight)
         source = self.casts.get(pointer)
-        return self.places.get((source[0] if source else pointer, offset))
+        name = self.places.get((source[0] if source else pointer, offset))
+        whole = name is not None and (weight.shape, weight.stride()) == (self.shapes[name], self.strides[name])
+        return name if whole else None
 
     def _follow_cast(self, source: Tensor, out: Tensor) -> None:
         """A cast keeps every element's place within the storage, provided the parameter fills it densely."""

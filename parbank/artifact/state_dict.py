@@ -61,17 +61,20 @@ class Split:
 
 
 def split_state_dict(state: Mapping[str, Any], roles: Mapping[str, Role] | None = None) -> Split:
-    """`roles` are those known for certain (`roles_in`); the others follow from names and shapes."""
+    """`roles` are those known for certain (`roles_in`); the others follow from names and shapes. The order of the dict does
+    not matter."""
     known, found = roles or {}, Split({}, {}, {}, {}, {})
     seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in state.items():
+    for name, tensor in sorted(state.items()):
         if not isinstance(tensor, Tensor):
             raise ArtifactError(
                 f"{name} is a {type(tensor).__name__}, not a tensor; pack a state dict of tensors, such as module.state_dict()"
             )
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in seen:
-            found.shared[name] = seen[place]
+            found.shared[name] = first = seen[place]
+            if _choose_role(name, tensor, known) == "embedding":  # any of its names may say so
+                found.roles[first] = "embedding"
             continue
         seen[place] = name
         if _needs_exactness(name, tensor):

@@ -1,4 +1,13 @@
-"""The ops: each has one definition in plain PyTorch, and a kernel where a kernel is faster."""
+"""The ops: each has one definition in plain PyTorch, and a kernel where a kernel is faster.
+
+    >>> import torch
+    >>> x = torch.randn(2, 8, requires_grad=True)
+    >>> parbank.ops.rms_norm(x).square().mean().backward()
+    >>> x.grad.shape
+    torch.Size([2, 8])
+
+`parbank.ops.reference` holds the definitions. `PARBANK_OPS=reference` in the environment makes every op use its own.
+"""
 
 from parbank.ops.activation import leaky_relu_squared
 from parbank.ops.exclusive import remove_own_value

@@ -24,7 +24,13 @@ class Bank:
 
 @torch.no_grad()
 def bank(model: nn.Module) -> list[Bank]:
-    """Moves all weights of two or more dimensions that share their shape into banks, in place, and returns the banks."""
+    """Moves all weights of two or more dimensions that share their shape into banks, in place, and returns the banks.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+    >>> [(bank.names, tuple(bank.weights.shape)) for bank in parbank.bank(model)]
+    [(('0.weight', '1.weight'), (2, 8, 8))]
+    """
     shapes: dict[tuple[torch.Size, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
         if param.ndim >= 2 and param.requires_grad and param.is_contiguous() and not hasattr(param, "to_local"):

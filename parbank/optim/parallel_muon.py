@@ -70,6 +70,15 @@ class ParallelMuon(torch.optim.Optimizer):
     After a step, as 0-d tensors on the device: last_grad_norm (before the clip), last_skipped (the gradient was not finite
     and nothing was changed), skipped_in_a_row. Gradients are used up: their values after a step mean nothing.
     With several ranks, step, state_dict, load_state_dict and add_param_group are collective: call them on every rank.
+
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+        >>> optimizer = parbank.ParallelMuon(parbank.split_parameters(model, lr=0.02, adam_lr=3e-4), max_norm=1.0)
+        >>> model(torch.randn(4, 8)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> optimizer.last_skipped.item()
+        False
     """
 
     # GradScaler then passes scale and overflow as tensors, without waiting for the device.

@@ -63,6 +63,14 @@ def split_parameters(
 
     Norms, biases, gates and scalars get no weight decay; embeddings and heads take the optimizer's. Each group has
     its "role". The split is logged at level INFO. Frozen parameters are left out.
+
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 9))
+        >>> for group in parbank.split_parameters(model, overrides={"2.weight": "adamw"}):
+        ...     print(group["algorithm"], group["role"], [name for name, _ in group["params"]])
+        muon matrices ['1.weight']
+        adamw embeddings and heads ['0.weight', '2.weight']
+        adamw norms, biases, gates and scalars ['1.bias', '2.bias']
     """
     overrides = dict(overrides or {})
     found = [item for item in _find(model) if item.param.requires_grad]

@@ -8,12 +8,15 @@ import pytest
 
 import parbank
 
-DOORS = ["train", "Run", "load", "Model", "pack"]  # in the order of the story that the examples tell
+DOORS = [  # in the order of the story that the examples tell
+    "train", "Run", "load", "Model", "pack", "split_parameters", "ParallelMuon", "bank", "orthogonalize", "Prefetcher", "ops",
+]  # fmt: skip
 
 
 def test_the_examples_of_the_doors_run(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "books").symlink_to(home / "books")
+    assert {*DOORS, "__version__"} == set(dir(parbank))
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.REPORT_NDIFF)
     for name in DOORS:
         door = getattr(parbank, name)

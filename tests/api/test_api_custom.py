@@ -1,0 +1,208 @@
+"""A plain module that parbank did not write: trained on banks, scored in bits per byte, packed, and unpacked.
+
+What it offers is `parbank.model.protocol.LanguageModel`, and nothing more."""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parbank
+from parbank.artifact.state_dict import unpack_state_dict
+from parbank.data.dataset import Dataset, open_dataset
+from parbank.errors import ArtifactError, ConfigError
+from parbank.model.protocol import LanguageModel
+
+WIDTH, CONTEXT = 48, 32
+TEXT = "def answer(question):\n    return question\n" * 5
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms[0](x)
+        q, k, v = (part(y).unflatten(-1, (4, -1)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Plain(nn.Module):
+    """A transformer as thousands are written: tied head, learned positions, an integer buffer."""
+
+    places: Tensor
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocab, WIDTH), nn.Embedding(256, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, vocab, bias=False)
+        self.head.weight = self.wte.weight
+        self.register_buffer("places", torch.arange(256))
+        for table in (self.wte, self.wpe):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids) + self.wpe(self.places[: ids.shape[1]])
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Trained(NamedTuple):
+    module: Plain
+    data: Dataset
+    banks: int
+    losses: list[float]
+
+
+def windows(data: Dataset, generator: torch.Generator, count: int = 16) -> Tensor:
+    starts = torch.randint(len(data.train) - CONTEXT, (count,), generator=generator).tolist()
+    return torch.stack([torch.from_numpy(data.train.read(s, CONTEXT).astype("int64")) for s in starts])
+
+
+@pytest.fixture(scope="module")
+def trained(text_spec: str) -> Trained:
+    """Every line of training is the reader's own; parbank gives the banks and the optimizer."""
+    torch.manual_seed(0)
+    data = open_dataset(text_spec, vocab_size=320, say=lambda line: None)
+    module = Plain(320)
+    banks = parbank.bank(module)
+    optimizer = parbank.ParallelMuon(parbank.split_parameters(module, lr=0.02, adam_lr=3e-3))
+    generator, losses = torch.Generator().manual_seed(0), []
+    for _ in range(60):
+        ids = windows(data, generator)
+        logits = module(ids[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Trained(module, data, len(banks), losses)
+
+
+def test_it_is_trained_on_banks(trained: Trained) -> None:
+    module: LanguageModel = trained.module  # the protocol, as mypy sees it
+    assert trained.banks == 3, "8 squares, 2 up, 2 down: one tensor each"
+    squares = [m.weight for layer in trained.module.layers for m in (layer.query, layer.key, layer.value, layer.out)]
+    assert len({weight.untyped_storage().data_ptr() for weight in squares}) == 1
+    assert trained.losses[-1] < trained.losses[0] - 1.5
+    assert "places" in module.state_dict()
+
+
+def test_it_is_scored_in_bits_per_byte(trained: Trained) -> None:
+    tokenizer = trained.data.tokenizer
+    model = parbank.Model(trained.module, tokenizer, context=CONTEXT)
+    ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode(TEXT).tolist()])
+    nats = 0.0
+    for start in range(0, len(ids) - 1, CONTEXT):  # by hand: windows side by side
+        piece = ids[start : start + CONTEXT + 1]
+        with torch.no_grad():
+            nats += F.cross_entropy(trained.module(piece[None, :-1])[0], piece[1:], reduction="sum").item()
+    score = model.score(TEXT)
+    assert score.bpb == pytest.approx(nats / math.log(2) / len(TEXT), rel=1e-5)
+    assert score.bpb < 4, "it has learnt something: 8.3 is a uniform guess among 320 tokens"
+    assert model.score(TEXT, method="sliding", stride=4).bpb < score.bpb, "more context"
+    for method in ("streaming", "ttt"):
+        with pytest.raises(
+            ConfigError, match=r"reads inside the network, and this one is a Plain; use chunked or sliding"
+        ):
+            model.score(TEXT, method=method)
+    assert model.logits([1, 2, 3]).shape == (3, 320)
+    assert len(model.sample("def ", tokens=8, seed=1)) > 0
+    with pytest.raises(ConfigError, match="export needs a model that parbank built"):
+        model.export("x.safetensors")
+
+
+def test_it_is_packed_and_unpacked(trained: Trained, tmp_path: Path) -> None:
+    model = parbank.Model(trained.module, trained.data.tokenizer, context=CONTEXT)
+    generator = torch.Generator().manual_seed(1)
+    calibration = [windows(trained.data, generator, 32) for _ in range(4)]
+    path = tmp_path / "plain.pbk"
+    cap = 40_000
+    packed = parbank.pack(model, max_bytes=cap, calibration=calibration, out=path)
+    assert path.stat().st_size == packed.size <= cap
+    assert packed.uncalibrated == ()
+    loaded = parbank.load(path, device="cpu")
+    assert (loaded.context, loaded.tokenizer.fingerprint) == (CONTEXT, trained.data.tokenizer.fingerprint)
+    with pytest.raises(ArtifactError, match="parbank did not build; build it, load state_dict"):
+        loaded.score(TEXT)
+    again = Plain(320)
+    again.load_state_dict(loaded.state_dict())
+    assert torch.equal(again.places, trained.module.places)
+    assert again.head.weight is again.wte.weight
+    before, after = (
+        parbank.Model(m, loaded.tokenizer, context=loaded.context).score(TEXT).bpb for m in (trained.module, again)
+    )
+    assert after == pytest.approx(before, rel=0.02)
+    copy = loaded.save(tmp_path / "copy.pbk")
+    assert copy.read_bytes() == path.read_bytes()
+
+
+def test_calibration_spends_the_same_bytes_better(trained: Trained) -> None:
+    """At a cap that hurts, the file made with calibration has the lower loss on text it has not seen."""
+    generator = torch.Generator().manual_seed(2)
+    calibration, unseen = (
+        [windows(trained.data, generator, 64) for _ in range(8)],
+        windows(trained.data, generator, 256),
+    )
+    losses = {}
+    for name, batches in (("with", calibration), ("without", None)):
+        packed = parbank.pack(trained.module, max_bytes=16_000, calibration=batches)
+        again = Plain(320)
+        again.load_state_dict(unpack_state_dict(packed.artifact))
+        with torch.no_grad():
+            logits = again(unseen[:, :-1])
+        losses[name] = F.cross_entropy(logits.flatten(0, 1), unseen[:, 1:].flatten()).item()
+    assert losses["with"] < losses["without"] - 0.05
+
+
+def test_weights_without_a_measurement_are_named(trained: Trained) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(320, 32)
+            self.bare = nn.Parameter(torch.randn(32, 320))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids) @ self.bare
+
+    batches = [torch.randint(320, (2, 9))]
+    with pytest.warns(UserWarning, match="no Hessian for .*: bare"):
+        packed = parbank.pack(Product(), max_bytes=20_000, calibration=batches)
+    assert packed.uncalibrated == ("bare",)
+    silent = parbank.pack(Product(), max_bytes=20_000)
+    assert silent.uncalibrated == ("bare", "table.weight"), "nothing was asked for, so nothing is warned of"
+
+
+def test_what_pack_refuses(trained: Trained) -> None:
+    state = trained.module.state_dict()
+    for arguments, message in (
+        ({"model": state, "max_bytes": 0}, "must be positive"),
+        ({"model": state, "max_bytes": 10_000, "calibration": []}, "nothing runs it"),
+        ({"model": trained.module, "max_bytes": 10_000, "calibration": "stdlib"}, "give a list of batches"),
+        ({"model": [1], "max_bytes": 10_000}, "a Model, a torch.nn.Module or a state dict, got a list"),
+        ({"model": state, "max_bytes": 10_000, "settings": {"model.layers": 2}}, "model is no setting"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parbank.pack(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_module_that_is_no_language_model_says_so(trained: Trained) -> None:
+    class Pooled(Plain):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids).mean(1)
+
+    model = parbank.Model(Pooled(320), trained.data.tokenizer, context=CONTEXT)
+    with pytest.raises(ConfigError, match=r"Pooled returned \(1, 320\).*returns logits of shape \(1, \d+, 320\)"):
+        model.score("def f")
