@@ -1,7 +1,7 @@
-"""The training clock, and how much of the budget is spent.
+"""The training clock, and the share of the budget that is spent.
 
-A budget in minutes is a promise: no step is started that would end after the limit. Steps on a GPU are queued, so the
-clock knows how many are still in flight and counts them as if each took as long as the last ones did on the device.
+A budget in minutes is a promise: no step starts that would end after the limit. Steps on a GPU are queued, so the
+clock counts steps in flight at the price of the last measured steps.
 """
 
 import math
@@ -14,7 +14,7 @@ from parbank.training.config import BudgetConfig
 
 
 class Clock:
-    """Training seconds: a stopwatch that an earlier run's total can be set on."""
+    """Training seconds: a stopwatch that can start from an earlier run's total."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -35,7 +35,7 @@ class Clock:
 
 
 class Budget:
-    """Answers, before every step: may another one start, and how far along will it be?"""
+    """Decides before every step whether it may start, and what share of the budget is then spent."""
 
     def __init__(self, config: BudgetConfig, batch_tokens: int, clock: Clock) -> None:
         self.config = config
@@ -45,7 +45,7 @@ class Budget:
         self._step_seconds: deque[float] = deque(maxlen=9)  # odd, so that the median is a real step's time
 
     def observe(self, seconds: float) -> None:
-        """What a finished step took."""
+        """Records the time of a finished step."""
         self._step_seconds.append(seconds)
 
     @property
@@ -59,7 +59,7 @@ class Budget:
         return (self.clock.seconds() + in_flight * self._step_time(step)) / self.limit
 
     def allows(self, step: int, in_flight: int = 0) -> bool:
-        """Whether step `step` may start. The first step of a run always may, or nothing would be trained at all."""
+        """Whether step `step` may start. The first step of a run always may, or nothing would be trained."""
         if self.limit is None:
             return step < (self.steps or 0)
         if step == 0:
@@ -72,7 +72,7 @@ class Budget:
         return ((self.steps or 0) - step) * self._step_time(step)
 
     def _step_time(self, step: int) -> float:
-        """A run that was resumed has seen no step yet, and goes by what they took before it was stopped."""
+        """A resumed run has measured no step yet, and uses the step time from before it was stopped."""
         if self._step_seconds:
             return median(self._step_seconds)
         return self.clock.seconds() / step if step else 0.0

@@ -1,8 +1,9 @@
-"""Checkpoints: one file each, written beside and renamed, so that a kill at any moment leaves the previous one readable.
+"""Checkpoints: one file each, written under another name and renamed, so that a kill at any moment leaves the previous
+one readable.
 
-A checkpoint holds everything a run needs to go on exactly (weights, optimizer, averages, data position, random states,
-clock) and everything `eval` and `pack` need (config, tokenizer). Files are read with torch.load's weights_only, which
-runs no pickled code.
+A checkpoint holds everything a run needs to continue exactly (weights, optimizer, averages, data position, random
+states, clock) and everything `eval` and `pack` need (config, tokenizer). Files are read with torch.load's
+weights_only, which runs no pickled code.
 """
 
 import os
@@ -52,7 +53,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """A checkpoint file from a path to one, to a checkpoint folder, or to a run folder (the newest is taken)."""
+    """A checkpoint file from a path to one, to a checkpoint folder, or to a run folder (the newest)."""
     if path.is_file():
         return path
     for folder in (path / "checkpoint", path):
@@ -67,7 +68,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Reads one file onto the CPU. Anything that is not a whole checkpoint of ours is refused by name."""
+    """Reads one file onto the CPU. Anything but a complete parbank checkpoint is an error that names the file."""
     try:
         if zipfile.is_zipfile(path):  # torch.load does not look at the checksums that torch.save writes
             with zipfile.ZipFile(path) as archive:
@@ -88,7 +89,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """Every generator a run may draw from, as plain values and tensors."""
+    """The states of all random generators of a run, as plain values and tensors."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {

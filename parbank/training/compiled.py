@@ -1,8 +1,8 @@
-"""Compiled code kept between processes: Triton's kernels, and PyTorch's graphs where a run asks for torch.compile.
+"""Compiled code kept between processes: Triton's kernels, and PyTorch's graphs if a run uses torch.compile.
 
-Both are kept in folders that two environment variables name. By default those lie in the system's temporary folder, which a reboot
-or a container's end empties. `use_compile_cache` names folders in parbank's own cache instead; `train`, `eval` and `warmup`
-all call it first.
+Two environment variables name the folders. By default they lie in the system's temporary folder, which a reboot or
+the end of a container empties. `use_compile_cache` sets them to folders in parbank's cache; `train`, `eval` and
+`warmup` call it first.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
 def compile_folder() -> Path:
-    """Where compiled code is kept: one folder for each state of the ops' source.
+    """The folder for compiled code: one for each version of the ops' source.
 
-    PyTorch's key for a compiled graph holds the names of our ops, but not the Python that says what their gradients and
-    shapes are. A graph compiled before such a change would be found again after it, and would be wrong.
+    PyTorch's key for a compiled graph contains the names of our ops, but not the Python code of their gradients and
+    shapes. A graph compiled before such a change would be found after it, and would be wrong.
     """
     digest = hashlib.sha256()
     for path in sorted((Path(parbank.__file__).parent / "ops").glob("*.py")):
@@ -36,9 +36,11 @@ def compile_folder() -> Path:
 
 
 def use_compile_cache() -> Path | None:
-    """Has this process and its children keep compiled code in `compile_folder`; None where that cannot be written.
+    """Makes this process and its children keep compiled code in `compile_folder`. Returns None if that cannot be
+    written.
 
-    To be called before anything is compiled: PyTorch and Triton read the variables then. What the user has set stays.
+    Call it before anything is compiled: PyTorch and Triton read the variables then. Variables that the user has set
+    stay.
     """
     folder = compile_folder()
     try:
@@ -46,21 +48,22 @@ def use_compile_cache() -> Path | None:
         writable = os.access(folder, os.W_OK)
     except OSError:
         writable = False
-    if not writable:  # then PyTorch's own folders serve: a cache is no reason to refuse a run
+    if not writable:  # use PyTorch's own folders then: a missing cache is no reason to refuse a run
         return None
     os.environ.setdefault(INDUCTOR, str(folder / "inductor"))
-    # One folder for all GPUs of a machine: Triton's files are named by what they hold, and renamed when complete.
+    # One folder for all GPUs of a machine: Triton names files by their content and renames them when complete.
     os.environ.setdefault(TRITON, str(folder / "triton"))
     _count_kernels()
     return folder
 
 
 def keep_compiled_graphs() -> None:
-    """Lets PyTorch keep the graphs of our models, which it would compile anew in every process otherwise.
+    """Lets PyTorch cache the graphs of our models, which it would otherwise compile in every process.
 
-    AOTAutograd refuses to keep a graph with a function it does not know. Two such stand where a model chooses its
-    attention backend. Both are functions of their arguments, which are part of the graph's key. A third is the
-    autograd.Function of ops/fp8.py; the folder's name is a hash of its source."""
+    AOTAutograd does not cache a graph with an unknown function. Two such functions choose the attention backend. Both
+    depend on their arguments alone, which are part of the graph's key. A third is the autograd.Function of
+    ops/fp8.py; the folder's name is a hash of its source.
+    """
     import torch._functorch.config as functorch
     from torch._inductor import config
 
@@ -76,7 +79,8 @@ def keep_compiled_graphs() -> None:
 
 @dataclass(frozen=True)
 class Lookups:
-    """What this process has asked the caches of compiled code for so far: Triton's kernels and PyTorch's graphs together."""
+    """How often this process has asked the caches of compiled code so far: Triton's kernels and PyTorch's graphs
+    together."""
 
     found: int
     built: int
@@ -92,7 +96,7 @@ _kernels = {True: 0, False: 0}  # by whether Triton found it
 
 
 def _count_kernels() -> None:
-    """Has Triton report each kernel that it compiles or finds. A program's own listener stays."""
+    """Makes Triton report each kernel that it compiles or finds. A program's own listener stays."""
     if backend.HAS_TRITON and not backend.INTERPRETED:
         from triton import knobs
 
@@ -105,7 +109,8 @@ def _note_kernel(*, cache_hit: bool, **about: Any) -> None:
 
 
 def count_lookups() -> Lookups:
-    """Of a graph, what Inductor had to build is what takes the time. AOTAutograd's cache, asked first, may answer for both."""
+    """Counts a graph as built if Inductor had to build it, which takes the time. AOTAutograd's cache is asked first and
+    may answer for both."""
     found, built = _kernels[True], _kernels[False]
     dynamo = sys.modules.get("torch._dynamo.utils")  # absent where nothing was compiled
     if dynamo is not None:

@@ -1,4 +1,4 @@
-"""The whole of a run in one frozen value: what recipes return, --set changes, and config.json holds."""
+"""The whole config of a run as one frozen value: returned by recipes, changed by --set, stored in config.json."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from parbank.training.loggers import LOGGERS
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetConfig:
-    """What a run may cost. Exactly one of minutes, steps and tokens is set."""
+    """The budget of a run. Exactly one of minutes, steps and tokens is set."""
 
     minutes: float | None = None
     """Training clock. Compilation and warm-up are outside it, everything else is inside."""
@@ -28,7 +28,7 @@ class BudgetConfig:
     max_bytes: int = 16_000_000
     """Cap on the artifact."""
     count_code: bool = False
-    """Count the source of training and scoring, compressed, towards the cap, as the published track does."""
+    """Count the source of training and scoring, compressed, towards the cap, as parameter-golf does."""
 
     def __post_init__(self) -> None:
         given = [n for n in ("minutes", "steps", "tokens") if getattr(self, n) is not None]
@@ -46,7 +46,7 @@ MAX_STAGES = 7
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run with batches of its own."""
+    """A part of a run with its own batches."""
 
     until: float
     """The share of the budget at which it ends."""
@@ -134,16 +134,16 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How the loop runs: nothing here but fp8 changes what is computed."""
+    """How the loop runs. Only fp8 changes the result."""
 
     compile: bool = False
-    """Also put the model through torch.compile on CUDA: a minute of setup for steps that are no faster where its kernels are ours.
-    On a CPU the model always runs as plain PyTorch."""
+    """Use torch.compile on CUDA. It takes a minute of setup, and steps are no faster where our kernels run. On a CPU the model
+    always runs as plain PyTorch."""
     cuda_graph: bool = True
     """On CUDA, replay each pass as one CUDA graph, and on a single GPU the optimizer's step as another."""
     fp8: Parts = "off"
-    """Products that training makes in 8 bits, on GPUs that can: those of the MLP, of the head, or of both. Scoring and packing
-    never do."""
+    """Products that training computes in FP8, on GPUs that support it: those of the MLP, of the head, or of both. Scoring and
+    packing never use FP8."""
     warmup_steps: int = 5
     """Steps run before the clock starts, so that everything is compiled and captured, and then undone completely."""
     log_every: int = 10
@@ -155,7 +155,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """Older checkpoints are deleted."""
     max_skipped: int = 10
-    """Non-finite steps in a row, each of them skipped, after which the run gives up."""
+    """Consecutive non-finite steps, all skipped, after which the run ends with an error."""
 
     def __post_init__(self) -> None:
         require(self.log_every >= 1, f"train.log_every must be at least 1, got {self.log_every}")
@@ -209,6 +209,6 @@ class RunConfig:
 
 
 def read_config(values: dict[str, Any]) -> RunConfig:
-    """The config that an earlier run wrote, its data as it was meant then."""
+    """The config that an earlier run wrote, with the meaning its data spec had then."""
     config = from_dict(RunConfig, values)
     return replace(config, data=remembered_spec(config.data))

@@ -1,4 +1,4 @@
-"""What the person who watches a run sees: a progress bar on a terminal, plain lines when piped."""
+"""Progress on the screen: a bar on a terminal, plain lines when piped."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ class Display:
     def _print(self, text: str) -> None:
         try:
             print(text, flush=True, file=self.file)
-        except BrokenPipeError:  # `| head`: who stops reading does not ask the run to stop
+        except BrokenPipeError:  # `| head`: a closed pipe must not stop the run
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
             print("nobody reads the output any more; the run goes on", file=sys.stderr)
 
@@ -58,7 +58,7 @@ class Display:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[float], None]]:
-        """A bar, or now and then a line, for work that only says which share of it is done."""
+        """A bar, or occasional lines, for work that reports only the share that is done."""
         spoke = time.monotonic()
 
         def move(share: float) -> None:

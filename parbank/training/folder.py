@@ -1,4 +1,4 @@
-"""The folder of a run: opened anew, or to go on with."""
+"""The folder of a run: new, or resumed."""
 
 import json
 import tempfile
@@ -26,10 +26,10 @@ def load_run_config(out: Path, *assignments: str) -> RunConfig:
 
 @contextmanager
 def open_folder(out: Path, resume: bool, runtime: Runtime) -> Iterator[Path | None]:
-    """The checkpoint to go on from, or None in a folder that no run has used.
+    """The checkpoint to resume from, or None in an unused folder.
 
-    Whether the folder can be written is tried here, before the data is prepared. When the block fails, a folder that was
-    made here is removed again.
+    Tests here, before the data is prepared, whether the folder can be written. If the block fails, a folder that was
+    created here is deleted again.
     """
     if resume:
         yield find_checkpoint(out)

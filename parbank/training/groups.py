@@ -1,4 +1,4 @@
-"""Which parameter is trained how: the one place that knows both the model and the optimizer."""
+"""Parameter groups of a run: the only module that knows both the model and the optimizer."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from parbank.optim.config import OptimConfig
 
 
 def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
-    """Banks one group each, because a bank says which of its matrices are stored transposed; the rest by role. `peak_lr` is
-    kept in the group: the schedule multiplies it."""
+    """One group per bank, because a bank knows which of its matrices are stored transposed; the rest by role. The group
+    stores `peak_lr`, which the schedule multiplies."""
     named = dict(model.named_parameters())
     banks = [
         {

@@ -1,4 +1,4 @@
-"""A model from whatever a user points at: an artifact, a checkpoint, or the folder of a run."""
+"""Loads a model from an artifact, a checkpoint, or the folder of a run."""
 
 import json
 import zipfile
@@ -20,8 +20,8 @@ from parbank.training.config import RunConfig, read_config
 
 
 def load_model(path: Path, device: torch.device) -> LoadedModel:
-    """An artifact as it is; a checkpoint with the average it would have been packed with. A run folder means its artifact,
-    or its newest checkpoint where there is none yet; it also knows what the run was trained on, by its path."""
+    """An artifact, or a checkpoint with the averaged weights that would be packed. A run folder means its artifact, or
+    its newest checkpoint if there is none yet; it also knows the path of the run's training data."""
     if path.is_dir() and (path / "model.pbk").exists():
         loaded = load_artifact(path / "model.pbk", device)
         return replace(loaded, data=loaded.data or _trained_on(path))
@@ -72,7 +72,7 @@ def load_trained(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, RunC
 
 
 def describe_run(config: RunConfig) -> About:
-    """What the artifact of a run says about itself."""
+    """The meta of a run's artifact."""
     return About(
         model=config.model,
         context=config.batch.sequence_length,

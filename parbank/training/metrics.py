@@ -1,4 +1,4 @@
-"""Rows of metrics: what a run records about itself, every `train.log_every` steps."""
+"""Rows of metrics, written every `train.log_every` steps."""
 
 import math
 import resource
@@ -15,7 +15,7 @@ from parbank.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class _Mark:
-    """Where the trainer stood when the last row was made."""
+    """The state of the trainer at the last row."""
 
     step: int
     tokens: int
@@ -24,7 +24,7 @@ class _Mark:
 
 
 class Metrics:
-    """Makes one row over the steps since the last row, and gives it to every logger. Other ranks than the first have none."""
+    """Makes one row over the steps since the last row, and passes it to every logger. Only the first rank has loggers."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -68,7 +68,7 @@ class Metrics:
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with None for every number that is not finite, such as the loss of a skipped step: NaN is no JSON."""
+    """The row with None for every non-finite number, such as the loss of a skipped step: JSON has no NaN."""
     return {name: value if math.isfinite(value) else None for name, value in row.items()}
 
 

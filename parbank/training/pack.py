@@ -28,7 +28,7 @@ from parbank.training.load import describe_run, load_trained
 def calibrate_model(
     model: GPT, config: RunConfig, tokens: TokenSet, runtime: Runtime, display: Display
 ) -> Calibration | None:
-    """What the solver needs to know of the loss; nothing where it is not asked for. Every rank takes part."""
+    """The calibration for the solver; empty if the solver does not need it. Every rank takes part."""
     if config.quant.method != "solver" or not config.quant.calibration_tokens:
         return None
     with display.progress("calibrating") as progress:
@@ -76,9 +76,9 @@ def pack_checkpoint(
     runtime: Runtime | None = None,
     display: Display | None = None,
 ) -> tuple[Path, Packed]:
-    """Packs a checkpoint under a cap of its own, as its run would or with other `settings` of quant. The file appears whole or
-    not at all, and by default beside the run's own artifact, whose score is in the summary, not over it. Calibrated on the
-    run's training text, or on that of `data`."""
+    """Packs a checkpoint under a given cap, with the run's settings of quant or other `settings`. Calibrates on the
+    run's training text, or on that of `data`. Writes the file atomically; by default beside the run's own artifact,
+    not over it, since the summary holds that one's score."""
     if max_bytes < 1:
         raise ConfigError(f"--max-bytes must be positive, got {max_bytes}")
     if is_artifact(path):
@@ -101,7 +101,7 @@ def pack_checkpoint(
 
 
 def _training_tokens(data: str | None, config: RunConfig, tokenizer: Tokenizer, display: Display) -> TokenSet | None:
-    """Training text in the model's own tokens. Text that was asked for must be there; the run's own may be gone."""
+    """Training text encoded by the model's tokenizer. Text named by the user must exist; the run's own may be gone."""
     context, count = config.batch.sequence_length, config.quant.calibration_tokens
     try:
         return open_training_tokens(data or config.data, tokenizer, context=context, count=count, say=display.say)

@@ -1,8 +1,8 @@
 """Forward and backward over one micro-batch, launch by launch or replayed as one CUDA graph.
 
-A pass of the golf model is some six hundred launches, and Python needs almost as long to make them as the GPU to run them (58 of
-69 ms on an H200: docs/log/2026-11-15-step.md). A graph makes them one. What it reads and writes stays in place:
-the batch is copied in, gradients are added to where they lie, and the loss is added to a total.
+A pass of the golf model is about six hundred launches, and Python needs almost as long to make them as the GPU to run
+them (docs/log/2026-11-15-step.md). A graph makes them one. Its memory stays in place: the batch is copied in,
+gradients are accumulated in place, and the loss is added to a total.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from parbank.precision import autocast
 
 
 class Passes:
-    """Adds up the loss and the gradients of the micro-batches of one step."""
+    """Sums the loss and the gradients of the micro-batches of one step."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Passes:
         graph: bool,
         fp8: Parts = "off",
     ) -> None:
-        """`count` passes make a step; each loss and gradient is divided by it. `fp8`: what multiplies in 8 bits."""
+        """`count` passes make a step; each loss and gradient is divided by it. `fp8`: the parts that use FP8."""
         self._forward, self._device, self._count = forward, device, count
         self._fp8: Parts = fp8
         self._parameters = list(model.parameters())
@@ -36,7 +36,7 @@ class Passes:
         self._graphs = Graphs(enabled=graph and device.type == "cuda")
 
     def start(self, count: int | None = None) -> None:
-        """A new step, of `count` passes from here on: the loss starts at zero. (Gradients are the optimizer's to clear.)"""
+        """Starts a step of `count` passes: the loss starts at zero. The optimizer clears the gradients."""
         self._count = count or self._count
         self._total.zero_()
 
@@ -55,7 +55,7 @@ class Passes:
         self._graphs.run(self._run, [batch], key=(self._count,), places=self._places)
 
     def rehearse(self, batch: Tensor) -> None:
-        """The same launch by launch, and no graph remembers it: see `parbank.ops.rehearsal`."""
+        """The same launch by launch, without a graph: see `parbank.ops.rehearsal`."""
         self._run(batch)
 
     def _run(self, batch: Tensor) -> None:
@@ -65,8 +65,8 @@ class Passes:
         self._total += loss.detach()
 
     def _differentiate(self, loss: Tensor) -> None:
-        """Adds to the gradients as `loss.backward()` does, with a launch or three instead of one for each of the many small
-        parameters, which takes longer to start than to run."""
+        """Adds to the gradients as `loss.backward()` does, but with a few launches for the many small parameters, which
+        take longer to launch than to run."""
         held = [p.grad for p in self._parameters if p.grad is not None]
         if len(held) < len(self._parameters):
             loss.backward()  # the first time: it makes them
@@ -76,5 +76,5 @@ class Passes:
         torch._foreach_add_([total for total, _ in pairs], [grad for _, grad in pairs])
 
     def _places(self) -> Places:
-        """Where the weights and gradients are that a graph was captured with."""
+        """The addresses of weights and gradients, which a graph depends on."""
         return addresses(tensor for p in self._parameters for tensor in (p, p.grad))

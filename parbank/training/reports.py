@@ -1,4 +1,4 @@
-"""Training with somebody watching: rows of metrics for the loggers, a bar or lines for the display."""
+"""Training with reports: rows of metrics for the loggers, a bar or lines for the display."""
 
 from parbank.training.display import Display, format_seconds
 from parbank.training.metrics import Metrics

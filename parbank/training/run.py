@@ -1,4 +1,6 @@
-"""One run from text to artifact: open the data, refuse what cannot fit, train, score, pack, score what was packed."""
+"""One run from text to artifact: open the data, refuse a model that cannot fit, train, score, pack, and score the packed
+file.
+"""
 
 import lzma
 import shlex
@@ -33,14 +35,14 @@ from parbank.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: with a summary, or stopped by a signal with a checkpoint to go on from."""
+    """The end of a run: a summary, or a signal that stopped it with a checkpoint to resume from."""
 
     summary: dict[str, Any] | None
     stop_signal: int = 0
 
 
 class Laps:
-    """The seconds that each part of a sequence takes, from now on."""
+    """The seconds of each part of a sequence, measured from now on."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -58,7 +60,7 @@ class Laps:
 def run(
     config: RunConfig, runtime: Runtime, out: Path, *, resume: bool = False, display: Display | None = None
 ) -> Result:
-    """Trains, scores and packs. Everything a user keeps is in the folder `out`."""
+    """Trains, scores and packs. Everything that a user keeps is in the folder `out`."""
     setup = Laps()
     display = display or Display(enabled=runtime.is_main)
     config = replace(config, data=absolute_spec(config.data))
@@ -82,7 +84,7 @@ def run(
         setup.end("warm-up")
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in setup.seconds.items())
         display.say(f"ready after {setup.total:.1f} s of setup ({parts}); the clock starts now")
-        waited = trainer.batches.wait_seconds  # the warm-up's, which is no part of training
+        waited = trainer.batches.wait_seconds  # that of the warm-up, which is not part of training
         with trainer.watch_signals():
             train_with_reports(trainer, display)
             saved = trainer.save()
@@ -97,10 +99,10 @@ def run(
 
 
 def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display) -> dict[str, Any]:
-    """Scores the averaged weights, packs them, and scores what came out of the file: that is the result."""
+    """Scores the averaged weights, packs them, and scores the packed file. The last score is the result."""
     config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
     laps = Laps()
-    # xz takes seconds and one core: it works beside everything below.
+    # xz takes seconds on one core: it runs in parallel with everything below.
     with ThreadPoolExecutor(1) as aside, trainer.averages.applied():
         compressed = aside.submit(compressor_bpb, dataset.val_text()) if runtime.is_main else None
         before = _score(trainer, display, "scoring")
@@ -130,7 +132,7 @@ def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display)
 
 
 def _wait_for(compressed: Future[dict[str, float]], display: Display) -> dict[str, float]:
-    """The yardstick beside a score. It may fail (xz -9 takes 700 MB); the run does not fail with it."""
+    """Waits for the compressors. They may fail (xz -9 takes 700 MB) without failing the run."""
     try:
         return compressed.result()
     except (MemoryError, OSError, lzma.LZMAError) as error:
@@ -139,7 +141,7 @@ def _wait_for(compressed: Future[dict[str, float]], display: Display) -> dict[st
 
 
 def _check_settings(config: RunConfig, runtime: Runtime) -> None:
-    """Refuses what this machine or the model cannot run, before anything is read or written."""
+    """Refuses settings that this machine or the model cannot run, before anything is read or written."""
     check_seed(config.seed)
     check_device(config.train.fp8, runtime.device)
     require(
@@ -149,7 +151,7 @@ def _check_settings(config: RunConfig, runtime: Runtime) -> None:
 
 
 def _open_data(config: RunConfig, runtime: Runtime, display: Display, resume: bool) -> Dataset:
-    """The first rank prepares what is missing; the others then find it ready. Too little text is refused."""
+    """The first rank prepares missing data; the others then find it ready. Too little text is refused."""
     elsewhere = "; if the run's text lies elsewhere now, say where by --data" if resume else ""
 
     def work() -> Dataset:

@@ -1,4 +1,4 @@
-"""Whether a run's model can fit its cap, said before any work is done."""
+"""Checks before any work whether a run's model can fit its cap."""
 
 from parbank.artifact.model import check_model
 from parbank.data.tokenizer import Tokenizer
@@ -8,7 +8,7 @@ from parbank.training.load import describe_run
 
 
 def check_size(config: RunConfig, display: Display, tokenizer: Tokenizer | None = None) -> None:
-    """Refuses a model that no tokenizer would let fit; with the tokenizer, one that could not be promised to fit."""
+    """Refuses a model that cannot fit with any tokenizer; given the tokenizer, a model that is not guaranteed to fit."""
     check_model(
         describe_run(config),
         config.quant,

@@ -1,4 +1,4 @@
-"""summary.json: what a run was and how it ended."""
+"""summary.json: the settings and the result of a run."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ SAMPLE_TOKENS = 120  # enough to see whether the model writes words, lines and i
 def summarise(
     trainer: Trainer, before: Score, after: Score, setup: dict[str, float], wait_seconds: float
 ) -> dict[str, Any]:
-    """What every rank knows. `before` and `after` packing; `setup`: the seconds of each part of it."""
+    """The part of the summary that every rank knows. `before` and `after` packing; `setup`: the seconds of each part."""
     config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
     seconds = trainer.clock.seconds()
     tokens = trainer.tokens

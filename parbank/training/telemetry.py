@@ -1,9 +1,9 @@
-"""Numbers from the device without waiting for the device.
+"""Reads numbers from the device without waiting for it.
 
-Each step's loss, gradient norm and skip count are copied to pinned memory behind the step's own work and read once the copy
-has landed, which is asked and not waited for. The host waits on log steps only, and there for the step before: the device
-has the last one to work on meanwhile. Between two events on the device lies what a step really took, however far the host
-is ahead of it. On a CPU everything has happened already, and a step's numbers are read at once.
+Each step's loss, gradient norm and skip count are copied to pinned memory behind the step's own work. The host polls
+for finished copies and reads them. It waits on log steps only, and there for the step before, so that the device
+still has the last step to work on. Two events on the device measure the time of a step, however far ahead the host
+is. On a CPU a step's numbers are read at once.
 """
 
 import time
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Steps that may be in flight between two log steps. Some hundred launches a step fill the driver's queue of about a
-# thousand long before: this only bounds the memory of a run that logs rarely and replays its steps from graphs.
+# Steps that may be in flight between two log steps. With hundreds of launches a step, the driver's queue of about a thousand
+# is full long before. This only bounds the memory of a run that logs rarely and replays graphs.
 SLOTS = 64
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one finished step reported."""
+    """The numbers of one finished step."""
 
     step: int
     lr_share: float
@@ -36,7 +36,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class _Mark:
-    """A moment: on the device where it has a clock of its own, else on the host."""
+    """A moment, on the device's clock if it has one, else on the host's."""
 
     event: "torch.cuda.Event | None"
     host: float
@@ -49,7 +49,7 @@ class _Mark:
         return _Mark(event, time.perf_counter())
 
     def reached(self, *, wait: bool) -> bool:
-        """Whether the device has come this far; with `wait`, once it has."""
+        """Whether the device has reached it; with `wait`, waits for that."""
         if self.event is not None and not self.event.query():
             if not wait:
                 return False
@@ -63,7 +63,7 @@ class _Mark:
 
 
 class Telemetry:
-    """A queue of steps whose numbers are on their way."""
+    """A queue of steps whose numbers are still being copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -77,7 +77,7 @@ class Telemetry:
         return len(self._queue) if self._cuda else 0
 
     def restart(self) -> None:
-        """To be called when the loop starts: the first step is timed from here."""
+        """Call it when the loop starts: the first step is timed from here."""
         assert not self._queue
         self._last = _Mark.now(self._cuda)
 
@@ -100,7 +100,7 @@ class Telemetry:
         self._queue.append((step, lr_share, tokens, values, _Mark.now(self._cuda)))
 
     def collect(self, *, wait: bool = False, drain: bool = False) -> list[Reading]:
-        """The steps that have finished. `wait` waits for all but the last one queued, `drain` for that one, too."""
+        """The steps that have finished. `wait` waits for all but the last queued step, `drain` for that one too."""
         readings = []
         while self._queue:
             step, lr_share, tokens, values, mark = self._queue[0]

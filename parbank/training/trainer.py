@@ -1,11 +1,11 @@
 """The training loop.
 
     trainer = Trainer(config, runtime, dataset, out)
-    trainer.warm_up()        # compiles everything, then undoes itself
-    trainer.train()          # until the budget is spent, or somebody asks to stop
+    trainer.warm_up()        # compiles everything, then restores its state
+    trainer.train()          # until the budget is spent, or a signal stops it
 
-The loop never drains the device, and waits for it on log steps only: see telemetry.py for how its numbers come back,
-budget.py for how the clock stays honest.
+The loop never drains the device, and waits for it on log steps only. telemetry.py reads its numbers; budget.py keeps
+the clock.
 """
 
 import copy
@@ -42,14 +42,14 @@ Report = Callable[[Reading], None]
 
 
 def cut_windows(batch: Tensor, length: int) -> Tensor:
-    """(rows, L + 1) as (rows * L / length, length + 1): the same targets, each with less before it."""
+    """(rows, L + 1) as (rows * L / length, length + 1): the same targets, each with less context."""
     if batch.shape[1] == length + 1:
         return batch
     return batch.unfold(1, length + 1, length).reshape(-1, length + 1)
 
 
 class Trainer:
-    """A model, its optimizer, its data and its clock; everything that a checkpoint holds is reachable from here."""
+    """A model, its optimizer, its data and its clock: everything that a checkpoint holds."""
 
     def __init__(self, config: RunConfig, runtime: Runtime, dataset: Dataset, out: Path) -> None:
         self.config, self.runtime, self.dataset, self.out = config, runtime, dataset, out
@@ -90,7 +90,7 @@ class Trainer:
         self._last_save = time.monotonic()
 
     def train(self, report: Report = lambda reading: None) -> None:
-        """Runs until the budget is spent or `stop_signal` is set. Then everything in flight has landed and the clock stands."""
+        """Runs until the budget is spent or `stop_signal` is set. Then no step is in flight and the clock is stopped."""
         self.telemetry.restart()
         self.clock.start()
         self._last_save = time.monotonic()
@@ -109,7 +109,7 @@ class Trainer:
             self.fake.turn(False)  # what is scored and packed are the weights themselves
 
     def warm_up(self) -> None:
-        """Runs real steps, so that everything is compiled and allocated, and then puts everything back as it was."""
+        """Runs real steps, so that everything is compiled and allocated, and then restores the earlier state."""
         if not self.config.train.warmup_steps:
             return
         before = copy.deepcopy(self.state_dict())
@@ -124,7 +124,7 @@ class Trainer:
         self.runtime.synchronize()
 
     def _rehearse(self) -> None:
-        """Has every kernel of a step compiled, all at the same time. What it leaves in weights and state is garbage."""
+        """Compiles every kernel of a step in parallel. Weights and state are garbage afterwards."""
         with rehearsal(self.runtime.device):
             for stage in self.stages:
                 self._schedule(0.0)
@@ -132,7 +132,7 @@ class Trainer:
             self.optimizer.step()
 
     def _agree_to_go_on(self, may_save: bool = True) -> float | None:
-        """The share of the budget spent, the same on all ranks; None when any rank says that it is time to stop."""
+        """The share of the budget spent, equal on all ranks; None when any rank must stop."""
         pending = self.telemetry.in_flight
         over = self._stuck or not self.budget.allows(self.step, pending)
         minutes = self.config.train.checkpoint_minutes
@@ -147,11 +147,12 @@ class Trainer:
         return None if over_any or signalled else spent
 
     def _must_look(self) -> bool:
-        """Log steps wait for the device, and so does the second step: the clock must have seen one before it lets more go."""
+        """Log steps wait for the device. So does the second step: the clock needs one measured step before it allows
+        more."""
         return self.step % self.config.train.log_every == 0 or not self.budget.knows_step_time
 
     def _schedule(self, spent: float) -> float:
-        """Sets this step's learning rates and momentum, and turns quantisation on when it is time; returns the learning rate
+        """Sets this step's learning rates and momentum, and switches quantisation on when due. Returns the learning rate
         as a share of its peak."""
         optim = self.config.optim
         rates = optim.rates(spent, self.step)
@@ -167,17 +168,17 @@ class Trainer:
         return next(stage for stage in self.stages if spent < stage.until)
 
     def _accumulate_gradients(self, stage: Stage) -> Tensor:
-        """Forward and backward over this rank's share of the batch; returns its mean loss, on the device.
+        """Forward and backward over this rank's share of the batch. Returns its mean loss, on the device.
 
-        A stage of shorter sequences cuts the stream's windows, so that the stream, its order and its position know
-        nothing of stages, and every token is still a target once an epoch.
+        A stage of shorter sequences cuts the stream's windows. So the stream, its order and its position do not
+        depend on stages, and every token is still a target once an epoch.
         """
         count = self.passes_in(stage)
         self.passes.start(count)
         for _ in range(count):
             self.passes.add(cut_windows(self.batches.next(), stage.sequence_length))
         loss = self.passes.loss
-        # 0 * inf is NaN: a loss that is not finite makes a gradient so, and the optimizer's one look finds both
+        # 0 * inf is NaN: a non-finite loss makes a gradient non-finite, so that the optimizer's check covers both
         grads = (p.grad for p in self.model.parameters() if p.grad is not None)
         min(grads, key=Tensor.numel).add_(0 * loss)
         return loss
@@ -194,7 +195,7 @@ class Trainer:
 
     def _update_weights(self, share: float) -> None:
         self.optimizer.step()
-        # A graph finds the gradients where they were when it was captured.
+        # A graph needs the gradients at the addresses that were captured.
         self.optimizer.zero_grad(set_to_none=False if self.graphed else None)
         self.averages.update(share)
 
@@ -220,12 +221,12 @@ class Trainer:
             report(reading)
 
     def _end_if_lost(self) -> None:
-        """Raises where going on, or packing what there is, makes no sense. All ranks have the same readings by now."""
+        """Raises an error if continuing, or packing the weights, makes no sense. All ranks have the same readings here."""
         finite = not any(self.runtime.agree([float(not self._is_finite())]))
         if finite and not self._stuck:
             return
         wrong = f"loss or gradient was not finite for {self.config.train.max_skipped} steps in a row, up to step {self.step}"
-        if finite:  # a step that is skipped changes nothing: these are the weights of the last good one
+        if finite:  # a skipped step changes nothing: these are the weights of the last good step
             kept = f"the weights of the last good step are in {self.save()}"
         else:
             wrong = wrong if self._stuck else f"the weights are not finite after step {self.step}"
@@ -236,7 +237,7 @@ class Trainer:
         )
 
     def save(self) -> Path | None:
-        """Writes a checkpoint; every rank must call it, the first one writes."""
+        """Writes a checkpoint. Every rank must call it; the first one writes."""
         state = self.state_dict()
         self._last_save = time.monotonic()
         if not self.runtime.is_main:
@@ -250,7 +251,7 @@ class Trainer:
         return save_checkpoint(self.out / "checkpoint", {**about, **state}, keep=self.config.train.keep_checkpoints)
 
     def _is_healthy(self) -> bool:
-        """Whether a checkpoint of this moment would be worth more than the last one: not while steps are being skipped."""
+        """Whether a checkpoint now would be better than the last: not while steps are being skipped."""
         return not self._skipping and self._is_finite()
 
     def _is_finite(self) -> bool:
@@ -278,7 +279,7 @@ class Trainer:
         restore_random_state(state["random"])
 
     def resume(self, state: dict[str, Any], path: Path) -> None:
-        """Goes on from a checkpoint of the same run; another model or other data is refused before anything changes."""
+        """Continues from a checkpoint of the same run. Another model or other data is refused before anything changes."""
         if state["dataset"] != self._data_fingerprint:
             raise CheckpointError(
                 f"{path} was trained on other data than {self.config.data!r} now is; resume with the same text and "
@@ -314,8 +315,8 @@ class Trainer:
 
     @contextmanager
     def watch_signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and a terminal that is closed end training after the step in hand. A second one acts at once, as
-        if nobody watched."""
+        """Ctrl-C, SIGTERM and a closed terminal end training after the current step. A second signal acts at once, as by
+        default."""
 
         def note(number: int, frame: object) -> None:
             self.stop_signal = number
@@ -329,7 +330,7 @@ class Trainer:
         try:
             for number in previous:
                 signal.signal(number, note)
-        except ValueError:  # not the main thread: signals are somebody else's
+        except ValueError:  # not the main thread: signals go to another thread
             previous = {}
         try:
             yield

@@ -1,4 +1,4 @@
-"""`parbank warmup`: the kernels that a recipe needs, compiled once and kept."""
+"""`parbank warmup`: compiles and keeps the kernels that a recipe needs."""
 
 import time
 from collections.abc import Callable
@@ -25,7 +25,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Warmed:
-    """What a warm-up did."""
+    """The result of a warm-up."""
 
     train_seconds: float
     score_seconds: float
@@ -33,8 +33,8 @@ class Warmed:
 
 
 def warm_up(config: RunConfig, runtime: Runtime, say: Say) -> Warmed | None:
-    """Trains and scores on random tokens in the shapes of a run, so that everything it will compile is compiled and
-    kept. None on a CPU, where nothing is. Every rank of a run on several GPUs must call it: code is kept per GPU."""
+    """Trains and scores on random tokens in the shapes of a run, so that all its code is compiled and kept. None on a
+    CPU, where nothing is compiled. On several GPUs every rank must call it: code is kept per GPU."""
     if not runtime.is_cuda:
         say(
             f"nothing to compile for {config.recipe} on this device ({runtime.device}): there parbank runs as plain PyTorch, and "
@@ -60,7 +60,7 @@ def warm_up(config: RunConfig, runtime: Runtime, say: Say) -> Warmed | None:
 
 
 class _RandomData:
-    """What a trainer touches of a data set before it saves: a warm-up never saves, and so needs no tokenizer."""
+    """The part of a data set that a trainer uses before it saves. A warm-up never saves, and needs no tokenizer."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self.train = TokenSet([tokens])
@@ -68,7 +68,7 @@ class _RandomData:
 
 
 def random_data(config: RunConfig, count: int) -> Dataset:
-    """At least `count` random tokens to train on, and one window of the recipe in any case."""
+    """At least `count` random tokens to train on, and at least one window of the recipe."""
     count = max(count, config.batch.sequence_length) + 1  # the last one's target
     tokens = np.random.default_rng(config.seed).integers(0, config.model.vocab_size, count, dtype=np.uint16)
     return cast(Dataset, _RandomData(tokens))

@@ -1,4 +1,4 @@
-"""Where the rows of metrics go: one file for each logger, chosen by `train.loggers`.
+"""Loggers of metrics, one file each, selected by `train.loggers`.
 
 A new logger is a file in this folder with a class like `Logger`, and a line in LOGGERS.
 """
@@ -13,13 +13,13 @@ Row = dict[str, Any]
 
 
 class Logger(Protocol):
-    """Keeps the rows of one run, which only the first rank writes."""
+    """Stores the rows of one run. Only the first rank writes."""
 
     def __init__(self, out: Path, *, resume_step: int) -> None:
-        """`out` is the folder of the run. Rows after `resume_step` belong to an attempt that was given up: drop them."""
+        """`out` is the folder of the run. Rows after `resume_step` belong to an abandoned attempt: drop them."""
 
     def write(self, row: Row) -> None:
-        """One row: "step", and numbers by name. A number that was not finite is None."""
+        """Writes one row: "step", and numbers by name. A non-finite number is None."""
 
     def close(self) -> None:
         """Training has ended."""

@@ -24,7 +24,7 @@ class JsonlLogger:
 
 
 def read_rows(path: Path, *, last_step: int) -> list[dict[str, Any]]:
-    """The rows up to a step. A line that is no row, such as the last one of a killed run, is left out."""
+    """The rows up to a step. A line that is not a row, such as the last line of a killed run, is left out."""
     rows = []
     if path.exists() and last_step:
         for line in path.read_text(encoding="utf-8").splitlines():

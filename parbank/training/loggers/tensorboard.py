@@ -13,7 +13,7 @@ class TensorBoardLogger:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside tensorboard's own imports
             from torch.utils.tensorboard import SummaryWriter
-        # A new start deletes earlier events: TensorBoard reads event files made within one second in no certain order.
+        # A new start deletes earlier events: TensorBoard reads event files of the same second in an undefined order.
         if not resume_step:
             shutil.rmtree(out / "tensorboard", ignore_errors=True)
         self._board = SummaryWriter(str(out / "tensorboard"), purge_step=resume_step + 1)
