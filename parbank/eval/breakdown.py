@@ -1,4 +1,4 @@
-"""Where the bits go: by document, and by how much context a token had."""
+"""Bits by document, by context, and by position in a document."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ OPENING_TOKENS = 24  # of a document: enough to know it by
 
 @dataclass(frozen=True)
 class Part:
-    """Some of a text's tokens, and what they cost."""
+    """Some tokens of a text, and their cost."""
 
     first: int
     last: int
@@ -31,13 +31,13 @@ class Part:
 
     @property
     def bpb(self) -> float | None:
-        """None where there are no bytes: a place that only holds document boundaries."""
+        """None without bytes: a part with document boundaries only."""
         return self.bits / self.bytes if self.bytes else None
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Three ways to cut up one score; each adds up to all of it."""
+    """Three divisions of one score; each sums to the whole."""
 
     by_context: list[Part]
     by_place: list[Part]
@@ -67,7 +67,7 @@ def break_down(scored: Scored, tokenizer: Tokenizer, method: Method, model: Mode
 
 
 def _by_octave(places: np.ndarray, sizes: np.ndarray, bits: np.ndarray) -> list[Part]:
-    """Places 0, 1, 2-3, 4-7 and on: what context is worth falls with its logarithm."""
+    """Positions 0, 1, 2-3, 4-7 and so on: the value of context falls with its logarithm."""
     octave = np.frexp(places)[1]  # 0 for 0, and n for 2^(n-1) to 2^n - 1
     parts = []
     for number in np.unique(octave):
@@ -78,7 +78,7 @@ def _by_octave(places: np.ndarray, sizes: np.ndarray, bits: np.ndarray) -> list[
 
 
 def _by_document(tokens: np.ndarray, sizes: np.ndarray, bits: np.ndarray, tokenizer: Tokenizer) -> list[Part]:
-    """A document pays for the BOS that closes it: where it ends is part of what it says."""
+    """A document includes the BOS that closes it: its end is information."""
     starts = np.flatnonzero(tokens[:-1] == tokenizer.bos_id)
     if not len(starts) or starts[0] != 0:
         starts = np.concatenate([[0], starts])
@@ -94,7 +94,7 @@ def _part(first: int, last: int, sizes: np.ndarray, bits: np.ndarray, opening: s
 
 
 def draw(breakdown: Breakdown, title: str, path: Path) -> None:
-    """bpb against the context a token had, and against its place in its document, as what `path` ends in."""
+    """Draws bpb against context and against position in the document, in the format of `path`'s suffix."""
     try:
         import matplotlib
     except ImportError:

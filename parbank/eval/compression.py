@@ -1,4 +1,4 @@
-"""What general-purpose compressors make of the same text: the yardstick beside a model's bits per byte."""
+"""Bits per byte of general-purpose compressors on the same text, for comparison with a model."""
 
 import lzma
 import zlib
@@ -18,7 +18,7 @@ def compressor_bpb(text: bytes) -> dict[str, float]:
         pass
     else:
         compressors["zstd -19"] = zstandard.ZstdCompressor(level=19).compress
-    # They work outside Python's lock, so side by side they take as long as the slowest.
+    # They release Python's lock, so in parallel they take as long as the slowest.
     with ThreadPoolExecutor() as pool:
         sizes = pool.map(lambda compress: len(compress(text)), compressors.values())
         return {name: 8 * size / max(1, len(text)) for name, size in zip(compressors, sizes)}

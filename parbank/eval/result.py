@@ -1,4 +1,4 @@
-"""What a score is worth later: a result says what was measured, and unlike results are not compared."""
+"""Results of scoring, and their comparison: results of different texts or methods are refused."""
 
 import json
 from dataclasses import fields
@@ -8,7 +8,7 @@ from typing import Any
 from parbank.errors import ConfigError
 from parbank.eval.adaptation import ADAPTERS
 
-# What must be equal. The tokenizer need not be: bits per byte of the same text compare across tokenizers. Nor need the
+# Fields that must be equal. The tokenizer need not be: bits per byte of the same text compare across tokenizers. Nor need the
 # number of ranks or the length of segments: they change rounding only.
 LIKE = {
     "text_sha256": "the text",
@@ -47,8 +47,8 @@ def is_result(path: Path) -> bool:
 
 
 def refuse_unlike(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> None:
-    """Names the first thing that differs. `ours` may still lack what is only known after scoring, and either what results
-    did not say at its time."""
+    """Raises an error that names the first difference. `ours` may lack fields that are known only after scoring; either
+    may lack fields that are newer than it."""
     for key, what in LIKE.items():
         if key not in ours or key not in theirs:
             continue
@@ -65,7 +65,7 @@ def refuse_unlike(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> No
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> dict[str, Any]:
-    """The difference of two like results; negative is better than `theirs`."""
+    """The difference of two comparable results; negative is better than `theirs`."""
     refuse_unlike(ours, theirs, name)
     return {
         "compared_with": name,
@@ -76,7 +76,8 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> dict[str
 
 
 def _plain(key: str, value: Any) -> Any:
-    """As JSON would give it back; of an adaptation what has an effect, since older results hold all of it."""
+    """The value as JSON returns it. Of an adaptation, only the settings with an effect, since older results hold all of
+    them."""
     plain = json.loads(json.dumps(value))
     return _in_effect(plain) if key == "adapt" and isinstance(plain, dict) else plain
 

@@ -1,7 +1,7 @@
 """The carry between ranks: a layer's keys and values go to the next rank as soon as they are made.
 
-Each link of the ring is a process group of its own. On NCCL the traffic of one group runs in order on one stream, and two
-ranks that share a single group would each wait to send before they receive.
+Each link of the ring is its own process group. On NCCL the traffic of one group runs in order on one stream, so two
+ranks that share a group would each wait to send before they receive.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from parbank.model.stream import Past
 from parbank.precision import autocast
 from parbank.runtime import Runtime
 
-SEGMENTS_IN_FLIGHT = 2  # sends not yet waited for: the next rank takes a segment's last layer while we work on our next
+SEGMENTS_IN_FLIGHT = 2  # pending sends: the next rank receives a segment's last layer while we work on our next segment
 
 
 class RingCarry:
-    """What rank r leaves goes to rank r + 1, and round again. Sends never block: the receiver may be layers behind."""
+    """Sends the carry of rank r to rank r + 1, in a ring. Sends never block: the receiver may be layers behind."""
 
     def __init__(self, model: GPT, window: int, runtime: Runtime) -> None:
         c, world = model.config, runtime.world
@@ -33,7 +33,7 @@ class RingCarry:
         self._first = self._last = True
 
     def begin(self, *, first: bool, last: bool) -> None:
-        """A segment begins: the first of the text has nothing to take, the last nobody to give to."""
+        """Starts a segment. The first of the text receives nothing, the last sends nothing."""
         self._first, self._last = first, last
         while len(self._sent) >= SEGMENTS_IN_FLIGHT:
             self._wait(self._sent.pop(0))
@@ -53,7 +53,7 @@ class RingCarry:
         self._sent[-1].append((dist.isend(both, dst=self._to, group=self._out), both))
 
     def finish(self) -> None:
-        """Waits for what is still on its way. Everything sent is received: the segment after it takes it."""
+        """Waits for pending sends. All of them are received, since the next segment needs them."""
         for sent in self._sent:
             self._wait(sent)
         self._sent = []

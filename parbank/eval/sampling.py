@@ -1,4 +1,4 @@
-"""Text from a model, one token after another."""
+"""Samples text from a model, token by token."""
 
 import codecs
 import math
@@ -37,8 +37,8 @@ def sample_tokens(
 ) -> Iterator[int]:
     """Yields up to `tokens` tokens that continue the prompt, and stops where the model ends the document.
 
-    temperature 0 takes the likeliest token. top_k keeps the k likeliest (0: all of them), top_p of these the fewest that
-    together have that share of the probability. The same seed gives the same text on one machine.
+    temperature 0 takes the likeliest token. top_k keeps the k likeliest tokens (0: all); of these, top_p keeps the
+    fewest whose probabilities sum to it. The same seed gives the same text on one machine.
     """
     check_settings(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     require(context >= 1, f"a window has at least 1 token, got {context}")
@@ -54,7 +54,7 @@ def sample_tokens(
 def check_settings(
     *, tokens: int, temperature: float, top_k: int, seed: int, top_p: float = 1.0, stop: Sequence[str] = ()
 ) -> None:
-    """What can be refused before a model is read."""
+    """Refuses bad settings before a model is read."""
     require(tokens >= 1, f"the number of tokens must be at least 1, got {tokens}")
     require(0 <= temperature < math.inf, f"the temperature must be a finite number, 0 or more, got {temperature}")
     require(top_k >= 0, f"top-k must be 0 (keep all) or positive, got {top_k}")
@@ -75,10 +75,10 @@ def continuation(tokenizer: Tokenizer, prompt: str, tokens: Iterable[int]) -> st
 
 
 def write_text(tokenizer: Tokenizer, prompt: str, tokens: Iterable[int], stop: Sequence[str] = ()) -> Iterator[str]:
-    """The text of tokens that follow a prompt, piece by piece: as far as it is certain when a token comes.
+    """The text of tokens that follow a prompt, piece by piece, as soon as it is certain.
 
-    It ends before the stop string that is complete first, so what may be the beginning of one is held back; so are the
-    first bytes of a character. A tokenizer that drops the space before a document must not drop it after a prompt.
+    It ends before the first complete stop string, so a possible beginning of one is held back, and so are the first
+    bytes of a character. A tokenizer that drops the space before a document must not drop it after a prompt.
     """
     before = tokenizer.encode(prompt)
     previous = int(before[-1]) if len(before) else None
@@ -99,7 +99,7 @@ def write_text(tokenizer: Tokenizer, prompt: str, tokens: Iterable[int], stop: S
 
 
 def _find_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Where the stop string begins that is the first to be complete, however many tokens that took."""
+    """The start of the stop string that is complete first, however many tokens it took."""
     found = [(place + len(word), place) for word in stop if (place := text.find(word)) >= 0]
     return min(found)[1] if found else None
 
@@ -129,8 +129,8 @@ def _continue(
 
 
 def _read_stream(model: GPT, end: int, context: int) -> Reader:
-    """Computes every token once, over the keys and values of the `context` - 1 before it: the engine that scores a running
-    text, a token at a time (parbank/model/stream.py)."""
+    """Computes every token once, over the keys and values of the `context` - 1 tokens before it
+    (parbank/model/stream.py)."""
     stream, done = Stream(model, context, graph=True), 0
     device = next(model.parameters()).device
 
@@ -148,7 +148,7 @@ def _read_stream(model: GPT, end: int, context: int) -> Reader:
 
 
 def _read_window(model: PlainModel, context: int) -> Reader:
-    """Computes the whole window for every token: all that can be asked of a model that parbank did not build."""
+    """Computes the whole window for every token: the only way for a model that parbank did not build."""
     device = next(model.parameters()).device
 
     def read(window: list[int]) -> Tensor:
@@ -161,7 +161,7 @@ def _read_window(model: PlainModel, context: int) -> Reader:
 def _choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
     if temperature == 0 or top_k == 1:
         return int(logits.argmax())
-    # The largest becomes 0 before the division, so that no temperature, however small, makes infinity of it.
+    # Subtract the largest before dividing, so that no small temperature gives infinity.
     scaled = (logits - logits.max()) / temperature
     if 0 < top_k < len(scaled):
         kept = logits.topk(top_k).indices

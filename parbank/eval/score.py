@@ -1,8 +1,8 @@
-"""Bits per byte: the one score, comparable across tokenizers because it is taken over bytes of the original text.
+"""Bits per byte of the original text: a score that is comparable across tokenizers.
 
-Every method ends in the same place: nats per token, in the order of the text, of which each rank has worked out some. Only
-then is anything added up. So how the work was shared out cannot show in the result, to the last bit, as long as a piece of
-work has the same shape on any number of ranks; shapes decide rounding.
+Every method ends with nats per token, in the order of the text; each rank has computed some of them. Only then is
+anything summed. So the result does not depend on the number of ranks, to the last bit, as long as a piece of work has
+the same shape on any number of ranks: shapes decide rounding.
 """
 
 import math
@@ -35,7 +35,7 @@ def silent(share: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A sum of bits over a text. Everything else is a ratio of these."""
+    """A sum of bits over a text. Everything else is a ratio of these numbers."""
 
     bits: float
     tokens: int
@@ -73,20 +73,20 @@ class Text:
         return Text(self.tokens[: target + 1], self.ids[: target + 1])
 
     def new_nats(self) -> Tensor:
-        """Where scorers write, one slot a target, and one at the end for what is not scored."""
+        """The tensor that scorers write to: one slot per target, and one at the end for tokens that are not scored."""
         return torch.zeros(self.targets + 1, dtype=torch.float32, device=self.ids.device)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What every target of a text cost."""
+    """The cost of every target of a text."""
 
     tokens: np.ndarray  # (N,) uint16
     nats: np.ndarray  # (N - 1,) float32, in the order of the text
 
     @classmethod
     def gather(cls, text: Text, nats: Tensor, runtime: Runtime) -> "Scored":
-        """Every slot was written by one rank and is zero on the others, so this sum changes no bit."""
+        """Sums over ranks. One rank wrote each slot and the others hold zero, so the sum changes no bit."""
         return cls(text.tokens, runtime.sum(nats)[:-1].cpu().numpy())
 
     def byte_counts(self, tokenizer: Tokenizer) -> np.ndarray:
@@ -112,19 +112,19 @@ class Scored:
 
 
 class Scorer(Protocol):
-    """Scores a stretch of a text with the model's weights of the moment."""
+    """Scores a part of a text with the model's current weights."""
 
     def score(self, text: Text, first: int, nats: Tensor, *, more: bool, progress: Progress = silent) -> None:
         """Targets `first` to the end of `text` into their slots of `nats`: this rank's share. `more` text will follow."""
 
 
 def tokens_together(vocab_size: int, runtime: Runtime) -> int:
-    """How many tokens go through the model at once, unless somebody says otherwise."""
+    """How many tokens go through the model at once by default."""
     return max(1, (_LOGITS_CUDA if runtime.is_cuda else _LOGITS_CPU) // vocab_size)
 
 
 class Pace:
-    """Keeps the host a little ahead of the device, and no more: progress then says what is done, not what is queued."""
+    """Keeps the host only slightly ahead of the device, so that progress shows finished work, not queued work."""
 
     AHEAD = 2
 
@@ -133,7 +133,7 @@ class Pace:
         self._events: list[torch.cuda.Event] = []
 
     def step(self) -> None:
-        """A piece of work was queued; waits for the one before the last."""
+        """Records that work was queued, and waits for the piece before the last."""
         if not self._cuda:
             return
         event = torch.cuda.Event()
@@ -148,7 +148,7 @@ def check_context(context: int) -> None:
 
 
 def run_scorer(scorer: Scorer, model: GPT, text: Text, runtime: Runtime, progress: Progress) -> Scored:
-    """One pass over a text with weights that stay as they are."""
+    """One pass over a text with constant weights."""
     nats = text.new_nats()
     training = model.training
     model.eval()

@@ -1,6 +1,7 @@
 """Scores by windows of a text: the plan of the public protocol, and the scorer that runs it.
 
-Chunked scores are windows side by side, sliding scores overlap, and test-time training may score its chunks by windows.
+Chunked scores use adjacent windows, sliding scores overlapping ones, and test-time training may score its chunks by
+windows.
 """
 
 from collections.abc import Iterable
@@ -34,9 +35,9 @@ from parbank.runtime import Runtime
 def plan_windows(first: int, last: int, context: int, stride: int) -> np.ndarray:
     """(windows, 3): the window's start, and the targets from .. to that it scores, for targets `first` to `last`.
 
-    The public protocol: windows of `context` tokens, moved by `stride`. The first one of a text scores all its tokens, each
-    later one its last `stride`: every token once, with at least context - stride tokens before it where there are that
-    many. A stride of `context` cuts the text into windows side by side.
+    The public protocol: windows of `context` tokens, moved by `stride`. The first window of a text scores all its
+    tokens, each later one its last `stride`. So every token is scored once, with at least context - stride tokens
+    before it if there are that many. A stride of `context` gives adjacent windows.
     """
     head = [[0, 0, min(context, last)]] if first == 0 and last > 0 else []
     begins = np.arange(head[0][2] if head else first, last, stride)
@@ -53,13 +54,13 @@ def find_window_reach(pieces: Iterable[tuple[int, int]], targets: int, context: 
 
 
 class WindowScorer:
-    """Windows, many at a time; which rank takes a batch is decided by its number."""
+    """Scores many windows at a time. The number of a batch decides which rank takes it."""
 
     def __init__(
         self, model: GPT, runtime: Runtime, *, width: int, stride: int, rows: int, graphed: bool = False
     ) -> None:
-        """`rows` windows of at most `width` tokens go through together. Graphed, every batch is padded to that, and on
-        a GPU replayed as a graph: Python takes longer to launch such a pass than the GPU to run it."""
+        """`rows` windows of at most `width` tokens go through the model together. If graphed, every batch is padded to
+        that size and replayed as a CUDA graph: Python takes longer to launch such a pass than the GPU to run it."""
         self._runtime, self._width, self._stride, self._rows = runtime, width, stride, rows
         self._padded = graphed
         self._model = model
@@ -98,7 +99,7 @@ class WindowScorer:
 
 
 def check_windows(context: int, stride: int, *, width: int | None = None) -> None:
-    """`width`: how long windows get, where that is known to be less than the context."""
+    """`width`: the length of windows, if known to be less than the context."""
     check_context(context)
     require(
         (width or context) <= MAX_POSITIONS,
@@ -166,11 +167,12 @@ def score_chunked(
     batch_tokens: int | None = None,
     progress: Progress = silent,
 ) -> Score:
-    """Cuts the text into windows of `context` tokens and scores each token once, given what precedes it in its window.
+    """Divides the text into windows of `context` tokens and scores each token once, given the text before it in its
+    window.
 
-    The first token (a BOS) is given. A BOS that closes a document is predicted like any token and counts no bytes: the
-    bits that say where a text ends are part of its price. How many windows go through the model together is fixed by the
-    model and the kind of device, because it decides the rounding: a score taken again is the same to the last bit.
+    The first token (a BOS) is given. A BOS that closes a document is predicted like any token and counts no bytes:
+    its bits say where a text ends. The model and the kind of device fix how many windows go through the model
+    together, because that decides the rounding: a repeated score is the same to the last bit.
     """
     scored = score_windows(
         model,

@@ -1,4 +1,4 @@
-"""Adapters: what learns from a text while it is being scored. A new one is a file here and a name in `ADAPTERS`."""
+"""Adapters, which learn from a text while it is scored. A new adapter is a file here and a name in `ADAPTERS`."""
 
 from parbank.eval.adaptation.base import AdaptConfig
 from parbank.eval.adaptation.low_rank import LowRankConfig

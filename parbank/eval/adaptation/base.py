@@ -1,4 +1,4 @@
-"""What an adapter must offer, and what adapters have in common. methods/ttt.py says what they are shown, and when."""
+"""The interface of an adapter, and code that adapters share. methods/ttt.py says what an adapter sees, and when."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,13 +20,13 @@ from parbank.runtime import Runtime
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptConfig(ABC):
-    """How a model adapts to the text it is scored on: what every adapter can be told. An adapter is a subclass, in a file
-    of its own, and one line in `ADAPTERS`."""
+    """How a model adapts to the text it is scored on: the settings of every adapter. An adapter is a subclass in its own
+    file and a line in `ADAPTERS`."""
 
     name: ClassVar[str]
     help: ClassVar[str]
     per_document: ClassVar[bool] = False
-    """Whether it forgets at the start of a document: chunks then end where documents do."""
+    """Whether it resets at the start of a document: chunks then end at document boundaries."""
     rounding: ClassVar[frozenset[str]] = frozenset({"micro_tokens"})
     """Settings that change rounding only: scores that differ in them still compare."""
 
@@ -35,17 +35,17 @@ class AdaptConfig(ABC):
     epochs: int = 3
     """Passes over a chunk once it is scored."""
     sequences: int = 32
-    """Windows of context that make one step; as published, where a chunk has 16 of them and an epoch is one step."""
+    """Windows of context in one step. As published, a chunk has 16 of them and an epoch is one step."""
     chunk: int | None = None
-    """Tokens scored before they are learnt from; none takes the context."""
+    """Tokens scored before the model learns from them; none takes the context."""
     clip: float = 1.0
-    """Largest norm of all gradients together; 0 leaves them alone."""
+    """Largest global gradient norm; 0 does not clip."""
     freeze: int = 0
-    """The first so many blocks do not learn. Embeddings do."""
+    """The first n blocks do not learn. Embeddings do."""
     blocks: tuple[int, ...] = ()
     """If given, only these blocks learn, and embeddings do not."""
     micro_tokens: int = 32_768
-    """Tokens of one pass; ranks take turns at passes. Less leaves more to share, more runs better on one GPU."""
+    """Tokens of one pass. Ranks take turns at passes: fewer tokens share better, more run better on one GPU."""
 
     def __post_init__(self) -> None:
         require(0 <= self.lr < math.inf, f"--lr must be 0 or more and finite, got {self.lr}")
@@ -74,7 +74,7 @@ class AdaptConfig(ABC):
 
 
 class Adapter(Protocol):
-    """Changes a model's weights by what it is shown. It is shown a stretch of text once its scores are final, and no more."""
+    """Changes a model's weights by the text it is shown: text whose scores are final, and no other."""
 
     def learn(self, tokens: Tensor, progress: float) -> None:
         """`tokens` (n + 1,): n targets and what precedes them; progress 0..1 through the text."""
@@ -87,8 +87,8 @@ C = TypeVar("C", bound=AdaptConfig)
 
 
 class StepwiseAdapter(ABC, Generic[C]):
-    """What the adapters have in common: steps over a chunk, each of them one CUDA graph where one process has the text to
-    itself. (Several gather their gradients in between, launch by launch: the same kernels in the same order.)"""
+    """Steps over a chunk. On one process each step is one CUDA graph. Several processes gather their gradients in
+    between, launch by launch: the same kernels in the same order."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class StepwiseAdapter(ABC, Generic[C]):
             self._graphs.run(self._step, batches)
 
     def _step(self, *batches: Tensor) -> None:
-        """One step of the optimizer. Nothing in it waits for the device, and what outlives it stays where it is."""
+        """One optimizer step. It never waits for the device, and its persistent tensors stay in place."""
         grads = sum_gradients(self._gradients, batches, self._runtime)
         for parameter, grad in zip(self._parameters, grads):
             parameter.grad = _laid_out_like(parameter, grad) if self._runtime.is_cuda else grad
@@ -142,7 +142,7 @@ class StepwiseAdapter(ABC, Generic[C]):
 
 def plan_steps(tokens: Tensor, context: int, config: AdaptConfig) -> list[list[Tensor]]:
     """The micro-batches, (rows, width + 1) each, of every step over a chunk: sequences of at most `context` targets that
-    cover all. Where they do not come out even the last one reaches back, so that all have one shape."""
+    cover all. If they do not divide evenly, the last sequence reaches back, so that all have one shape."""
     count = len(tokens) - 1
     width = min(context, count)
     starts = [min(start, count - width) for start in range(0, count, width)]
@@ -154,11 +154,13 @@ def sum_gradients(
     gradients: Callable[[Tensor, Tensor, int], list[Tensor]], batches: Sequence[Tensor], runtime: Runtime
 ) -> list[Tensor]:
     """The gradients of the mean loss over all batches. Ranks take turns at batches, and every rank adds the parts in the
-    order of the batches: float addition does not commute with regrouping, and any number of ranks must agree bit for bit."""
+    order of the batches: float addition depends on grouping, and any number of ranks must agree bit for bit."""
     count = sum(batch[:, 1:].numel() for batch in batches)
     total: list[Tensor] = []
     for first in range(0, len(batches), runtime.world):
-        mine = min(first + runtime.rank, len(batches) - 1)  # a rank with nothing to do repeats the last, for nobody
+        mine = min(
+            first + runtime.rank, len(batches) - 1
+        )  # a rank without a batch repeats the last one, and the result is not used
         parts = [gradients(batches[mine][:, :-1], batches[mine][:, 1:], count)]
         if runtime.world > 1:
             parts = _gather(parts[0], runtime.world)
@@ -209,14 +211,14 @@ def _check_blocks(model: GPT, config: AdaptConfig) -> None:
 
 
 def _laid_out_like(parameter: Tensor, grad: Tensor) -> Tensor:
-    """Fused optimizers ask for it, and a norm is summed in the order of memory, which must not depend on the ranks: a
-    gradient that was gathered from others has come out contiguous."""
+    """A gradient in the memory order of its weight. Fused optimizers need it, and a norm is summed in memory order,
+    which must not depend on the ranks: gathered gradients are contiguous."""
     return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
 
 
 @contextmanager
 def restored(model: GPT) -> Iterator[None]:
-    """Puts every weight back, bit for bit, however the block ends."""
+    """Restores every weight, bit for bit, however the block ends."""
     before = [(p, p.detach().clone(), p.requires_grad, p.grad) for p in model.parameters()]
     try:
         yield

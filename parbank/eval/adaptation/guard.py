@@ -1,4 +1,4 @@
-"""An adapter changes weights and nothing else: a hook on the model would be shown the text before it is scored."""
+"""Checks that an adapter changes weights and nothing else: a hook on the model would see the text before it is scored."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class Guard:
-    """Remembers what runs in a pass over a model beside its weights, and refuses a model where that has changed."""
+    """Records the code that runs in a pass over a model, and refuses a model where it has changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._before = model, _find_code(model)

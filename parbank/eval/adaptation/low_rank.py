@@ -1,7 +1,7 @@
-"""A product of two thin matrices beside each of the model's, learnt anew for each document.
+"""A product of two thin matrices beside each matrix of the model (LoRA, Hu et al. 2021), learnt anew for each document.
 
-An adapter that starts with every document must learn from less and faster than SGD over a whole text: Adam at its usual
-rate, over one window of context at a time.
+An adapter that restarts with every document must learn faster and from less text than SGD over a whole text: Adam at
+its usual rate, over one window of context at a time.
 """
 
 import math
@@ -38,8 +38,8 @@ class LowRankConfig(AdaptConfig):
 class LowRankAdapter(StepwiseAdapter[LowRankConfig]):
     """W + left @ right for every matrix, with left and right learnt by Adam; zero again at the start of a document.
 
-    The sum is written to where W stands, so the model that learns is the model that scores, and no more than the model is
-    computed. With G the gradient by W, left's is G right^T and right's is left^T G.
+    The sum is written over W, so the model that learns is the model that scores, at no extra cost. With G the
+    gradient by W, left's gradient is G right^T and right's is left^T G.
     """
 
     def _begin(self, model: GPT) -> None:
@@ -69,7 +69,7 @@ class LowRankAdapter(StepwiseAdapter[LowRankConfig]):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """In place: a graph knows its tensors by their addresses."""
+        """Resets in place: a graph needs fixed addresses."""
         if not self._changed:
             return
         for left, right, drawn in zip(self._left, self._right, self._drawn):
@@ -97,5 +97,5 @@ class LowRankAdapter(StepwiseAdapter[LowRankConfig]):
             return of_left + [left.mT @ grad for grad, left in zip(grads, self._left)]
 
     def _in_full(self) -> torch.autocast:
-        """Left and right are small and kept in full precision, whatever our caller has switched on."""
+        """Computes left and right in full precision, whatever the caller's autocast. They are small."""
         return torch.autocast(self._runtime.device.type, enabled=False)

@@ -1,6 +1,7 @@
-"""SGD over the model's own weights, which keep what they learn to the end of the text.
+"""SGD over the model's own weights, which keep their changes to the end of the text. (Dynamic evaluation: Krause et al.
+2017.)
 
-As published for parameter-golf: rate 0.002 over chunks of 32,768 tokens, falling to 0 over the text as a cosine.
+As in parameter-golf #461 and #549: rate 0.002 over chunks of 32,768 tokens, falling to 0 over the text as a cosine.
 """
 
 import math
@@ -38,7 +39,7 @@ class SgdConfig(AdaptConfig):
 
 
 class SgdAdapter(StepwiseAdapter[SgdConfig]):
-    """SGD over the model's own weights, which keep what they learn to the end of the text."""
+    """SGD over the model's own weights, which keep their changes to the end of the text."""
 
     def _begin(self, model: GPT) -> None:
         config, cuda = self._config, self._runtime.is_cuda
@@ -48,7 +49,7 @@ class SgdAdapter(StepwiseAdapter[SgdConfig]):
         self._weights = self._parameters = list(named.values())
         masks = bank_masks(model, config)
         self._masks = [masks.get(name) for name in named]
-        # A number is part of a graph for good; a tensor is read anew by each replay, and only the fused form takes one.
+        # A graph stores a number for ever, but reads a tensor at each replay; only the fused form takes a tensor.
         rate = torch.zeros((), device=self._runtime.device) if cuda else 0.0
         self._optimizer = torch.optim.SGD(
             self._parameters, lr=rate, momentum=config.momentum, fused=True if cuda else None
@@ -59,7 +60,7 @@ class SgdAdapter(StepwiseAdapter[SgdConfig]):
         self._learn_from(tokens)
 
     def reset(self) -> None:
-        """Documents are all one text to it."""
+        """Does nothing: all documents are one text."""
 
     def _set_rate(self, rate: float) -> None:
         group = self._optimizer.param_groups[0]

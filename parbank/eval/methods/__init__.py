@@ -1,4 +1,4 @@
-"""The ways to score a text, by name. A new one is a file here, with a subclass of `Method`, and a name in `METHODS`."""
+"""The scoring methods, by name. A new method is a file here with a subclass of `Method`, and a name in `METHODS`."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ METHODS: dict[str, type[Method]] = {method.name: method for method in (Chunked, 
 
 
 def make_method(name: str, **settings: Any) -> Method:
-    """The method of that name. A setting that is None keeps its default; one that the method does not have is refused."""
+    """The method of that name. A setting that is None keeps its default; an unknown setting is an error."""
     method = choose(METHODS, name, "--method")
     given = {key: value for key, value in settings.items() if value is not None}
     known = method.settings()

@@ -1,4 +1,4 @@
-"""What a way to score a text must offer: a method is a subclass of `Method`, in a file of its own."""
+"""The interface of a scoring method: a subclass of `Method` in its own file."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from parbank.runtime import Runtime
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """A way to score a text. Its fields are its settings."""
+    """A scoring method. Its fields are its settings."""
 
     name: ClassVar[str]
     help: ClassVar[str]
@@ -35,17 +35,17 @@ class Method(ABC):
 
     @classmethod
     def settings(cls) -> dict[str, str]:
-        """What `make` takes, by name, with what each setting means."""
+        """The settings of `make`, by name, with their meanings."""
         return setting_docs(cls)
 
     @classmethod
     def make(cls, settings: dict[str, Any]) -> "Method":
-        """The method with these settings: plain values by the names that `settings` has."""
+        """The method with these settings: plain values by the names in `settings`."""
         return from_dict(cls, settings)
 
     @abstractmethod
     def score(self, model: GPT, tokens: TokenSet, runtime: Runtime, progress: Progress = silent) -> Scored:
-        """What every token of the text costs."""
+        """The cost of every token of the text."""
 
     @abstractmethod
     def find_reach(self, tokens: np.ndarray, model: ModelConfig) -> np.ndarray:
@@ -57,22 +57,22 @@ class Method(ABC):
         return np.minimum(reach, place_in_document(tokens, model.bos_id)) if model.isolate_documents else reach
 
     def find_idle(self, tokens: np.ndarray, model: ModelConfig) -> str | None:
-        """What was asked for and came to nothing on this text, in a line; None where all had its effect."""
+        """Names in one line a setting that had no effect on this text; None if all had one."""
         return None
 
     def describe(self) -> dict[str, Any]:
-        """What a score is a score of: two that differ here do not compare."""
+        """The identity of a score: scores that differ here do not compare."""
         own = {field.name for field in fields(self)} - {field.name for field in fields(Method)} - self.rounding
         about = {"method": self.name, "context": self.context, "stride": None, "adapt": None}
         return about | ({"options": {name: getattr(self, name) for name in sorted(own)}} if own else {})
 
 
 class PieceMethod(Method):
-    """A method that can score a text piece by piece, as test-time training does: the weights may change in between."""
+    """A method that can score a text piece by piece, as test-time training does: weights may change in between."""
 
     @abstractmethod
     def make_scorer(self, model: GPT, runtime: Runtime, *, targets: int, piece: int | None = None) -> Scorer:
-        """For a text of so many targets that comes whole, or in pieces of at most so many."""
+        """A scorer for a text of so many targets that comes whole, or in pieces of at most so many."""
 
     @abstractmethod
     def find_reach_in(self, pieces: Iterable[tuple[int, int]], targets: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Chunked scores: windows side by side, each token with what precedes it in its window."""
+"""Chunked scores: adjacent windows; each token sees the text before it in its window."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from parbank.runtime import Runtime
 
 @dataclass(frozen=True, kw_only=True)
 class Chunked(Method):
-    """Windows side by side."""
+    """Adjacent windows."""
 
     name = "chunked"
     help = "windows side by side: quick, little context at the start of each"
@@ -25,7 +25,7 @@ class Chunked(Method):
         check_windows(self.context, self.context)
 
     def score(self, model: GPT, tokens: TokenSet, runtime: Runtime, progress: Progress = silent) -> Scored:
-        """Never graphed: its passes are long, and give the same bits as the score training ends with."""
+        """Never graphed: its passes are long, and it gives the same bits as the score at the end of training."""
         return score_windows(
             model, tokens, context=self.context, stride=self.context, runtime=runtime, progress=progress
         )

@@ -1,4 +1,4 @@
-"""Sliding scores: windows that overlap, each of which scores the tokens at its end. The public protocol."""
+"""Sliding scores: overlapping windows, each of which scores the tokens at its end. The public protocol."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Sliding(PieceMethod):
     rounding = PieceMethod.rounding | {"batch_tokens"}
 
     stride: int | None = None
-    """How far windows move; none takes 64, or the context where that is less."""
+    """How far windows move; none takes 64, or the context if that is smaller."""
     batch_tokens: int | None = None
     """Tokens that go through the model together; none takes a number that memory allows. Rounding only."""
 

@@ -1,4 +1,4 @@
-"""Scores of a running text: each token once, each with a full window of context (see parbank/model/stream.py)."""
+"""Scores of a running text: each token once, with a full window of context (see parbank/model/stream.py)."""
 
 import math
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from parbank.model.stream import Carry, LocalCarry, Segment, Stream
 from parbank.precision import autocast
 from parbank.runtime import Runtime
 
-SPARE = 32  # one part in so many of the work may go into padding
+SPARE = 32  # at most one part in so many of the work may be padding
 # Segments of a stream over the tokens that windows go in: a layer of 65,536 tokens takes an H200 about 2 ms, and the host
 # about 1 to launch, so four times that keeps the GPU ahead; a quarter of a million tokens need some 6 GB.
 LONGER = 4
@@ -28,8 +28,8 @@ ROUND = 128  # long segments are cut to a multiple of this: a whole number of ti
 
 
 class StreamScorer:
-    """Segments go round the ranks. A segment needs, layer by layer, what the one before it left, so a rank starts on its
-    segment as soon as its neighbour is through the first layer: a wave that keeps all of them busy."""
+    """Segments go round the ranks. A segment needs, layer by layer, the keys and values of the segment before it. So a
+    rank starts on its segment as soon as its neighbour has finished the first layer."""
 
     def __init__(self, model: GPT, runtime: Runtime, *, context: int, segment: int, graphed: bool = False) -> None:
         check_context(context)
@@ -68,8 +68,8 @@ class StreamScorer:
 
 
 def even_segment(targets: int, segment: int) -> int:
-    """A length near `segment`, and no longer, that leaves little of the last segment empty. Where that is little anyway the
-    length stays as it was asked for, and what was graphed for it serves the next text too."""
+    """A length of at most `segment` that leaves little of the last segment empty. If little is empty anyway, the length
+    stays as given, so that its graph also serves the next text."""
     require(segment >= 1, f"a segment has at least 1 token, got {segment}; raise --segment")
     pieces = math.ceil(targets / segment)
     if (pieces * segment - targets) * SPARE <= targets:
@@ -94,7 +94,7 @@ def make_stream_scorer(
         longer = LONGER if runtime.is_cuda and piece is None else 1
         segment = tokens_together(model.config.vocab_size, runtime) * longer
     length = even_segment(piece or targets, segment)
-    window = min(context, targets)  # more would see the same, and carry keys that nothing ever fills
+    window = min(context, targets)  # a longer window would see the same, and carry keys that are never filled
     return StreamScorer(model, runtime, context=window, segment=length, graphed=graphed)
 
 

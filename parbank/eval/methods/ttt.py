@@ -1,12 +1,13 @@
-"""Test-time training, score-first: a model that learns from the text it is scored on, but never before it has scored it.
+"""Score-first test-time training: a model learns from the text it is scored on, but only after scoring it. (Dynamic
+evaluation, Krause et al. 2017; test-time training, Sun et al. 2019; parameter-golf #549.)
 
-The driver here owns the text. It scores a chunk with the weights as they are, and only then shows the adapter that chunk,
-as a copy of its own. An adapter never holds the text, the scores, or anything that leads to them, so no token can have
-touched the weights that score it. One that leaves a hook on the model is refused before the next chunk is scored. The last
-chunk is not learnt from: nothing is scored after it.
+The driver owns the text. It scores a chunk with the current weights and then gives the adapter a copy of that chunk.
+An adapter never holds the text, the scores, or a reference to them, so no token can affect the weights that score it.
+An adapter that leaves a hook on the model is refused before the next chunk is scored. The model does not learn from
+the last chunk: nothing is scored after it.
 
-Under streaming scores the keys and values carried into a chunk were made by the weights of their time. They too came from
-tokens already scored, so the order holds; it is another model than one that would recompute them, and a cheaper one.
+Under streaming scores, the keys and values carried into a chunk were made by earlier weights. They come from scored
+tokens, so the order holds. The model differs from one that recomputes them, and is cheaper.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,7 @@ class Piece:
     fresh: bool
     """A document begins with it."""
     goes_on: bool
-    """What comes after it is of the same document, or documents do not matter: learning from it may help."""
+    """The next piece is of the same document, or documents do not matter: learning from it may help."""
 
 
 def plan_pieces(tokens: np.ndarray, chunk: int, bos_id: int | None) -> Iterator[Piece]:
@@ -113,11 +114,11 @@ class ScoreFirst(Method):
 
     @property
     def chunk(self) -> int:
-        """Tokens scored before they are learnt from."""
+        """Tokens scored before the model learns from them."""
         return self.adapt.chunk or self.context
 
     def score(self, model: GPT, tokens: TokenSet, runtime: Runtime, progress: Progress = silent) -> Scored:
-        """The weights are the old ones again afterwards, also after an error."""
+        """Restores the weights afterwards, also after an error."""
         text = Text.load(tokens, runtime)
         chunk = min(self.chunk, text.targets)
         nats = text.new_nats()
@@ -181,7 +182,7 @@ def _run(
         scorer.score(text.upto(piece.last), piece.first, nats, more=piece.last < text.targets)
         progress(piece.last / text.targets)
         if is_learnt_from(piece, chunk):
-            # A copy, which a cast is: a view would lead to all of the text. From the text that is on the device already: a copy
+            # A copy (a cast is one): a view would give access to the whole text. From the text on the device already: a copy
             # from the host would be waited for. The share is 0 at the first chunk and 1 at the last.
             seen = text.ids[piece.first : piece.last + 1].long()
             learner.learn(seen, piece.first // chunk / max(1, chunks - 1))
