@@ -1,4 +1,4 @@
-"""The packed model, whole: its container, its contents, packing under a cap, loading, and exchange with other programs.
+"""The packed model: container, contents, packing under a cap, loading, and exchange with other programs.
 
-Nothing is imported here: `parbank inspect` must not cost the import of a model.
+Nothing is imported here, so that `parbank inspect` does not import a model.
 """

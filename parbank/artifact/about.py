@@ -1,4 +1,4 @@
-"""What the artifact of a parbank model says about itself."""
+"""The meta of a parbank model's artifact."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ class About:
     seed: int
 
     def to_meta(self) -> dict[str, Any]:
-        """The meta of its artifact. A path of the machine it was made on is nobody's business and left out."""
+        """The meta of its artifact. Paths of the machine that made it are private and left out."""
         about = {
             "kind": KIND,
             "model": to_dict(self.model),

@@ -1,25 +1,26 @@
-"""What every weight matrix sees, measured on training text: the second moments that quantisation minimises its error in.
+"""Calibration: second moments of every weight matrix's inputs and gradients, measured on training text. Quantisation
+minimises the error that they predict.
 
-Let L be the loss summed over tokens, y_t = W x_t the outputs of one matrix and d_t = dL/dy_t. A perturbation D of W moves
-y_t by D x_t. At a trained minimum the first-order term is gone; taking the Fisher matrix for the Hessian, and gradients
-of different tokens as independent,
+Let L be the loss summed over tokens, y_t = W x_t the outputs of one matrix and d_t = dL/dy_t. A perturbation D of W
+moves y_t by D x_t. At a trained minimum the first-order term vanishes. With the Fisher matrix for the Hessian, and
+independent gradients of different tokens,
 
     L(W + D) - L(W)  ~  1/2 sum_t (d_t . D x_t)^2.
 
-Kronecker-factored (a token's gradient taken as independent of its input) and without the gradients' cross terms between
-outputs, this is per token
+Kronecker-factored (K-FAC, Martens and Grosse 2015: a token's gradient taken as independent of its input) and without
+the gradients' cross terms between outputs, this is per token
 
     1/2 sum_r g_r D_r H D_r^T,      H = mean_t x_t x_t^T,      g_r = mean_t d_tr^2,
 
-in nats: `Calibration` holds H and g in just this normalisation, and one multiplier compares all tensors of a model.
+in nats. `Calibration` holds H and g in this normalisation, so that one multiplier compares all tensors of a model.
 
-A lookup y_t = E[id_t] has one input per row, so its row v is met in the share f_v of the tokens: 1/2 sum_v f_v D_v diag(c)
-D_v^T with c_k = mean_t d_tk^2. A tied table is read twice, as a table and as the head, and a row's two matrices add up:
-f_v diag(c) + g_v H. Both f_v and g_v follow the token's frequency, so all rows share rho diag(c) + H, with rho the ratio
-of their sums, and a row's weight is what keeps the trace of its own sum.
+A lookup y_t = E[id_t] has one input per row, and row v occurs in the share f_v of the tokens: 1/2 sum_v f_v D_v
+diag(c) D_v^T with c_k = mean_t d_tk^2. A tied table is read as a table and as the head, and a row's two matrices add:
+f_v diag(c) + g_v H. Both f_v and g_v follow the token's frequency, so all rows share rho diag(c) + H, with rho the
+ratio of their sums, and a row's weight keeps the trace of its own sum.
 
-The model is not touched: a torch function mode sees every F.linear and F.embedding of a forward pass and knows weights by
-where they lie in memory, through views, transposes and the casts of mixed precision.
+The model is not modified: a torch function mode sees every F.linear and F.embedding of a forward pass, and identifies
+weights by their memory, through views, transposes and the casts of mixed precision.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -57,7 +58,7 @@ def calibrate(
 ) -> Calibration:
     """H and g of every tensor that becomes integers, over about `count` tokens in windows spread evenly over the text.
 
-    The windows are dealt over the ranks and the sums added, so every rank returns the same. Nothing is drawn at random.
+    The windows are distributed over the ranks and the sums added, so every rank returns the same. Nothing is random.
     """
     starts = _window_starts(len(tokens), context, count)
     mine = starts[runtime.rank :: runtime.world]
@@ -97,7 +98,7 @@ def _weights(model: GPT) -> dict[str, Tensor]:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Eval mode, and gradients of activations only: those of the weights would be computed and thrown away."""
+    """Eval mode, with gradients of activations only: gradients of weights are not needed."""
     training = model.training
     wanted = [parameter.requires_grad for parameter in model.parameters()]
     model.eval().requires_grad_(False)
@@ -111,7 +112,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 class Probe(TorchFunctionMode):
-    """Watches a forward pass, and adds up inputs and output gradients when backward reaches them."""
+    """Watches a forward pass, and sums inputs and output gradients when backward reaches them."""
 
     def __init__(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class Probe(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self.device.type == "cuda":
-            # the fused kernels add up their gradients in any order: the same model must give the same file
+            # fused kernels sum gradients in a free order, and the same model must give the same file
             with sdpa_kernel([SDPBackend.MATH]):
                 return func(*args, **kwargs)
         out = func(*args, **kwargs)
@@ -142,7 +143,7 @@ class Probe(TorchFunctionMode):
         return out
 
     def _see_read(self, func: Any, given: Tensor, name: str | None, out: Tensor) -> None:
-        """A weight of ours was read."""
+        """Records that one of the weights was read."""
         if name is None:
             return
         if func is F.linear:
@@ -154,7 +155,7 @@ class Probe(TorchFunctionMode):
             self._watch("embedding", name, out)
 
     def forget(self) -> None:
-        """Lets go of one pass's tensors. Until then they are held, so that no new one takes their place in memory."""
+        """Releases the tensors of a pass. They are kept until then, so that no new tensor takes their address."""
         self.casts.clear()
         self.grams.clear()
 
@@ -175,7 +176,7 @@ class Probe(TorchFunctionMode):
         return Calibration(hessians=hessians, sensitivity=sensitivity, tokens=tokens)
 
     def _name(self, weight: Tensor) -> str | None:
-        """The weight that lies there, if it is read as a whole and not transposed: else its moments are of another shape."""
+        """The weight at that address, if it is read whole and not transposed; otherwise its moments have another shape."""
         pointer, offset = _place(weight)
         source = self.casts.get(pointer)
         name = self.places.get((source[0] if source else pointer, offset))
@@ -183,13 +184,13 @@ class Probe(TorchFunctionMode):
         return name if whole else None
 
     def _follow_cast(self, source: Tensor, out: Tensor) -> None:
-        """A cast keeps every element's place within the storage, provided the parameter fills it densely."""
+        """A cast keeps each element's place in the storage, if the parameter fills it densely."""
         pointer = source.untyped_storage().data_ptr()
         if pointer in self.storages and out.untyped_storage().data_ptr() != pointer:
             self.casts[out.untyped_storage().data_ptr()] = (pointer, out)
 
     def _see_input(self, name: str, x: Tensor) -> None:
-        """H += x^T x. Matrices that read one input share the sum: query, key and value."""
+        """H += x^T x. Matrices that read the same input share the sum: query, key and value."""
         key = (x.data_ptr(), x.shape, x.stride())
         owner = self.grams[key][1] if key in self.grams else name
         self.grams.setdefault(key, (x, name))

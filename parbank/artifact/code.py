@@ -1,7 +1,7 @@
 """The code that a recipe counts beside its artifact: the source of training and scoring, as one file that runs.
 
-The archive holds every module that the roots import, without comments and docstrings: documentation costs no bytes.
-Compressed together with bzip2 they take less than with lzma, and far less than one by one in a plain zip file.
+The archive holds every module that the roots import, without comments and docstrings, so that documentation costs no
+bytes. Compressed together with bzip2 they take less than with lzma, and far less than one by one in a zip file.
 
     python -m parbank.artifact.code parbank.pyz
     python parbank.pyz train recipe=golf out=runs/golf

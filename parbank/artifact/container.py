@@ -1,8 +1,8 @@
 """The container `model.pbk`: a checksummed JSON header, then the sections it lists, and nothing else.
 
-The same meta and sections always give the same bytes. A reader believes nothing it has not checked: every size is held
-against the size of the file before memory is asked for, every byte is under a checksum, and a file is either returned
-whole or refused by name. docs/reference/artifact.md is the specification.
+The same meta and sections always give the same bytes. A reader checks every size against the size of the file before
+it allocates memory, and every byte against a checksum. It returns a file whole, or raises an error that names it.
+docs/reference/artifact.md is the specification.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from typing import Any, BinaryIO, NoReturn
 from parbank.errors import ArtifactError
 from parbank.files import write_file
 
-# A byte outside ASCII and both line ends: a transfer in text mode breaks the magic and is seen at once.
+# A byte outside ASCII and both line ends: a transfer in text mode visibly breaks the magic.
 MAGIC = b"\x89PBK\r\n\x1a\n"
 FORMAT_VERSION = 2  # what is written; the container is the same since version 1, the weights inside are not
 READABLE_VERSIONS = (1, 2)
-# A whole golf model needs about 3 KB; the limit is what a damaged or hostile length can make us allocate.
+# A golf model needs about 3 KB; the limit bounds the memory that a damaged or hostile length can allocate.
 MAX_HEADER_BYTES = 1 << 20
 DIGEST_BYTES = 16
 _PREFIX = struct.Struct(f"<8sII{DIGEST_BYTES}s")  # magic, version, header length, digest of the three and the header
@@ -35,7 +35,7 @@ _AGAIN = "copy or download it again, or write it anew with `parbank pack`"
 
 @dataclass(frozen=True)
 class Artifact:
-    """A container that was read and verified whole."""
+    """A container that was read and fully verified."""
 
     meta: dict[str, Any]
     """What the writer said about the content, as plain JSON values."""
@@ -59,7 +59,7 @@ class Artifact:
 
 
 def encode_artifact(meta: Mapping[str, Any], sections: Mapping[str, bytes]) -> bytes:
-    """The bytes of a container: a function of its arguments only (no clock, no host, keys sorted)."""
+    """The bytes of a container: a function of its arguments only (no time, no host name, keys sorted)."""
     table, offset = [], 0
     for name, data in sections.items():
         if not _NAME.match(name):
@@ -88,10 +88,10 @@ def write_artifact(path: str | Path, meta: Mapping[str, Any], sections: Mapping[
 
 
 def read_artifact(path: str | Path) -> Artifact:
-    """Reads and verifies a whole container; anything wrong is an ArtifactError that names the file."""
+    """Reads and verifies a whole container. Any fault is an ArtifactError that names the file."""
     source = str(path)
     try:
-        # Asked before opening: opening a named pipe would wait for a writer for ever.
+        # Check before opening: opening a named pipe would wait for a writer for ever.
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
             raise ArtifactError(
@@ -114,7 +114,7 @@ def read_artifact(path: str | Path) -> Artifact:
 
 
 def is_artifact(path: str | Path) -> bool:
-    """Whether a file starts like an artifact. Only a look: `read_artifact` says whether it is a sound one."""
+    """Whether a file starts like an artifact. `read_artifact` verifies it."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return False

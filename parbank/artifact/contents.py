@@ -1,7 +1,7 @@
-"""The weight sections of an artifact: tensors already quantised to one file, and back.
+"""The weight sections of an artifact: quantised tensors to one file, and back.
 
-A table says what every tensor is; all integers share one stream, so do all scales and all float16 numbers. Integers and
-scales lie in the order of their range q, then of the table; float16 numbers in the order of the table.
+A table describes every tensor. All integers share one stream, as do all scales and all float16 numbers. Integers and
+scales are in the order of their range q, then of the table; float16 numbers in the order of the table.
 """
 
 import json
@@ -35,7 +35,7 @@ TABLE, INTEGERS, SCALES, HALVES = (PREFIX + name for name in ("table", "integers
 _MAX_DIMENSIONS = 8
 _MAX_COUNT = 2**40  # far above any model: the numbers of a table stay small enough to be multiplied
 MAX_Q = 127
-# A correction of more would be no correction, and undoing it takes rows * cols * rank products.
+# A larger rank would be no small correction, and undoing it takes rows * cols * rank products.
 MAX_RANK = 256
 # Products a reader undertakes: a second of them, or 4,096 for each byte of the factors. Factors of 2 bytes a number are
 # up to min(rows, cols) / 2 products a byte, so that only sides beyond 8,192 or factors of zeros come near it.
@@ -49,7 +49,7 @@ _MAX_TENSORS = 10_000
 
 @dataclass(frozen=True)
 class Spec:
-    """What is stored for one tensor."""
+    """How one tensor is stored."""
 
     name: str
     shape: Shape
@@ -96,7 +96,8 @@ def pack_contents(
     *,
     coder: str = "ans",
 ) -> bytes:
-    """The whole file of tensors already quantised: a function of its arguments, whatever the order of the dicts."""
+    """The whole file from quantised tensors: a function of its arguments, for any order of the dicts. To supply your own
+    integers, pass `Quantised` tensors."""
     for name in extra_sections:
         if name.startswith(PREFIX):
             raise ArtifactError(f"extra section {name!r} collides with the weights; choose a name outside {PREFIX}")
@@ -135,7 +136,7 @@ def table_bytes(specs: Sequence[Spec]) -> bytes:
 
 
 def describe_content(name: str, content: Content, role: Role) -> Spec:
-    """The table's row for a tensor; what cannot be read back is refused here."""
+    """The table's row for a tensor. Refuses content that cannot be read back."""
     if not isinstance(content, Quantised):
         return Spec(name, content.shape, role, 0)
     groups, rank = content.scales.shape[-1], content.low_rank[0].shape[1] if content.low_rank else 0
@@ -163,7 +164,7 @@ _RULES = (
 
 
 def _is_sound(spec: Spec) -> bool:
-    """Whether a tensor of integers is one a reader takes."""
+    """Whether a reader accepts a tensor of integers."""
     if len(spec.shape) != 2 or 0 in spec.shape or not 1 <= spec.q <= MAX_Q or spec.groups < 1:
         return False
     cols, rotation = spec.shape[1], spec.rotation
@@ -181,7 +182,7 @@ def _may_multiply(sections: Mapping[str, bytes], specs: list[Spec]) -> bool:
 
 
 def read_specs(artifact: Artifact) -> list[Spec]:
-    """What a file says its tensors are, in the order of the file: held against its size, but nothing decoded."""
+    """The tensors of a file as its table describes them, checked against its size, without decoding."""
     if TABLE not in artifact.sections:
         raise ArtifactError(
             f"{artifact.source} holds no weights (sections: {sorted(artifact.sections)}); give a packed model"
@@ -305,7 +306,7 @@ def _read_spec(row: Any, length: int) -> Spec:
     name, shape, role, q, groups, rotation, rank = (*row, 1, 0, 0)[:7]
     sound = isinstance(name, str) and role in ROLES and len(shape) <= _MAX_DIMENSIONS
     sound = sound and all(type(n) is int and 0 <= n < _MAX_COUNT for n in (*shape, q, groups, rotation, rank))
-    # without the zeros: an array of nothing that has huge sides beside is one that numpy refuses
+    # without the zeros: numpy refuses an empty array with huge other sides
     sound = sound and math.prod(n for n in shape if n) < _MAX_COUNT
     if not sound:
         raise ValueError("malformed row")

@@ -1,4 +1,4 @@
-"""A model back from its artifact, with nothing else at hand."""
+"""Loads a model from its artifact alone."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from parbank.model.gpt import MAX_POSITIONS
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model ready to score and to write."""
+    """A model ready to score and to sample."""
 
     model: GPT
     tokenizer: Tokenizer
@@ -34,7 +34,7 @@ class LoadedModel:
 
 
 def load_artifact(path: Path, device: torch.device) -> LoadedModel:
-    """Reads, verifies and rebuilds. Whatever does not fit together is an ArtifactError that names the file."""
+    """Reads, verifies and rebuilds. Any mismatch is an ArtifactError that names the file."""
     artifact = read_artifact(path)
     try:
         return _rebuild(artifact, device)

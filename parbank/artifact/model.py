@@ -1,4 +1,4 @@
-"""The artifact of a parbank model, with its config and its tokenizer: whether it will fit, and packing it."""
+"""The artifact of a parbank model with its config and tokenizer: whether it will fit, and packing it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -26,8 +26,8 @@ def check_model(
     count_code: bool = False,
     say: Say = lambda line: None,
 ) -> None:
-    """Refuses, before any work is done, a parbank model that no tokenizer would let fit; with the tokenizer, one that could
-    not be promised to fit. Without it, a model that will be stored coarsely is told."""
+    """Refuses, before any work, a parbank model that cannot fit with any tokenizer; given the tokenizer, a model that is
+    not guaranteed to fit. Without the tokenizer, it also reports a model that will be stored coarsely."""
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in GPT(about.model).state_dict().items()}
     # A SentencePiece model of n pieces takes at least 10 n bytes (score 4, text 1, tags and lengths 5) and about 18 n. The

@@ -1,4 +1,4 @@
-"""What the weights of anybody's module see: `parbank.artifact.calibrate` for modules that parbank did not build."""
+"""Calibration (`parbank.artifact.calibrate`) of modules that parbank did not build."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,12 +20,13 @@ Loss = Callable[[Any, Batch], Tensor]
 def calibrate_module(
     module: nn.Module, batches: Iterable[Batch], weights: Mapping[str, Tensor], *, loss: Loss | None = None
 ) -> Calibration:
-    """H and g of any module's weights, over batches that it is called with: token ids (B, T), or a dict or tuple of its
-    arguments. `weights` are views of the module's own memory, by name; a weight that no F.linear and no F.embedding reads
-    has no entry in what comes back.
+    """H and g of any module's weights, over batches: token ids (B, T), or a dict or tuple of the module's arguments.
+    `weights` are views of the module's memory, by name. A weight that no F.linear and no F.embedding reads has no
+    entry in the result.
 
-    `loss` makes a number of the module's output and the batch. Without it, the loss is the output's `.loss`, the output
-    itself where it is one number, or the cross-entropy of the next token, of logits (B, T, vocabulary) against token ids.
+    `loss` makes a number from the module's output and the batch. Without it, the loss is the output's `.loss`, the
+    output itself if it is one number, or the cross-entropy of the next token, of logits (B, T, vocabulary) against
+    token ids.
     """
     device = next(iter(weights.values())).device
     probe, tokens = Probe(weights, device), 0

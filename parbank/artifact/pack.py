@@ -1,7 +1,7 @@
 """A state dict as one artifact under a byte cap, and back.
 
-Every tensor has a role: matrices and embeddings become integers per row, the rest float16. A cap that the configured
-range misses moves the matrices down a ladder of ranges, one level at a time if need be, until the file fits.
+Every tensor has a role: matrices and embeddings become integers per row, the rest float16. If the configured range
+exceeds the cap, the matrices get smaller ranges, one level at a time if needed, until the file fits.
 """
 
 import math
@@ -59,7 +59,7 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Packed:
-    """An artifact in memory, with how it came about."""
+    """An artifact in memory, and how it was made."""
 
     data: bytes
     """The whole file."""
@@ -98,8 +98,8 @@ def plan(
     matrix_q: int | None = None,
     roles: Mapping[str, Role] | None = None,
 ) -> list[Spec]:
-    """What every tensor becomes, in the order of the file: by name, so that the order of the dict does not matter. Matrices
-    have the range -q..q of `matrix_q`, or of the finest setting."""
+    """The specs of all tensors, sorted by name, so that the order of the dict does not matter. Matrices have the range
+    -q..q of `matrix_q`, or the finest one."""
     ranges = config.ranges(matrix_q)
 
     def groups(shape: Shape, q: int) -> int:
@@ -121,10 +121,10 @@ def pack_tensors(
     extra_sections: Mapping[str, bytes] | None = None,
     code_bytes: int = 0,
 ) -> Packed:
-    """Packs a state dict: at the configured bits if that fits, else with the finest matrix range that does.
+    """Packs a state dict: at the configured bits if that fits, else with the finest matrix range that fits.
 
-    `max_bytes` caps the file plus `code_bytes`, which a recipe may count. Nothing is written here, so nothing over the
-    cap ever reaches the disk. `roles` are those of the tensors' names unless given.
+    `max_bytes` caps the file plus `code_bytes`, which a recipe may count. Nothing is written here, so no file over
+    the cap reaches the disk. `roles` default to those of the tensors' names.
     """
     packer = _Packer(tensors, config, meta or {}, extra_sections or {}, roles)
     cap = None if max_bytes is None else max_bytes - code_bytes
@@ -143,8 +143,8 @@ def pack_solved(
     code_bytes: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Packed:
-    """Like `pack_tensors`, by the solver. A cap that `check_fits` took is met, whatever the weights are: at worst by
-    a file of zeros."""
+    """Like `pack_tensors`, by the solver. It meets every cap that `check_fits` accepted, whatever the weights: at worst
+    by a file of zeros."""
     roles = roles or {name: role(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     def build(contents: Contents) -> bytes:
@@ -166,19 +166,19 @@ def pack_weights(
     say: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> Packed:
-    """By the method that the config names: `pack_tensors` or `pack_solved`, which say what `settings` there are."""
+    """Packs by the method that the config names, `pack_tensors` or `pack_solved`; see there for `settings`."""
     if config.method == "rows":
         return pack_tensors(tensors, config, **settings)
     return pack_solved(tensors, config, calibration or Calibration(), say=say, **settings)
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The float32 tensors of an artifact on disk, names and shapes as they were."""
+    """The float32 tensors of an artifact on disk, with their names and shapes."""
     return unpack_tensors(read_artifact(path))
 
 
 def unpack_tensors(artifact: Artifact) -> dict[str, torch.Tensor]:
-    """The float32 tensors that `pack_tensors` stored, names and shapes as they were."""
+    """The float32 tensors that `pack_tensors` stored, with their names and shapes."""
     tensors = {}
     for stored in read_contents(artifact):
         content = stored.content
@@ -188,7 +188,7 @@ def unpack_tensors(artifact: Artifact) -> dict[str, torch.Tensor]:
 
 
 def describe_tensors(artifact: Artifact) -> list[TensorRow]:
-    """What is inside, tensor by tensor, in the order of the file."""
+    """The contents, tensor by tensor, in the order of the file."""
     rows = []
     for stored in read_contents(artifact):
         spec, content = stored.spec, stored.content
@@ -220,7 +220,7 @@ def _extras(spec: Spec) -> str:
 
 
 class _Packer:
-    """One state dict, packed with as many matrix ranges as the ladder asks for; what does not change is done once."""
+    """Packs one state dict with as many matrix ranges as needed; constant parts are computed once."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ def _search(packer: _Packer, config: QuantConfig, cap: int | None, code_bytes: i
     while exceeds - fits > 1 and packer.matrix_count:
         if len(attempts) <= 3:
             guess = math.floor(q * 2 ** (8 * (cap - len(data)) / packer.matrix_count))
-        else:  # far from Gaussian: the law misleads, halving does not
+        else:  # far from Gaussian the law misleads; halving does not
             guess = (fits + exceeds) // 2
         q = min(max(guess, fits + 1), exceeds - 1)
         data = packer.build(q, clip=False)

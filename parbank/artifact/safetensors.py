@@ -1,8 +1,8 @@
-"""Weights to and from safetensors, the format other programs read.
+"""Weights to and from safetensors, the format of other programs.
 
-An export holds what the model computes with, under plain names. Weights of an artifact are whole multiples of a float16
-number in each row, and that can be seen: an import finds the multiples again, so that artifact -> safetensors (float32)
--> artifact loses nothing, whatever chose the integers.
+An export holds the weights that the model computes with, under plain names. Weights of an artifact are integer
+multiples of one float16 number per row. An import finds the multiples again, so that artifact -> safetensors
+(float32) -> artifact loses nothing, whatever method chose the integers.
 """
 
 import json
@@ -49,7 +49,7 @@ class Imported:
 
 
 def export_model(loaded: LoadedModel, target: Path, dtype: str = "float32") -> tuple[Path, int]:
-    """Writes the weights to `target` and the tokenizer beside them; returns its path and the number of tensors."""
+    """Writes the weights to `target` and the tokenizer beside them. Returns its path and the number of tensors."""
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not known; choose {', '.join(DTYPES)}")
     if target.suffix != ".safetensors":
@@ -79,7 +79,7 @@ def import_model(
     max_bytes: int | None = None,
     settings: tuple[str, ...] = (),
 ) -> Imported:
-    """Reads a safetensors file and its tokenizer, and writes an artifact. What does not fit together is refused."""
+    """Reads a safetensors file and its tokenizer, and writes an artifact. Refuses files that do not belong together."""
     if max_bytes is not None and max_bytes < 1:
         raise ConfigError(f"--max-bytes must be positive, got {max_bytes}")
     tensors, about = _read_safetensors(path)
@@ -94,7 +94,7 @@ def import_model(
 
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """What --set may change here."""
+    """The settings that --set may change here."""
 
     quant: QuantConfig = field(default_factory=QuantConfig)
 
@@ -162,7 +162,7 @@ def _read_tokenizer(path: Path, about: Mapping[str, str], given: Path | None) ->
 def _check_model(
     path: Path, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], tokenizer: Tokenizer
 ) -> None:
-    """The config makes exactly these tensors, and speaks the tokenizer's language."""
+    """Checks that the config gives exactly these tensors and matches the tokenizer."""
     try:
         config = from_dict(ModelConfig, meta["model"], path="model")
         if config.layers > len(tensors):
@@ -193,7 +193,7 @@ def _pack(
     extra: Mapping[str, bytes],
     max_bytes: int | None,
 ) -> tuple[bytes, int]:
-    """The file with every tensor that can be kept kept exactly, if that fits; else all of them packed anew."""
+    """The file with every tensor stored exactly that can be, if that fits; else all tensors packed anew."""
     contents: dict[str, Content] = {}
     roles = {name: role(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
     exact = 0

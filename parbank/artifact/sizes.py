@@ -1,8 +1,8 @@
-"""What a model will weigh, from its shapes alone: the bound that is promised, and the size to expect.
+"""The size of a packed model, from its shapes alone: a proven bound, and an estimate.
 
-The bounds are proven, not measured, so that a model whose bound is under the cap packs under it whatever its weights turn
-out to be. For `rows`: every stream is stored at fixed width where its coder would be larger. For the solver: at its
-coarsest every row is dropped, and a file of zeros has the same size whatever the zeros were.
+A model whose bound is under the cap packs under it, whatever its weights. For `rows`: every stream is stored at fixed
+width if its coder's output would be larger. For the solver: at its coarsest every row is dropped, and a file of zeros
+has a fixed size.
 """
 
 import functools
@@ -27,12 +27,12 @@ from parbank.quant.roles import Shape
 # of at most 12 digits.
 _ENTRY_BYTES = 100
 # The solver meets caps of fewer bits a weight than this, but the loss then grows fast: 0.03 bits per byte at 2.4 bits, 0.4
-# at 1.2 (docs/log). Fewer weights with more bits each are the better buy.
+# at 1.2 (docs/log). Fewer weights with more bits each are better.
 FEW_BITS = 2
 
 
 def overhead_bytes(meta: Mapping[str, Any], extra_sections: Mapping[str, bytes]) -> int:
-    """The artifact without its weights: container, meta and extra sections such as the tokenizer."""
+    """The size of the artifact without its weights: container, meta and extra sections such as the tokenizer."""
     return len(encode_artifact(meta, extra_sections))
 
 
@@ -68,11 +68,12 @@ def check_fits(
 ) -> None:
     """Refuses, before training, a model that might not fit the cap afterwards, or could not be packed at all.
 
-    `reserve` is what the overhead may still grow by: nothing is refused for it, but the cap that is named has room for it.
+    `reserve` is how much the overhead may still grow: it refuses nothing, but the cap that the error suggests
+    includes it.
     """
     encode_scales([])  # needs the entropy coder's package: without it a run would fail after its training
     fixed = overhead + code_bytes
-    # What fits at fixed width fits as zeros, too, and is known without writing millions of them.
+    # A model that fits at fixed width also fits as zeros; this saves writing millions of them.
     if fixed + _total(_most_bytes(_coarsest(shapes, config))) <= max_bytes:
         return
     worst = worst_case_bytes(shapes, config, overhead=fixed)
@@ -98,7 +99,7 @@ def check_fits(
 
 
 def _coarsest(shapes: Mapping[str, Shape], config: QuantConfig) -> tuple[Spec, ...]:
-    """What tensors become at the coarsest setting: for the solver, integers of which all may be zero."""
+    """The tensors at the coarsest setting: for the solver, integers that may all be zero."""
     if config.method == "solver":
         return tuple(replace(spec, q=min(spec.q, 1)) for spec in plan(shapes, config, 1))
     return tuple(plan(shapes, config, config.min_matrix_q))
@@ -110,7 +111,7 @@ def _total(sections: Mapping[str, int]) -> int:
 
 
 def _most_bytes(specs: Sequence[Spec]) -> dict[str, int]:
-    """The most that each section takes, whatever is in it."""
+    """The largest size of each section, for any content."""
     return {
         TABLE: 1 + len(table_bytes(specs)),
         INTEGERS: fixed_bytes([(spec.count, spec.q) for spec in specs if spec.q]),
@@ -121,8 +122,8 @@ def _most_bytes(specs: Sequence[Spec]) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=8)
 def _zeros_bytes(specs: tuple[Spec, ...], coder: str) -> dict[str, int]:
-    """The same where all integers are zero: written by the writer itself, so exact but for the float16 numbers. A second
-    or two for a golf model, hence the cache."""
+    """The same if all integers are zero: written by the writer itself, so exact except for the float16 numbers. Takes a
+    second or two for a golf model, hence the cache."""
     shapes = [spec.shape for spec in specs if spec.q]
     return _most_bytes(specs) | {
         TABLE: len(encode_bytes(table_bytes(specs))),

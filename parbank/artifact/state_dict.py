@@ -1,13 +1,13 @@
-"""Anybody's state dict as an artifact, and back.
+"""Any state dict as an artifact, and back.
 
-Weights are stored as those of parbank's own models are: integers where a tensor has two dimensions, else float16. Three
-things that other models have are added, and the meta tells them:
+Weights are stored like those of parbank's own models: integers if a tensor has two dimensions, else float16. Three
+additions cover other models; the meta describes them:
 
     shapes   tensors of three dimensions and more. A stack of matrices is stored matrix by matrix, as NAME[0], NAME[1] and
              so on; a convolution's filters are stored as rows.
     shared   names of one tensor, such as a head tied to an embedding: it is stored once.
-    exact    a section of its own for tensors that float16 cannot hold: integers, bools, and numbers that are infinite or
-             above 65,504, as masks have them. It is a safetensors file.
+    exact    a section for tensors that float16 cannot hold: integers, bools, and numbers that are infinite or above 65,504,
+             as in masks. It is a safetensors file.
 """
 
 import math
@@ -35,7 +35,7 @@ _NARROW = 16  # the least side of a matrix that is worth integers of its own (qu
 
 @dataclass(frozen=True)
 class Split:
-    """A state dict, taken apart for storing."""
+    """A state dict, divided for storage."""
 
     weights: dict[str, Tensor]
     """Floating-point tensors of two dimensions at most, in the memory of the tensors that were given."""
@@ -61,8 +61,8 @@ class Split:
 
 
 def split_state_dict(state: Mapping[str, Any], roles: Mapping[str, Role] | None = None) -> Split:
-    """`roles` are those known for certain (`roles_in`); the others follow from names and shapes. The order of the dict does
-    not matter."""
+    """`roles` are the certain ones (`roles_in`); the others follow from names and shapes. The order of the dict does not
+    matter."""
     known, found = roles or {}, Split({}, {}, {}, {}, {})
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in sorted(state.items()):

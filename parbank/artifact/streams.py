@@ -1,7 +1,7 @@
-"""Streams: integers, scales, float16 numbers and plain bytes as few bytes, and back.
+"""Streams: integers, scales, float16 numbers and plain bytes in few bytes, and back.
 
-The first byte of a stream names its coding. Every kind has a coding of known size to fall back to, which is what makes
-the size of a file a promise. A reader knows how much a stream must give before it decodes any of it.
+The first byte of a stream names its coding. Each kind has a coding of known size as a fallback, which makes the size
+of a file a promise. A reader knows how much a stream must yield before it decodes it.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ _RAW, _LZMA, _ANS = 0, 1, 3  # the first byte of streams that hold no integers; 
 
 
 def fixed_bytes(counts: Sequence[tuple[int, int]]) -> int:
-    """The most bytes `encode_integers` ever gives for (count, q) of each tensor: fixed width, each from a whole byte on,
+    """The most bytes that `encode_integers` gives for (count, q) of each tensor: fixed width, each from a whole byte on,
     and the byte that names the coding."""
     return 1 + sum(fixed_size(count, q) for count, q in counts)
 
 
 def encode_integers(tensors: Sequence[tuple[Integers, int]], coder: str = "ans") -> bytes:
-    """Matrices of integers within -q..q as a stream: by the coder of that name, or at fixed width where that is smaller.
+    """Matrices of integers within -q..q as a stream: by the named coder, or at fixed width if that is smaller.
 
-    Fixed width is what makes the size a promise: no weights whatever can exceed it.
+    Fixed width makes the size a promise: no weights can exceed it.
     """
     packed = CODERS[coder].encode(tensors)
     if packed is not None and 1 + len(packed) < fixed_bytes([(values.size, q) for values, q in tensors]):
@@ -48,7 +48,7 @@ def decode_integers(
 
 
 def encode_scales(tensors: Sequence[Halves]) -> bytes:
-    """The scales of every tensor, never more than a byte and two for each. Not negative, finite."""
+    """The scales of every tensor, at most one byte plus two per scale. Not negative, finite."""
     packed, count = ans.encode_scales(tensors), sum(scales.size for scales in tensors)
     if packed is not None and len(packed) < 2 * count:
         return bytes([_ANS]) + packed
@@ -70,7 +70,8 @@ def decode_scales(stream: bytes, counts: Sequence[int], *, source: str) -> list[
 
 
 def encode_halves(halves: Halves) -> bytes:
-    """float16 numbers as a stream. Upper bytes (sign, exponent) repeat and lower ones don't: lzma gets them apart."""
+    """float16 numbers as a stream. Upper bytes (sign, exponent) repeat and lower ones do not, so lzma gets them
+    separately."""
     planes = np.ascontiguousarray(halves.astype("<f2").ravel().view(np.uint8).reshape(-1, 2).T)
     return encode_bytes(planes.tobytes())
 
@@ -93,7 +94,7 @@ def encode_bytes(data: bytes) -> bytes:
 
 
 def decode_bytes(stream: bytes, size: int | None, *, source: str) -> bytes:
-    """Undoes `encode_bytes`. Without an expected size, anything the expansion limit allows is taken."""
+    """Undoes `encode_bytes`. Without an expected size, accepts anything within the expansion limit."""
     coding, body = _open(stream, source)
     if coding == _LZMA:
         return expand(body, size, source=source)

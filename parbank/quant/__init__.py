@@ -1,1 +1,1 @@
-"""Weights to few bytes: integers and scales, the solver that spends a byte budget, and the coders of the integers."""
+"""Quantisation: integers and scales, the solver that meets a byte budget, and the coders of the integers."""

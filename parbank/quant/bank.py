@@ -1,4 +1,4 @@
-"""Tensors of one shape, rounded together at one price of a bit: see parbank.quant.solver for where the steps come from."""
+"""Tensors of one shape, rounded together at one price of a bit. parbank.quant.solver derives the steps."""
 
 import math
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ MAX_Q = 127
 GRID = 8  # steps of scales an octave
 _SMALLEST_HALF, _LARGEST_HALF = 2.0**-24, 65504.0
 _SAMPLE = 1 << 20  # weights of a bank that a prediction looks at: entropies are then right to a tenth of a percent
-# A sensitivity far below its tensor's mean is mostly noise of the calibration: it is not taken for a licence to drop.
+# A sensitivity far below its tensor's mean is mostly calibration noise: it does not justify dropping a row.
 _FLOOR = 1e-3
 
 
@@ -62,23 +62,23 @@ class Bank:
         return cls(names, weights, hessians, sensitivity, factorise(hessians, damping=damping))
 
     def rotated(self, damping: float) -> "Bank":
-        """The same tensors with their columns rotated: outlying columns are shared out, and curvatures evened."""
+        """The same tensors with rotated columns: outlying columns are spread, and curvatures evened."""
         block = block_size(self.weights.shape[2])
         weights, hessians = rotate(self.weights, block), rotate_hessian(self.hessians, block)
         turned = Bank.stack(self.names, weights, hessians, self.sensitivity, damping)
         return replace(turned, rotation=block, low_rank=self.low_rank, pruning=self.pruning)
 
     def lowered(self, rank: int) -> "Bank":
-        """The same tensors with their strongest directions taken out as factors: what is left has less to code.
+        """The same tensors with their strongest directions removed as factors: the rest has less to code.
 
-        Correcting the error after rounding (LQER) is the weaker order of the two here: the error of a uniform step is
-        white, and no few directions hold much of it.
+        Correcting the error after rounding (LQER) is weaker here: the error of a uniform step is white, and a few
+        directions hold little of it.
         """
         tall, flat = correct(self.weights, self.hessians, self.sensitivity, rank)
         return replace(self, weights=self.weights - tall.float() @ flat.float(), low_rank=(tall, flat))
 
     def pick(self, chosen: list[bool]) -> "Bank | None":
-        """The tensors chosen, as a bank of their own."""
+        """The chosen tensors as a new bank."""
         if not any(chosen):
             return None
         index = torch.tensor([i for i, flag in enumerate(chosen) if flag], device=self.weights.device)
@@ -102,7 +102,7 @@ class Bank:
         return self.weights.abs().amax(2)
 
     def bounds(self) -> tuple[float, float]:
-        """log2 of the multipliers under which every row is at its finest step, and over which all of it is zero."""
+        """log2 of the multipliers below which every row has its finest step, and above which all integers are zero."""
         unit = math.log(2) / 12 * self.stiffness.double() * self.largest.double().square()
         unit = unit[unit > 0]
         if not unit.numel():
@@ -115,8 +115,8 @@ class Bank:
         largest = self.largest.double()
         exponent = torch.round(-GRID / 2 * torch.log2(self.stiffness.double()))
         finest = torch.ceil(GRID * torch.log2(largest / (MAX_Q * unit)))
-        # A row whose step would be four times its largest weight is dropped. Rounding alone would make zeros of it, but what
-        # GPTQ moves from column to column adds up beyond any weight, and would be stored in steps of no use.
+        # A row whose step would be four times its largest weight is dropped. Rounding alone would give zeros, but the errors that
+        # GPTQ moves from column to column add up beyond any weight, and would be stored in useless steps.
         worth = (largest > 0) & (exponent <= torch.ceil(GRID * torch.log2(4 * largest / unit)))
         scales = unit * torch.exp2(torch.maximum(exponent, finest) / GRID)
         scales = torch.where(worth, scales.clamp(_SMALLEST_HALF, _LARGEST_HALF), 0.0).half()

@@ -1,4 +1,4 @@
-"""What quantisation knows of the loss, as plain tensors. `parbank.artifact.calibrate` measures it."""
+"""Measurements of the loss for quantisation, as plain tensors. `parbank.artifact.calibrate` makes them."""
 
 from dataclasses import dataclass, field
 

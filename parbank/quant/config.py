@@ -1,4 +1,4 @@
-"""How weights become integers: by the solver, or at a fixed number of levels for each kind."""
+"""Settings of quantisation: by the solver, or at a fixed number of levels per role."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,9 +13,9 @@ class QuantConfig:
     """Integers per row for matrices and embeddings; everything else is stored as float16."""
 
     method: Literal["solver", "rows"] = "solver"
-    """solver: GPTQ on steps that spend the byte cap where the loss needs it; rows: plain rounding at the bits below."""
+    """solver: GPTQ with steps that use the byte cap where the loss needs it; rows: plain rounding at the bits below."""
     calibration_tokens: int = 131_072
-    """Training tokens the solver measures the loss's curvature on; 0 packs by the weights alone."""
+    """Training tokens for measuring the curvature of the loss; 0 packs by the weights alone."""
     damping: float = 0.01
     """Added to the Hessians' diagonals, as a share of their mean."""
     rotation: bool = True
@@ -35,19 +35,19 @@ class QuantConfig:
     embedding_bits: int = 8
     """Bits of an embedding weight, 2 to 8. A cap does not change it."""
     coder: str = "ans"
-    """How integers become bytes: ans, an entropy coder under models fitted to each tensor; lzma, to compare with."""
+    """How integers become bytes: ans, an entropy coder with models fitted to each tensor; lzma, for comparison."""
     qat_share: float = 0.0
     """The last share of the training budget in which the model sees its matrices as integers per row; 0 never."""
     qat_bits: int = 6
     """Bits of those integers, 2 to 8."""
     qat_rounding: Literal["straight", "soft"] = "straight"
-    """How gradients pass the rounding: as if it were not there, or through a soft staircase."""
+    """How gradients pass the rounding: straight through, or through a soft staircase."""
     clip_steps: int = 7
     """How many clip points are tried for each row, from its largest value down to clip_floor of it; 1 never clips."""
     clip_floor: float = 0.7
     """The lowest clip point tried, as a fraction of the row's largest value."""
     clip_deviations: float = 0.0
-    """rows: clip at so many standard deviations instead of by search; 0 searches."""
+    """rows: clip at this many standard deviations instead of by search; 0 searches."""
     group: int = 0
     """rows: columns that share a scale, where they divide a matrix evenly; 0 is a scale for the whole row."""
     scales: Literal["float16", "exponent"] = "float16"

@@ -1,16 +1,16 @@
-"""GPTQ: rounding that lets the columns not yet rounded make up for the error of those that are.
+"""GPTQ (Frantar et al. 2022): after each column is rounded, the remaining columns compensate for its error.
 
-For one row the loss increase of an error d is proportional to d H d^T (H: the second moment of the layer's input). Write
-H = V V^T with V upper triangular and U = V^-1. Rounding the columns in order and moving, after column j, every later
-column k by -e_j U_jk / U_jj makes the whole error
+For one row the loss increase of an error d is proportional to d H d^T (H: the second moment of the layer's input).
+Write H = V V^T with V upper triangular and U = V^-1. Rounding the columns in order and moving, after column j, every
+later column k by -e_j U_jk / U_jj makes the whole error
 
-    d H d^T = sum_j e_j^2 / U_jj^2,      e_j: what rounding column j itself left,
+    d H d^T = sum_j e_j^2 / U_jj^2,      e_j: the rounding error of column j itself,
 
-so 1 / U_jj^2 is the curvature that column j still has once all later ones follow it. It is what is left of H_jj: the
-total falls from sum_j H_jj to sum_j 1 / U_jj^2 for the same rounding errors. A diagonal H leaves plain rounding.
+so 1 / U_jj^2 is the curvature that column j has left once all later columns follow it. The total falls from sum_j
+H_jj to sum_j 1 / U_jj^2 for the same rounding errors. A diagonal H gives plain rounding.
 
 All rows of all matrices of a bank are independent, so a bank (N, rows, cols) is rounded in `cols` steps; the columns
-beyond a block see its errors as one product.
+beyond a block receive its errors as one product.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ BLOCK = 64  # columns between two large products: a step writes what is left of 
 
 @dataclass(frozen=True)
 class Factors:
-    """What GPTQ needs of the Hessians of a bank. It depends on them alone, so many roundings share it."""
+    """The factorised Hessians of a bank. They depend on the Hessians alone, so many roundings share them."""
 
     order: Tensor
     """(N, cols): columns in the order they are rounded, the largest curvature first (activation order)."""
@@ -35,11 +35,11 @@ class Factors:
 
 
 def factorise(hessians: Tensor, *, damping: float = 0.01) -> Factors:
-    """(N, cols, cols), symmetric and positive semidefinite, in any state of rank.
+    """(N, cols, cols), symmetric and positive semidefinite, of any rank.
 
-    `damping` times the mean of the diagonal is added to it: it makes the factorisation exist, and keeps a Hessian of few
-    tokens from asking for corrections that only its noise supports. Matrices of one input (query, key and value) often
-    come as one tensor expanded; an H of zeros counts as the identity, which is plain rounding.
+    `damping` times the mean of the diagonal is added. It makes the factorisation exist, and prevents corrections that
+    only the noise of few tokens supports. Matrices of one input (query, key and value) often come as one expanded
+    tensor. An H of zeros counts as the identity, which gives plain rounding.
     """
     wide = hessians.double()
     diagonal = wide.diagonal(dim1=1, dim2=2)

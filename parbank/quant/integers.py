@@ -1,7 +1,7 @@
 """Weights as integers and scales, and back.
 
-A row w (or a group of its columns) becomes integers i in -q..q and one float16 scale s with w ~ i * s. The product is
-taken in float32, where it is a single rounding of exact operands: every machine reads the same weights.
+A row w (or a group of its columns) becomes integers i in -q..q and one float16 scale s with w ~ i * s. The product in
+float32 is one rounding of exact operands, so every machine reads the same weights.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _SLICE = 1 << 16  # weights that `dequantise` works on at a time: the sums of so
 
 @dataclass(frozen=True)
 class Quantised:
-    """One tensor as integers, with what is needed to undo it."""
+    """One tensor as integers, with everything needed to restore it."""
 
     values: Integers
     """(rows, cols), within -q..q."""
@@ -45,10 +45,10 @@ def quantise_rows(
     exponents: bool = False,
     name: str = "tensor",
 ) -> Quantised:
-    """Rounds each row, or each of its groups of columns, to nearest on a scale of its own: of the clip points given, the one
-    with the least squared error, or the one at so many standard deviations. `exponents`: scales are powers of two.
+    """Rounds each row, or each of its groups of columns, to nearest on its own scale: the clip point with the least
+    squared error, or the one at a given number of standard deviations. `exponents`: scales are powers of two.
 
-    NumPy on one core, so that the choice between near-equal clip points does not hang on the number of threads.
+    NumPy on one core, so that the choice between near-equal clip points does not depend on the number of threads.
     """
     shape, weights = weights.shape, weights.reshape(len(weights) * groups, weights.shape[1] // groups)
     if not np.isfinite(weights).all():
@@ -76,8 +76,8 @@ def quantise_rows(
 def dequantise(quantised: Quantised) -> Floats:
     """The weights that evaluation uses, bit for bit the same on every machine.
 
-    integer * scale is one rounding; the rotation is undone by additions in float64 in a fixed order and an exact power
-    of two; the low-rank product is summed rank by rank in float64. A few rows at a time: they stay in the cache.
+    integer * scale is one rounding. The rotation is undone by additions in float64 in a fixed order and an exact
+    power of two. The low-rank product is summed rank by rank in float64. A few rows at a time stay in the cache.
     """
     rows, cols = quantised.values.shape
     weights, step = np.empty((rows, cols), np.float32), max(_SLICE // max(cols, 1), 1)
@@ -111,9 +111,9 @@ def _multiply(values: Integers, scales: Floats) -> Floats:
 def _turn_back(values: Integers, scales: Floats, rotation: int) -> npt.NDArray[np.float64]:
     """The weights before the low-rank product, in float64, as sums of float64 products would give them.
 
-    With one scale a row those sums are exact: whole multiples of an 11-bit scale, of 7 + log2(rotation) bits. Whole numbers
-    may then be added first and multiplied once, which is exact too and several times faster. (A scale of 0 makes zeros of
-    either sign, which whole numbers don't have.)
+    With one scale a row those sums are exact: integer multiples of an 11-bit scale, of 7 + log2(rotation) bits. So
+    integers can be added first and multiplied once, which is exact too and several times faster. (A scale of 0 makes
+    zeros of either sign, which integers do not have.)
     """
     largest = max(int(values.max(initial=0)), -int(values.min(initial=0))) * max(rotation, 1)
     if not rotation or scales.shape[1] > 1 or largest >= 2**31 or values[scales[:, 0] == 0].any():
@@ -127,7 +127,7 @@ def _turn_back(values: Integers, scales: Floats, rotation: int) -> npt.NDArray[n
 def butterfly(x: npt.NDArray[Any], block: int) -> npt.NDArray[Any]:
     """x times the Hadamard matrix of ones and minus ones (Sylvester's order) on every block of columns.
 
-    Columns go first: what is added then lies in long runs, also where neighbours are added to neighbours.
+    Columns are the first dimension, so that additions run over contiguous memory, even for neighbouring columns.
     """
     rows, cols = x.shape
     found = np.array(x.T, order="C")
@@ -141,8 +141,8 @@ def butterfly(x: npt.NDArray[Any], block: int) -> npt.NDArray[Any]:
 
 
 def recover(weights: Floats) -> Quantised | None:
-    """The integers and scales that dequantise to exactly these weights, one scale a row, rotated or not; None where there
-    are none. Coarse integers may be found both ways: the way that takes fewer bits is the one they were stored in."""
+    """The integers and scales that dequantise to exactly these weights, one scale a row, rotated or not; None if there
+    are none. If both ways succeed, the one with fewer bits is the way they were stored."""
     block = weights.shape[1] & -weights.shape[1]  # the largest power of two that divides the columns
     plain, turned = _recover(weights, 0), _recover(weights, block) if block > 1 else None
     if plain is None or turned is None:
@@ -163,10 +163,10 @@ def _recover(weights: Floats, rotation: int) -> Quantised | None:
 
 
 def _find_grid(wide: npt.NDArray[np.float64], tolerance: float) -> tuple[Integers, Halves] | None:
-    """Integers within -127..127 and a scale for each row whose products are the row, to `tolerance` of a scale.
+    """Integers within -127..127 and a scale for each row whose products are the row, within `tolerance` of a scale.
 
-    A row's largest weight is k times its scale for some k up to 127, and the scale is found by trying every k: the least
-    that fits, which makes the integers small.
+    A row's largest weight is k times its scale for some k up to 127. Every k is tried; the least that fits makes the
+    integers small.
     """
     largest = np.abs(wide).max(axis=1, initial=0.0)
     values, scales = np.zeros(wide.shape, np.int8), np.zeros(largest.shape, np.float16)
@@ -196,7 +196,7 @@ def _find_multiples(
 
 
 def to_half(weights: Floats, *, name: str = "tensor") -> Halves:
-    """float16, refusing what it cannot hold."""
+    """Converts to float16, and refuses values that it cannot hold."""
     with np.errstate(over="ignore"):
         halves = weights.astype(np.float16)
     if not np.isfinite(halves).all():
@@ -209,8 +209,8 @@ def to_half(weights: Floats, *, name: str = "tensor") -> Halves:
 
 
 def _scales(largest: Floats, q: int, exponents: bool) -> Halves:
-    """Scales with scale * q >= largest. Where float16 rounds down it is pushed up, which also lifts an underflow to the
-    smallest subnormal, 2^-24; only a row of zeros gets 0."""
+    """Scales with scale * q >= largest. If float16 rounds down, the scale is raised, which also lifts an underflow to
+    the smallest subnormal, 2^-24. Only a row of zeros gets 0."""
     with np.errstate(over="ignore"):
         scales = (largest / np.float32(q)).astype(np.float16)
     short = scales.astype(np.float32) * np.float32(q) < largest

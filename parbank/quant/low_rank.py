@@ -1,4 +1,6 @@
-"""Low-rank factors in float16: the directions of weights, or of a quantisation error (LQER), that cost the most loss."""
+"""Low-rank factors in float16 (LQER, Zhang et al. 2024): the directions of weights, or of a quantisation error, that
+cost the most loss.
+"""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,8 @@
-"""Integers moved towards zero where the bits saved are worth more than the error made.
+"""Rate-aware rounding: moves integers towards zero where the bits saved are worth more than the error. (Rate-distortion
+rounding: DeepCABAC, Wiedemann et al. 2019.)
 
-The measure is D + lambda R: nats of loss plus lambda times bits. `prices` puts it inside GPTQ, where later columns make
-up for what was dropped; `prune_ones` applies it to integers that are already there.
+The measure is D + lambda R: nats of loss plus lambda times bits. `prices` applies it inside GPTQ, where later columns
+compensate; `prune_ones` applies it to existing integers.
 """
 
 import torch

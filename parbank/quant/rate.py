@@ -1,8 +1,8 @@
-"""What integers will cost once coded, fast and on the device: the rate of a rate-distortion search.
+"""A fast estimate, on the device, of the coded size of integers: the rate of a rate-distortion search.
 
-The entropy coder tells rows of different spread apart. Here the rows of a tensor are put into classes by their mean
-magnitude, half an octave each, and a class costs its own entropy; signs are even, so a magnitude m > 0 costs one bit
-beside it. Against the real file this is a few percent off, always to the same side: the solver measures by how much.
+The entropy coder separates rows of different spread. Here the rows of a tensor are classed by mean magnitude, half an
+octave each, and a class costs its own entropy. Signs are even, so a magnitude m > 0 costs one more bit. The estimate
+is a few percent off the real file, always in the same direction; the solver measures by how much.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How a tensor is stored: as integers per row, or as float16 numbers."""
+"""How a tensor is stored: as integers per row, or as float16."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -12,7 +12,7 @@ TABLES = ("wte", "wpe")
 
 
 def role(name: str, shape: Shape) -> Role:
-    """By what the tensor is called, and whether a scale per row would pay."""
+    """The role by name and shape: whether a scale per row pays."""
     if len(shape) != 2 or 0 in shape:
         return "other"
     parts = name.split(".")
@@ -24,8 +24,8 @@ def role(name: str, shape: Shape) -> Role:
 
 
 def roles_in(module: nn.Module) -> dict[str, Role]:
-    """The roles that a module's structure tells, by name: tables that are looked up, heads tied to one, and buffers, which
-    are no weights. The rest goes by `role`."""
+    """The roles that a module's structure shows, by name: embeddings, heads tied to one, and buffers, which are not
+    weights. `role` decides the rest."""
     tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     found: Mapping[str, Role] = {name: "other" for name, _ in module.named_buffers(remove_duplicate=False)}
     named = module.named_parameters(remove_duplicate=False)

@@ -1,8 +1,9 @@
-"""Hadamard rotation: spreads outlying columns over a block before quantising, and is undone exactly afterwards.
+"""Hadamard rotation (QuIP#, Tseng et al. 2024; QuaRot, Ashkboos et al. 2024): spreads outlying columns over a block
+before quantising, and is undone exactly.
 
 With T the matrix of ones and minus ones, T T = block * I. The weights are stored as W T and read as (W T) T / block:
-additions and a power of two, nothing else, so that reading is exact arithmetic on what was stored. The product W x
-becomes (W T)(T x / block), hence the Hessian of the rotated weights is T H T / block^2.
+additions and a power of two, so that reading is exact arithmetic. The product W x becomes (W T)(T x / block), hence
+the Hessian of the rotated weights is T H T / block^2.
 """
 
 import torch
@@ -27,5 +28,5 @@ def rotate(weights: Tensor, block: int) -> Tensor:
 
 
 def rotate_hessian(hessian: Tensor, block: int) -> Tensor:
-    """T H T / block^2 over the last two dimensions: what inputs T x / block have."""
+    """T H T / block^2 over the last two dimensions: the Hessian of inputs T x / block."""
     return rotate(rotate(hessian, block).mT, block).mT / block**2

@@ -1,19 +1,19 @@
-"""The byte budget as one search: of all ways to spend the bytes, the one that is expected to cost the least loss.
+"""Meets a byte cap at the least expected loss.
 
-A tensor's loss increase D (nats a token) and its rate R (bits) trade against each other, and at the best allocation under
-a cap every row of every tensor trades at the same price lambda = -dD/dR. In a row of n weights with step s, rounding
-errors of variance s^2 / 12 cost D = 1/2 g n c s^2 / 12, with g the row's sensitivity and c the mean curvature that GPTQ
-leaves its columns (parbank.quant.gptq); an entropy coder takes R = n (h - log2 s) bits, h depending on the weights alone.
-dD/ds = -lambda dR/ds then gives
+A tensor's loss increase D (nats a token) trades against its rate R (bits). At the best allocation under a cap every
+row of every tensor trades at the same price lambda = -dD/dR. In a row of n weights with step s, rounding errors of
+variance s^2 / 12 cost D = 1/2 g n c s^2 / 12, with g the row's sensitivity and c the mean curvature that GPTQ leaves
+its columns (parbank.quant.gptq). An entropy coder takes R = n (h - log2 s) bits (Gish and Pierce 1968), with h
+depending on the weights alone. dD/ds = -lambda dR/ds then gives
 
-    s^2 = 12 lambda / (ln 2 * g * c):
+    s^2 = 12 lambda / (ln 2 * g * c).
 
-the step, not a number of bits, is the knob, and one lambda sets all of them. Rows that matter little get steps wider than
-their weights and vanish by themselves. Steps lie on a grid of eight an octave, where a scale costs about five bits; being
-off by 2^(1/16) at most costs nothing that can be measured, since D + lambda R is flat at its minimum. The grid moves with
-lambda, so that sizes do too, without jumps. No step is so fine that integers leave -127..127.
+So the free variable is the step, not a number of bits, and one lambda sets all steps. Rows that matter little get
+steps wider than their weights and vanish. Steps lie on a grid of eight an octave, where a scale costs about five
+bits. An error of at most 2^(1/16) costs nothing measurable, since D + lambda R is flat at its minimum. The grid moves
+with lambda, so that sizes change without jumps. No step is so fine that integers leave -127..127.
 
-lambda is found by bisection: on predicted sizes first (plain rounding, entropies), then on real files.
+lambda is found by bisection: first on predicted sizes (plain rounding, entropies), then on real files.
 """
 
 import math
@@ -29,13 +29,13 @@ from parbank.quant.calibration import Calibration
 from parbank.quant.config import QuantConfig
 from parbank.quant.integers import to_half
 
-_GUIDED = 6  # builds that follow the sizes' line; after that plain halving, which nothing misleads
+_GUIDED = 6  # builds by interpolation of sizes; after that plain halving, which is robust
 _NARROW = 0.004  # octaves of lambda: sizes jump by more than the rest of the way where scales change in float16
 
 
 @dataclass(frozen=True)
 class Solved:
-    """The file found, and what it is expected to cost."""
+    """The file found, and its expected cost."""
 
     data: bytes
     contents: Contents
@@ -63,7 +63,7 @@ def solve(
 
 
 class CannotFit(ArtifactError):
-    """The cap is under the smallest file of this model."""
+    """The cap is below the smallest file of this model."""
 
     def __init__(self, smallest: int, cap: int) -> None:
         super().__init__(
@@ -74,7 +74,7 @@ class CannotFit(ArtifactError):
 
 
 class Solver:
-    """One model, solved for as many caps as one likes: Hessians are factorised once."""
+    """Solves one model for any number of caps: Hessians are factorised once."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Solver:
         return min((low for low, _ in found), default=0.0), max((high for _, high in found), default=0.0)
 
     def predicted_bits(self, log_multiplier: float) -> float:
-        """Between two points of a grid of half octaves: sizes are nearly straight lines over log2 lambda."""
+        """Interpolates on a grid of half octaves: sizes are nearly straight lines over log2 lambda."""
         below = math.floor(2 * log_multiplier)
         share = 2 * log_multiplier - below
         return (1 - share) * self._grid_bits(below) + (share * self._grid_bits(below + 1) if share else 0.0)
@@ -171,7 +171,7 @@ class Solver:
 
 
 class _Search:
-    """The multiplier whose file just fits."""
+    """Searches the multiplier whose file just fits."""
 
     def __init__(self, solver: Solver, build: Callable[[Contents], bytes], cap: int) -> None:
         self.solver, self.build, self.cap = solver, build, cap
@@ -204,8 +204,9 @@ class _Search:
         return replace(self.best, builds=tuple(self.sizes))
 
     def _aim(self) -> float:
-        """log2 lambda for a file in the tolerated band: by prediction until real files lie on both sides, then between
-        them. Files that came out too large make the next aim lower, so that a drifting prediction ends on the other side."""
+        """log2 lambda for a file in the tolerated band: by prediction until real files lie on both sides of the cap,
+        then between them. After files that were too large the next aim is lower, so that a drifting prediction ends
+        on the other side."""
         tolerance = self.solver.config.tolerance
         if self.over and self.under:
             target = (1 - 0.4 * tolerance) * self.cap
@@ -278,7 +279,7 @@ def _stack_banks(
 
 
 def _usual_stiffness(calibration: Calibration) -> float:
-    """What a tensor that was not calibrated is taken to have, with H = 1: the mean over the others, or 1."""
+    """The stiffness of an uncalibrated tensor, with H = 1: the mean over the others, or 1."""
     found = [
         float(calibration.sensitivity[name].mean() * hessian.diagonal().mean())
         for name, hessian in calibration.hessians.items()

@@ -1,4 +1,4 @@
-"""Coders: integers to few bytes and back. A new one is a file here and a name in `CODERS`."""
+"""Coders: integers to few bytes and back. A new coder is a file here and a name in `CODERS`."""
 
 from parbank.quant.coders.ans import ANS
 from parbank.quant.coders.base import Coder

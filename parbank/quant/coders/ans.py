@@ -1,11 +1,11 @@
-"""Integers and scales to few bytes: asymmetric numeral systems under models fitted to each tensor.
+"""Integers and scales in few bytes: asymmetric numeral systems (Duda 2013) with models fitted to each tensor.
 
-The weights of a tensor are divided into classes by row and column (division.py), and each class has a model of its own
-(models.py). That beats the entropy of the tensor's histogram, which takes all weights for alike.
+The weights of a tensor are divided into classes by row and column (division.py), and each class has its own model
+(models.py). That beats the entropy of the tensor's histogram, which treats all weights alike.
 
-One stack coder (`constriction`) holds a whole stream. What it reads from garbage is garbage, but always within the
-alphabet asked for, and every number asked for is bounded by what was read before: no input can make the reader fail
-other than by the coder not being empty at the end.
+One stack coder (`constriction`, Bamler 2022) holds a whole stream. From garbage it reads garbage, but always within
+the requested alphabet, and each requested number is bounded by earlier ones. So the only possible failure is a coder
+that is not empty at the end.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,15 +30,15 @@ _SCALE_LIMIT = 0x7C00  # float16 patterns below it are finite and not negative
 _FINE = 6  # lowest bits of a scale, sent as they are: below 1/16 of an octave there is nothing to model
 _COARSE = _SCALE_LIMIT >> _FINE
 _MAX_DISTINCT = 512  # scales on a grid: more distinct values than this are no grid
-# The last number of a stream. An empty coder gives the first symbol of any alphabet for ever and stays empty: without a
-# mark, a table that asks for more than there is would not be noticed.
+# The last number of a stream. An empty coder returns the first symbol of any alphabet for ever and stays empty: without a
+# mark, a table that asks for too much would go unnoticed.
 _END, _END_RANGE = 2748, 4096
 
 Pull = Callable[[Array, int], npt.NDArray[np.int32]]  # weights, count -> symbols
 
 
 def encode_tensors(tensors: Sequence[tuple[Integers, int]]) -> bytes:
-    """Matrices of integers within -q..q as one stream that no reader takes for a bomb."""
+    """Matrices of integers within -q..q as one stream that stays within the limits of a reader."""
     count = sum(values.size for values, _ in tensors)
     for only_decay in (False, True):
         stream = _push([piece for values, q in tensors for piece in _describe(values, q, only_decay)])
@@ -65,10 +65,11 @@ ANS = Coder(name="ans", tag=3, encode=encode_tensors, decode=decode_tensors)
 
 
 def coded_bits(values: Integers, q: int | None = None, *, quick: bool = False) -> float:
-    """What `encode_tensors` takes for one matrix (2-D), description of the models included, without coding it.
+    """The bits that `encode_tensors` takes for one matrix (2-D), including the description of the models, without coding
+    it.
 
-    The range defaults to the largest value there is. Exact but for the coder's own rounding, under 0.001%; `quick` takes
-    a third of the time and is up to 1% too high, as the classes are not refined.
+    The range defaults to the largest value. Exact except for the coder's own rounding, below 0.001%. `quick` takes a
+    third of the time and is up to 1% too high, since classes are not refined.
     """
     if not values.size:
         return 0.0
@@ -77,8 +78,8 @@ def coded_bits(values: Integers, q: int | None = None, *, quick: bool = False) -
 
 
 def encode_scales(tensors: Sequence[Halves]) -> bytes | None:
-    """The scales of each tensor as one stream: by their place among the distinct values if these are few, as the log
-    grid of a solver makes them; otherwise the upper bits under a model of each tensor and the lower ones as they are."""
+    """The scales of each tensor as one stream: by index in the list of distinct values if there are few, as on the
+    solver's log grid; otherwise the upper bits under a model of each tensor, and the lower bits raw."""
     patterns = [scales.ravel().view(np.uint16).astype(np.int64) for scales in tensors]
     distinct = np.unique(np.concatenate(patterns)) if patterns else np.array([], np.int64)
     plans = [[*flat_piece(0, 2), *(piece for p in patterns for piece in _describe_fine(p))]]

@@ -1,4 +1,4 @@
-"""What a coder must offer: integers to few bytes and back."""
+"""The interface of a coder: integers to few bytes and back."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ Integers = npt.NDArray[np.int8]
 Encode = Callable[[Sequence[tuple[Integers, int]]], bytes | None]
 Decode = Callable[..., list[tuple[Integers, float]]]
 
-# What a reader believes, so that a few hostile bytes cannot fill its memory or its time: so many weights in any case, or
-# so many for each byte. Writers keep to it.
+# The limits of a reader, so that a few hostile bytes cannot take much memory or time: this many weights in any case, or this
+# many per byte. Writers respect them.
 FREE_WEIGHTS = 1 << 23
 MAX_WEIGHTS_PER_BYTE = 64
 
@@ -34,7 +34,7 @@ class Coder:
 
 
 def entropy_bits(values: Integers) -> float:
-    """Bits of all values together under their own histogram: the bound of a coder that sees no context."""
+    """Bits of all values under their own histogram: the bound of a coder without context."""
     counts = np.bincount(values.ravel().view(np.uint8), minlength=1)
     counts = counts[counts > 0]
     return float(-(counts * np.log2(counts / max(values.size, 1))).sum())

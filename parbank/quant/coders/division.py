@@ -1,8 +1,8 @@
-"""Which weights of a tensor are alike: the writer's search for classes.
+"""The writer's search for classes of similar weights.
 
-The rows of a tensor differ in spread, and so do its columns (an input that is loud needs small weights). Every row and
-every column gets a small whole number, at first the logarithm of its spread in quarters of an octave; their sum at a
-weight says which class it belongs to. Then rows and columns move to the number under which they cost least.
+The rows of a tensor differ in spread, and so do its columns: an input with a large variance needs small weights.
+Every row and every column gets a small integer, at first the logarithm of its spread in quarters of an octave. Their
+sum at a weight defines its class. Then rows and columns move to the integer under which they cost least.
 """
 
 from dataclasses import dataclass
@@ -63,16 +63,16 @@ def divide(values: Integers, q: int, *, refine: bool = True, only_decay: bool = 
 
 
 def _move(values: Integers, q: int, division: Division, rows: Array, cols: Array) -> Array:
-    """Every row's cheapest number under the present models, the number's own cost included.
+    """Every row's cheapest number under the present models, including the cost of the number itself.
 
-    Costs are whole 256ths of a bit in float64, so that the sums of the product are exact, and the choice does not hang
-    on the order in which threads add them up.
+    Costs are integer 256ths of a bit in float64, so that sums are exact and the choice does not depend on the order
+    in which threads add.
     """
     n, numbers = 2 * q + 1, int(rows.max()) + 1
     lengths = [np.rint(256 * (PRECISION - np.log2(w + 1.0))) for w in division.weights]
     classes = find_classes(division.rows, division.cols)
     table = np.array([[lengths[classes[row + col]] for col in range(CODES)] for row in range(numbers)])
-    counts = np.bincount(rows, minlength=numbers) + 0.3  # a number nobody has is dear, not forbidden
+    counts = np.bincount(rows, minlength=numbers) + 0.3  # a number that no row has is expensive, not forbidden
     own = np.rint(-256 * np.log2(counts / counts.sum()))
     moved = np.empty_like(rows)
     block = max(1, (1 << 21) // max(CODES * n, values.shape[1]))

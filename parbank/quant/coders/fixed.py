@@ -1,4 +1,4 @@
-"""Integers at fixed width: the coding to fall back to, whose size is known before there are any weights."""
+"""Integers at fixed width: the fallback coding, whose size is known before there are any weights."""
 
 from collections.abc import Sequence
 

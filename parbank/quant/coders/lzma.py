@@ -1,4 +1,4 @@
-"""Integers by lzma, several to a byte where they fit: a general compressor, to compare the entropy coder with."""
+"""Integers by lzma, several to a byte where they fit: a general compressor, for comparison with the entropy coder."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from parbank.quant.coders.fixed import Symbols, to_integers, to_symbols
 
 
 def encode_tensors(tensors: Sequence[tuple[Integers, int]]) -> bytes | None:
-    """Matrices of integers within -q..q as one stream; None where a reader would take it for a bomb."""
+    """Matrices of integers within -q..q as one stream; None if it would exceed the limits of a reader."""
     packed = compress(b"".join(_join(to_symbols(values, q), q) for values, q in tensors))
     if packed is None:
         return None
@@ -20,7 +20,7 @@ def encode_tensors(tensors: Sequence[tuple[Integers, int]]) -> bytes | None:
 
 
 def decode_tensors(body: bytes, shapes: Sequence[tuple[int, int, int]], *, source: str) -> list[tuple[Integers, float]]:
-    """Undoes `encode_tensors`. lzma does not say what each matrix takes: the bits are shared out by empirical entropy."""
+    """Undoes `encode_tensors`. lzma does not report the size of each matrix: bits are divided by empirical entropy."""
     sizes = [-(-rows * cols // _symbols_per_byte(q)) for rows, cols, q in shapes]
     data, position, found = expand(body, sum(sizes), source=source), 0, []
     for (rows, cols, q), size in zip(shapes, sizes):
