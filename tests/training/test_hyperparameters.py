@@ -1,0 +1,61 @@
+"""What the optimizer and the averages are really given, step by step: schedules are right, and they arrive."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parbank.data.dataset import Dataset
+from parbank.training.trainer import Trainer
+from tests.training.test_trainer import CPU, nano, readings_of
+
+STEPS = 8
+SETTINGS = (
+    f"budget.steps={STEPS}", "optim.warmup_steps=3", "optim.warmdown=0.5", "optim.final_lr=0.2",
+    "optim.momentum_start=0.5", "optim.momentum=0.9", "optim.momentum_steps=4",
+    "average.swa_every=1", "average.swa_tail=0.7", "average.use=swa",
+)  # fmt: skip
+# Warm up over three steps, the third at the peak; from half of the budget on a line from 1 to 0.2, whose end is the budget's.
+SHARES = [1 / 3, 2 / 3, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4]
+MOMENTA = [0.5, 0.6, 0.7, 0.8, 0.9, 0.9, 0.9, 0.9]
+
+
+@pytest.fixture
+def trainer(dataset: Dataset, tmp_path: Path) -> Any:
+    trainer = Trainer(nano(*SETTINGS), CPU, dataset, tmp_path)
+    yield trainer
+    trainer.close()
+
+
+def test_every_step_gets_its_learning_rate_and_momentum(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, given = trainer.optimizer.step, list[list[dict[str, Any]]]()
+
+    def watch() -> None:
+        given.append([dict(group) for group in trainer.optimizer.param_groups])
+        step()
+
+    monkeypatch.setattr(trainer.optimizer, "step", watch)
+    readings = readings_of(trainer)
+    assert [reading.lr_share for reading in readings] == pytest.approx(SHARES)
+    seen = {"matrix": 0, "other": 0}
+    for groups, share, momentum in zip(given, SHARES, MOMENTA, strict=True):
+        for group in groups:
+            matrix = group["algorithm"] == "muon"
+            seen["matrix" if matrix else "other"] += 1
+            assert group["lr"] == pytest.approx(group["peak_lr"] * share)
+            assert not matrix or group["momentum"] == pytest.approx(momentum)
+    assert all(seen.values())
+
+
+def test_the_tail_that_is_averaged_begins_by_the_learning_rate(trainer: Trainer) -> None:
+    readings_of(trainer)
+    assert trainer.averages.state_dict()["snapshots"] == sum(share <= 0.7 for share in SHARES)
+
+
+def test_the_optimizer_knows_which_matrices_lie_transposed(trainer: Trainer) -> None:
+    """Their learning rate goes by the logical shape: up and down are stored in one orientation and are not alike."""
+    banks = {id(trainer.model.banks.bank(key)): key for key in trainer.model.banks.entries}
+    groups = [group for group in trainer.optimizer.param_groups if group["algorithm"] == "muon"]
+    found = {banks[id(parameter)]: group["transposed"] for group in groups for parameter in group["params"]}
+    assert found == {key: trainer.model.banks.transposed(key) for key in trainer.model.banks.entries}
+    assert any(any(flags) for flags in found.values())
