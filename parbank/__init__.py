@@ -1,7 +1,8 @@
 """parbank: small language models against two hard budgets, minutes and megabytes.
 
-`train`, `load` and `pack` do what the commands of the same names do. `Run` and `Model` are what they give back. The other
-names are parts for your own trainer: the optimizer, its banks, the loader and the ops. docs/ has a page on each.
+`train`, `load` and `pack` do the work of the commands with these names. `train` returns a `Run`, `load` a `Model`.
+The other names are parts for your own trainer: the optimizer, its banks, the loader and the ops. docs/guide explains
+each.
 """
 
 import importlib

@@ -1,1 +1,1 @@
-"""The doors of `parbank`: train a run, load a model, pack anybody's. The commands are built on them."""
+"""The functions behind `import parbank`: train a model, load one, pack any. The commands call them."""

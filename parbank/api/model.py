@@ -1,4 +1,4 @@
-"""`parbank.load`, and the `Model` it gives back."""
+"""`parbank.load`, and the `Model` that it returns."""
 
 import os
 import warnings
@@ -38,9 +38,9 @@ from parbank.training.load import load_model
 def load(path: str | os.PathLike[str], device: str = "auto") -> "Model":
     """A model from an artifact (.pbk), a checkpoint (step_N.pt), or the folder of a run.
 
-    A folder means its artifact, or its newest checkpoint where there is no artifact yet. A checkpoint gives the averaged
-    weights, those that would be packed. Of an artifact that `pack` made of somebody else's module there are the weights, by
-    `state_dict()`, and its tokenizer if it had one.
+    A folder means its artifact, or its newest checkpoint if there is no artifact yet. A checkpoint gives the averaged
+    weights, which would be packed. An artifact that `pack` made from your own module gives its weights, by
+    `state_dict()`, and its tokenizer if it has one.
 
         >>> import parbank
         >>> model = parbank.load("runs/first/model.pbk")
@@ -62,11 +62,11 @@ def load(path: str | os.PathLike[str], device: str = "auto") -> "Model":
 
 
 class Model:
-    """A language model with its tokenizer: ready to score, to write, and to save.
+    """A language model with its tokenizer: it scores, samples and saves.
 
-    `load` makes one from a file. Around a module of your own, make one yourself: `Model(module, tokenizer, context=512)`,
-    where the module is a `parbank.model.protocol.LanguageModel`. Such a model has `score` (chunked and sliding), `sample`
-    and `logits`.
+    `load` makes one from a file. For a module of your own, call `Model(module, tokenizer, context=512)`, where the
+    module is a `parbank.model.protocol.LanguageModel`. Such a model has `score` (chunked and sliding), `sample` and
+    `logits`.
 
         >>> import parbank
         >>> model = parbank.load("runs/first")
@@ -79,11 +79,11 @@ class Model:
     """
 
     context: int
-    """The window it was trained on, in tokens; `score` and `sample` take it unless told otherwise."""
+    """The window it was trained on, in tokens: the default of `score` and `sample`."""
     data: str | None
-    """The data spec it was trained on, where that is known."""
+    """The data spec it was trained on, if known."""
     meta: dict[str, Any]
-    """What its artifact says about itself, or would say."""
+    """The meta of its artifact."""
     source: Path | None
     """The file it came from."""
 
@@ -97,7 +97,7 @@ class Model:
         meta: Mapping[str, Any] | None = None,
         source: Path | None = None,
     ) -> None:
-        """Around a module. `load` gives the rest: what an artifact says of itself, and the file it came from."""
+        """Wraps a module. `load` sets the meta and the source file."""
         if not isinstance(module, nn.Module | Mapping):
             raise ConfigError(f"a Model is made around a torch.nn.Module, got {type(module).__name__}")
         require(context >= 1, f"a model's context has at least 1 token, got {context}")
@@ -117,7 +117,7 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Text to tokens and back."""
+        """The tokenizer."""
         if self._tokenizer is None:
             raise ArtifactError(f"{self.source} holds no tokenizer: it was packed from a module alone")
         return self._tokenizer
@@ -140,12 +140,13 @@ class Model:
     ) -> Score:
         """Bits per byte of a text: `.bpb`, from `.bits`, `.bytes` and `.tokens`.
 
-        text: a string is the text itself, unless it is a data spec ("stdlib", or one that begins with a kind such as "text:"
-        or "shards:"); the validation part of a spec is scored, as by `parbank eval --data`. A Path is a file or folder of text,
-        all of it scored. A string that names an existing file is refused: it could be meant either way. Bytes are always
-        the text, in UTF-8. Nothing means the validation text of the data that the model was trained on.
-        method: chunked, sliding, streaming or ttt. `settings` are its own, such as stride=64 of sliding or lr=0.002 of ttt;
-        `parbank eval --methods` lists them. docs/scoring.md says what each method measures.
+        text: a string is the text itself, unless it is a data spec ("stdlib", or a string that begins with a kind
+        such as "text:" or "shards:"). Of a spec, the validation part is scored, as by `parbank eval --data`. A Path
+        is a file or folder; all of its text is scored. A string that names an existing file is refused as ambiguous.
+        Bytes are always the text, in UTF-8. None means the validation text of the model's training data.
+
+        method: chunked, sliding, streaming or ttt. `settings` are the method's, such as stride=64 of sliding or
+        lr=0.002 of ttt; `parbank eval --methods` lists them. docs/design/scoring.md explains each method.
         """
         scoring = make_method(method, context=self.context if context is None else context, **settings)
         model = self._scorable(None if scoring.any_model else method)
@@ -166,12 +167,12 @@ class Model:
         seed: int = 0,
         context: int | None = None,
     ) -> str:
-        """Text that continues the prompt, without the prompt. The same seed writes the same text; for several texts, give
+        """Text that continues the prompt, without the prompt. The same seed gives the same text; for several texts, use
         several seeds.
 
-        It ends after `tokens` tokens, before the first of the `stop` strings, or where the model ends the document.
-        Temperature 0 takes the likeliest token; top_k keeps the k likeliest (0: all), top_p of these the fewest that together
-        have that share of the probability.
+        The text ends after `tokens` tokens, before the first of the `stop` strings, or where the model ends the
+        document. Temperature 0 takes the likeliest token. top_k keeps the k likeliest tokens (0: all); of these,
+        top_p keeps the fewest whose probabilities sum to it.
         """
         return "".join(
             self.stream(
@@ -198,7 +199,7 @@ class Model:
         seed: int = 0,
         context: int | None = None,
     ) -> Iterator[str]:
-        """The text of `sample`, piece by piece as it is written."""
+        """The text of `sample`, piece by piece as it is generated."""
         check_settings(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
         drawn = sample_tokens(
             self._network(),
@@ -215,7 +216,8 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, ids: Tensor | np.ndarray | Iterable[int]) -> Tensor:
-        """The logits of the next token at every place, float32: ids (T,) -> (T, vocabulary), (B, T) -> (B, T, vocabulary)."""
+        """The logits of the next token at every position, float32: ids (T,) -> (T, vocabulary), (B, T) -> (B, T,
+        vocabulary)."""
         given = ids if isinstance(ids, Tensor) else torch.from_numpy(np.asarray(ids, dtype=np.int64))
         batch = given.to(self.device, torch.int64)
         if batch.ndim not in (1, 2) or not batch.numel():
@@ -234,10 +236,9 @@ class Model:
         return found if batch.ndim == 2 else found[0]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the artifact that the model came from, byte for byte.
+        """Writes the artifact that the model was loaded from, byte for byte.
 
-        Weights that are in no artifact, those of a checkpoint or ones changed since, need a cap on their bytes: `pack` writes
-        them.
+        Weights that are in no artifact, such as those of a checkpoint or changed ones, need a byte cap: use `pack`.
         """
         if self.source is not None and is_artifact(self.source):
             data = self.source.read_bytes()
@@ -272,7 +273,7 @@ class Model:
         return self.module
 
     def _network(self) -> GPT | PlainModel:
-        """The network as scoring and sampling take it. Of somebody else's module they use the forward pass alone."""
+        """The network for scoring and sampling. Of your own module they use the forward pass alone."""
         module = self.module
         if isinstance(module, GPT):
             return module
@@ -280,7 +281,7 @@ class Model:
         return plain.train(module.training)
 
     def _scorable(self, reads_inside: str | None = None) -> GPT:
-        """The network, for scoring. A method that reads inside it is refused by its name for somebody else's module."""
+        """The network for scoring. A method that reads inside the network is refused for your own module."""
         if reads_inside is not None and not isinstance(self.module, GPT):
             able = " or ".join(name for name, method in METHODS.items() if method.any_model)
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""`parbank.pack`: anybody's model under a cap on its bytes."""
+"""`parbank.pack`: any model under a byte cap."""
 
 import os
 import warnings
@@ -37,16 +37,17 @@ def pack(
 ) -> Packed:
     """Packs a model into one file of at most `max_bytes`: a parbank `Model`, any `nn.Module`, or a state dict.
 
-    The bytes go where the loss needs them. To measure where that is, the module runs over `calibration`: some batches of
-    token ids (B, T), or of dicts or tuples of its arguments. `loss` is needed only where the module returns neither logits,
-    nor a loss, nor an output with `.loss` (a function of the output and the batch). A weight that no linear layer and no
-    embedding reads has no measurement: a warning names it, and so does `uncalibrated`. A `Model` of parbank's own takes the
-    training part of a data spec as well, and unless told otherwise the text that it was trained on.
+    The bytes go where the loss needs them. To measure that, the module runs over `calibration`: some batches of token
+    ids (B, T), or dicts or tuples of its arguments. Pass `loss`, a function of the output and the batch, if the
+    module returns neither logits, nor a loss, nor an output with `.loss`. A weight that no linear layer and no
+    embedding reads cannot be measured: a warning and `uncalibrated` name it. A parbank `Model` also takes a data
+    spec, whose training part is used; the default is the text it was trained on.
+
     settings: {"quant.low_rank": 8}, as `parbank pack --set`.
 
-    With `out` the file is written there; `.data` are its bytes and `.size` their number. `load` reads it back. Of a model
-    that parbank did not build it returns the weights: `module.load_state_dict(load(path).state_dict())`. Integers and bools
-    in a state dict are kept exactly, tied weights are stored once.
+    With `out` the file is written there. `.data` are its bytes and `.size` their number. `load` reads it back. For a
+    model that parbank did not build it returns the weights: `module.load_state_dict(load(path).state_dict())`.
+    Integers and bools in a state dict are stored exactly, tied weights once.
 
         >>> import torch
         >>> module = torch.nn.Sequential(torch.nn.Embedding(100, 32), torch.nn.Linear(32, 100))
@@ -73,7 +74,7 @@ def pack(
 
 @dataclass(frozen=True, kw_only=True)
 class _PackSettings:
-    """What `settings` of `pack` may change."""
+    """The settings that `pack` may change."""
 
     quant: QuantConfig = field(default_factory=QuantConfig)
 
@@ -86,7 +87,7 @@ def _pack_own(
     loss: Loss | None,
     max_bytes: int,
 ) -> Packed:
-    """A model of parbank's own, with its tokenizer: `load` gives the same kind of model back."""
+    """A parbank model with its tokenizer: `load` returns the same kind of model."""
     measured = Calibration()
     if quant.method == "solver":  # `rows` rounds by the weights alone
         if calibration is not None and not isinstance(calibration, str):
@@ -100,7 +101,7 @@ def _pack_own(
 
 
 def _calibrate_on_text(model: Model, module: GPT, asked: str | None, count: int) -> Calibration:
-    """On the training part of the spec that was asked for, which must be there, or of the one the model knows."""
+    """Calibrates on the training part of the given spec, which must exist, or of the model's own."""
     spec = asked or model.data
     try:
         if spec is None:
@@ -123,7 +124,7 @@ def _pack_foreign(
     loss: Loss | None,
     max_bytes: int,
 ) -> Packed:
-    """Weights of a module that parbank did not build, or a state dict of them. A `Model` brings its tokenizer along."""
+    """Weights of a module that parbank did not build, or a state dict. A `Model` adds its tokenizer."""
     module = model.module if isinstance(model, Model) else model
     if isinstance(calibration, str):
         raise ConfigError(

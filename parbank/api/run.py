@@ -1,4 +1,4 @@
-"""`parbank.train`, and the `Run` it gives back."""
+"""`parbank.train`, and the `Run` that it returns."""
 
 import json
 import os
@@ -28,7 +28,7 @@ Settings = Mapping[str, object] | Iterable[str]
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C ended the training of a run. Its checkpoint is saved, and `train(out=..., resume=True)` goes on from it."""
+    """Ctrl-C ended the training of a run. Its checkpoint is saved; `train(out=..., resume=True)` continues from it."""
 
 
 def train(
@@ -88,7 +88,7 @@ def configure(
     settings: Settings = (),
     resume_from: Path | None = None,
 ) -> RunConfig:
-    """The config of a run: a recipe's, or that of an earlier run, with the changes asked for. Paths in it are whole."""
+    """The config of a run: that of a recipe or of an earlier run, with the given changes. Paths in it are absolute."""
     given = {"data": data, "seed": seed, "budget.max_bytes": max_bytes}
     changes = _budget_changes(minutes, steps, tokens)
     changes += [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
@@ -133,7 +133,7 @@ class Run:
 
     @cached_property
     def model(self) -> Model:
-        """The packed model: what summary["val_bpb"] is the score of. Read from the folder on first use."""
+        """The packed model, whose score is summary["val_bpb"]. Read from the folder on first use."""
         return load(self.folder, self.device)
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ def read_settings(settings: Settings) -> list[str]:
 
 
 def _budget_changes(minutes: float | None, steps: int | None, tokens: int | None) -> list[str]:
-    """One of the three replaces whatever budget the recipe had."""
+    """The one budget that was given replaces that of the recipe."""
     budget = {"minutes": minutes, "steps": steps, "tokens": tokens}
     given = [f"--{name}" for name, value in budget.items() if value is not None]
     if len(given) > 1:
@@ -168,13 +168,13 @@ def _resumed(out: str | os.PathLike[str] | None, recipe: str | None) -> Path:
 
 
 def _new_folder(recipe: str, place: Runtime) -> Path:
-    """runs/RECIPE-TIME, the same on every rank: the first rank's clock decides."""
+    """runs/RECIPE-TIME, the same on every rank by the first rank's clock."""
     (stamp,) = place.agree([time.time() if place.is_main else 0.0])
     return Path("runs") / f"{recipe}-{datetime.fromtimestamp(stamp):%Y%m%d-%H%M%S}"
 
 
 def _leave(result: Result) -> NoReturn:
-    """Ends as the signal asks that stopped the run."""
+    """Exits as the signal that stopped the run requires."""
     if result.stop_signal == signal.SIGINT:
         raise Stopped("training was stopped; its checkpoint is saved, and resume=True goes on from it")
     raise SystemExit(128 + result.stop_signal)

@@ -1,4 +1,4 @@
-"""`parbank doctor`: what this machine has, what works, what does not, and what to do about it."""
+"""`parbank doctor`: checks this machine, and says what to do about each problem."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ Status = Literal["ok", "note", "bad"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `remedy` is empty where nothing needs doing."""
+    """One line of the report. `remedy` is empty if nothing needs to be done."""
 
     subject: str
     status: Status
@@ -31,7 +31,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Every check, in the order a person would ask. A check that itself fails is reported, not raised."""
+    """Runs every check. A check that fails itself is reported, not raised."""
     checks: list[Callable[[], Finding]] = [
         _python,
         _torch,

@@ -19,7 +19,8 @@ GROUPS = (train, eval, sample, artifact, data, machine)  # in the order of `parb
 
 
 def main() -> None:
-    """Runs the command line. An error a user can mend ends in one message and exit code 2; a bug keeps its traceback."""
+    """Runs the command line. An error that a user can fix ends in one message and exit code 2; a bug keeps its
+    traceback."""
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     for stream in (
@@ -44,7 +45,8 @@ def main() -> None:
 
 
 def _explain(error: Exception) -> str | None:
-    """What to say instead of a traceback; nothing where another rank says it; None for a bug, which keeps its traceback."""
+    """The message to print instead of a traceback; empty if another rank prints it; None for a bug, which keeps its
+    traceback."""
     rank = os.environ.get("RANK", "0")
     where = "error: " if rank == "0" else f"error on rank {rank}: "
     if isinstance(error, ConfigError):

@@ -1,4 +1,4 @@
-"""What commands share: options they have in common, how they read sizes and data, and how they print."""
+"""Shared by commands: common options, parsing of sizes and data, and printing."""
 
 import re
 import shlex
@@ -88,7 +88,7 @@ def read_options(glob: Sequence[str] | None, field: str | None, skip_bad: bool) 
 
 
 def read_data(data: str | None, glob: Sequence[str] | None, field: str | None, skip_bad: bool) -> str | None:
-    """The data spec with the options in it: what a run folder remembers must say which text was meant."""
+    """The data spec with its options as parts of it, so that a run folder identifies the text."""
     options = read_options(glob, field, skip_bad)
     if data is None and options:
         names = ", ".join(dict.fromkeys("--" + option.partition("=")[0] for option in options))
@@ -97,7 +97,7 @@ def read_data(data: str | None, glob: Sequence[str] | None, field: str | None, s
 
 
 def print_next(*commands: Sequence[object]) -> None:
-    """What to do next, as commands that can be pasted into a shell."""
+    """The next steps, as commands that can be pasted into a shell."""
     for index, command in enumerate(commands):
         print(f"{'' if index else 'next':6}{shlex.join(map(str, command))}")
 
@@ -118,7 +118,7 @@ def print_tree(values: dict[str, Any]) -> None:
 
 
 def printable(text: str) -> str:
-    """Control characters as the signs Unicode has for them: a model's text must not move the cursor or ring the bell."""
+    """Control characters as Unicode symbols: a model's text must not move the cursor or ring the bell."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: _picture(ord(found[0])), text)
 
 
