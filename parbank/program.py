@@ -41,7 +41,8 @@ def score(
     scoring = make_method(method, **{"context": loaded.context, **given})
     text = place.in_turn(lambda: open_validation(spec, loaded.tokenizer))
     result = scoring.score(loaded.model, text.tokens, place).total(loaded.tokenizer)
-    return {"val_bpb": result.bpb, "val_loss": result.loss, "tokens": result.tokens, "bytes": result.bytes}
+    about = {"val_bpb": result.bpb, "val_loss": result.loss, "tokens": result.tokens, "bytes": result.bytes}
+    return about | {"text": text.text}
 
 
 def main(words: list[str]) -> None:

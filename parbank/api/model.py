@@ -18,6 +18,7 @@ from parbank.artifact.safetensors import export_model
 from parbank.artifact.state_dict import KIND as FOREIGN
 from parbank.artifact.state_dict import unpack_state_dict
 from parbank.config import require
+from parbank.data.proof import check_tokens
 from parbank.data.shards import TokenSet
 from parbank.data.sources import is_spec
 from parbank.data.tokenizer import Tokenizer
@@ -325,7 +326,9 @@ class Model:
     def _encode(self, text: str) -> TokenSet:
         if not text:
             raise DataError("there is no text to score: it is empty")
-        return TokenSet([np.concatenate([[self.tokenizer.bos_id], self.tokenizer.encode(text)]).astype(np.uint16)])
+        tokens = self.tokenizer.encode(text)
+        check_tokens(self.tokenizer, tokens, text.encode("utf-8"), "the text")
+        return TokenSet([np.concatenate([[self.tokenizer.bos_id], tokens]).astype(np.uint16)])
 
 
 def say_nothing(line: str) -> None:

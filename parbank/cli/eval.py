@@ -226,11 +226,7 @@ def _score(
         if theirs is not None:
             refuse_unlike(method.describe(), theirs, "the result to compare with")
         validation = place.in_turn(lambda: open_validation(spec, loaded.tokenizer, say=display.say))
-        about = method.describe() | {
-            "text_sha256": validation.sha256,
-            "documents": validation.documents,
-            "documents_sha256": validation.documents_sha256,
-        }
+        about = method.describe() | validation.describe()
         if theirs is not None:
             refuse_unlike(about, theirs, "the result to compare with")
         began = time.perf_counter()

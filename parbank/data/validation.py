@@ -5,11 +5,13 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from parbank.data.dataset import Dataset, open_shards
+from parbank.data.dataset import open_shards
 from parbank.data.progress import Meter, Say, say_on_stderr
+from parbank.data.proof import NOT_PROVED, PROVED, check_tokens, describe_prefix
 from parbank.data.shards import TokenSet
 from parbank.data.sources import parse_spec
 from parbank.data.sources.source import Corpus, Skipped
@@ -31,6 +33,20 @@ class Validation:
     documents: int
     documents_sha256: str
     """Of the places, in bytes, where documents but the first begin: other documents of the same bytes score otherwise."""
+    text: str
+    """`proved`: every document's tokens stand for exactly its bytes. `not proved`: there were tokens and no text."""
+    text_note: str | None
+    """The space that a published tokenizer adds, where there is one."""
+
+    def describe(self) -> dict[str, Any]:
+        """What a result says of its text."""
+        about = {
+            "text": self.text,
+            "text_sha256": self.sha256,
+            "documents": self.documents,
+            "documents_sha256": self.documents_sha256,
+        }
+        return about if self.text_note is None else about | {"text_note": self.text_note}
 
 
 def open_validation(
@@ -39,16 +55,20 @@ def open_validation(
     """The validation part of any spec; `text:val=PATH[,PATH...]` gives all of that text.
 
     The text alone decides which documents validate. Text is read and encoded anew with the model's own tokenizer, so
-    that a text far too short to train a tokenizer can be scored. Shards made with another tokenizer are decoded
-    first.
+    that a text far too short to train a tokenizer can be scored; each document's tokens are proved to be its bytes.
+    Of shards there are tokens only: their own tokenizer counts the bytes, and a model with another one is refused.
     """
     opened = parse_spec(spec).open(cache if cache is not None else default_cache(), say)
     if not isinstance(opened, Path):
         return _read_text(opened, tokenizer, say)
     dataset = open_shards(opened, name=spec)
-    if dataset.tokenizer.fingerprint == tokenizer.fingerprint:
-        return _describe(dataset.val, dataset.val_text_sha256, tokenizer)
-    return _encode(_documents(dataset), dataset.val_bytes, tokenizer, say)
+    ours, theirs = tokenizer.fingerprint, dataset.tokenizer.fingerprint
+    if ours != theirs:
+        raise DataError(
+            f"{spec} holds tokens of another tokenizer ({theirs[:12]}) than the model's ({ours[:12]}), and no text; only its own "
+            "tokenizer can count its bytes: score the model on text (--data text:val=PATH), or on shards made with its tokenizer"
+        )
+    return _describe(dataset.val, dataset.val_text_sha256, tokenizer, NOT_PROVED)
 
 
 def _read_text(corpus: Corpus, tokenizer: Tokenizer, say: Say) -> Validation:
@@ -73,33 +93,21 @@ def _read_text(corpus: Corpus, tokenizer: Tokenizer, say: Say) -> Validation:
         return _encode((spool.read(entry) for entry in chosen), sum(entry.size for entry in chosen), tokenizer, say)
 
 
-def _documents(dataset: Dataset) -> Iterable[bytes]:
-    tokens = dataset.val.read(0, len(dataset.val))
-    for document in np.split(tokens, np.flatnonzero(tokens == dataset.tokenizer.bos_id)):
-        yield dataset.tokenizer.decode_bytes(document)
-
-
 def _encode(documents: Iterable[bytes], size: int, tokenizer: Tokenizer, say: Say) -> Validation:
     bos = np.array([tokenizer.bos_id], dtype=np.uint16)
     pieces: list[np.ndarray] = []
     digest = hashlib.sha256()
     with Meter("tokenising", say, total=size) as meter:
-        for document in filter(None, documents):
-            try:
-                pieces += [bos, tokenizer.encode(document.decode("utf-8"))]
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"validation document {len(pieces) // 2 + 1} is no UTF-8 once decoded from its shards ({error.reason}), so "
-                    "another tokenizer cannot take it; score these shards with a model of their own tokenizer"
-                ) from None
+        for number, document in enumerate(documents, start=1):
+            tokens = tokenizer.encode(document.decode("utf-8"))
+            check_tokens(tokenizer, tokens, document, f"validation document {number}")
+            pieces += [bos, tokens]
             digest.update(document)
             meter.advance(len(document))
-    if not pieces:
-        raise DataError("there is no validation text: the shards hold nothing but document boundaries")
-    return _describe(TokenSet([np.concatenate(pieces)]), digest.hexdigest(), tokenizer)
+    return _describe(TokenSet([np.concatenate(pieces)]), digest.hexdigest(), tokenizer, PROVED)
 
 
-def _describe(tokens: TokenSet, sha256: str, tokenizer: Tokenizer) -> Validation:
+def _describe(tokens: TokenSet, sha256: str, tokenizer: Tokenizer, text: str) -> Validation:
     """Counts documents in the scored tokens, so that every way to obtain a text agrees."""
     digest, documents, size, previous = hashlib.sha256(), 1, 0, tokenizer.bos_id
     for start in range(0, len(tokens), _BLOCK):
@@ -109,4 +117,7 @@ def _describe(tokens: TokenSet, sha256: str, tokenizer: Tokenizer) -> Validation
         cuts = ends[(piece == tokenizer.bos_id) & (start + np.arange(len(piece)) > 0)]
         digest.update(cuts.tobytes())
         documents, size, previous = documents + len(cuts), int(ends[-1]), int(piece[-1])
-    return Validation(tokens, sha256, documents, digest.hexdigest())
+    if size == 0:
+        raise DataError("there is no validation text: the shards hold nothing but document boundaries")
+    note = describe_prefix(tokenizer)
+    return Validation(tokens, sha256, documents, digest.hexdigest(), text=text, text_note=note)

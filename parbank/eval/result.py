@@ -70,6 +70,7 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> dict[str
     return {
         "compared_with": name,
         "their_bpb": theirs["val_bpb"],
+        "their_text": theirs.get("text", "not proved"),  # older results lack it
         "difference_bpb": ours["val_bpb"] - theirs["val_bpb"],
         "same_tokenizer": ours.get("tokenizer_sha256") == theirs.get("tokenizer_sha256"),
     }

@@ -21,7 +21,9 @@ def test_like_results_differ_by_a_number(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(RESULT | {"val_bpb": 1.5}))
     found = compare(RESULT, read_result(path), "a.json")
-    assert found == {"compared_with": "a.json", "their_bpb": 1.5, "difference_bpb": -0.25, "same_tokenizer": True}
+    common = {"compared_with": "a.json", "their_bpb": 1.5, "difference_bpb": -0.25, "same_tokenizer": True}
+    assert found == common | {"their_text": "not proved"}  # a result from before texts were proved
+    assert compare(RESULT, RESULT | {"text": "proved"}, "a.json")["their_text"] == "proved"
     other = RESULT | {"tokenizer_sha256": "u", "seconds": 9}
     assert compare(RESULT, other, "b")["same_tokenizer"] is False
 

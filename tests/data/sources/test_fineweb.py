@@ -137,11 +137,17 @@ def test_spec_opens_what_was_fetched_without_asking_the_hub(
             open_dataset(spec, vocab_size=330, cache=tmp_path, say=said.append)
 
 
-def test_a_model_with_another_tokenizer_is_scored_on_the_same_text(hub: Path, tmp_path: Path) -> None:
-    FinewebRequest(1).open(tmp_path, lambda line: None, source=hub)
+def test_only_the_published_tokenizer_scores_it_and_its_leading_space_is_named(hub: Path, tmp_path: Path) -> None:
+    folder = FinewebRequest(1).open(tmp_path, lambda line: None, source=hub)
+    own = open_shards(folder).tokenizer
+    found = open_validation("fineweb", own, cache=tmp_path, say=lambda line: None)
+    assert own.decode_bytes(found.tokens.read(0, len(found.tokens))).decode() == "".join(DOCUMENTS[3::4])
+    assert found.text == "not proved"
+    assert own.adds_prefix
+    assert "puts a space before each document" in found.describe()["text_note"]
     other = Tokenizer.train(iter(DOCUMENTS), 300)
-    found = open_validation("fineweb", other, cache=tmp_path, say=lambda line: None)
-    assert other.decode_bytes(found.tokens.read(0, len(found.tokens))).decode() == "".join(DOCUMENTS[3::4])
+    with pytest.raises(DataError, match="fineweb holds tokens of another tokenizer"):
+        open_validation("fineweb", other, cache=tmp_path, say=lambda line: None)
 
 
 def test_the_hub_is_asked_for_the_published_files(
