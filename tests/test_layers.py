@@ -16,7 +16,7 @@ LEVELS = {
     "training": 6,
     "recipes": 7,
     "api": 8, "program": 8,
-    "cli": 9, "__main__": 10,
+    "cli": 9, "adapters": 9, "__main__": 10,
 }  # fmt: skip
 
 

@@ -1,0 +1,202 @@
+"""parbank's models under the real lm-evaluation-harness, on three small tasks made on the spot."""
+
+import json
+import logging
+import math
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import parbank
+from parbank.errors import ConfigError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the packages that the harness imports
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from parbank.adapters.lm_eval import ParbankLM, cut_windows, read_generation
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+DOCUMENTS = [
+    {"text": "import os\nimport sys\n\n\ndef main():\n    return os.path.join(sys.argv[0])\n", "prompt": "import ", "answer": "os"},
+    {"text": "class A:\n    pass\n", "prompt": "class A", "answer": ":"},
+    {"text": "naïve = '∞ and on'\n" * 9, "prompt": "def f(", "answer": "self"},
+]  # fmt: skip
+CHOICES = ["os", "sys", "zzz zzz"]
+TASKS = {
+    "parbank_choice": """
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: ["os", "sys", "zzz zzz"]
+doc_to_target: 0
+target_delimiter: ""
+metric_list: [{metric: acc}]
+""",
+    "parbank_rolling": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]
+""",
+    "parbank_write": """
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 12}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def model(text_spec: str, tmp_path_factory: pytest.TempPathFactory) -> parbank.Model:
+    out = tmp_path_factory.mktemp("runs") / "nano"
+    return parbank.train(recipe="nano", data=text_spec, steps=60, out=out, device="cpu", quiet=True).model
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS), encoding="utf-8")
+    for name, body in TASKS.items():
+        head = (
+            f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: '{data}'}}}}\ntest_split: test\n"
+        )
+        (folder / f"{name}.yaml").write_text(head + body, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is fetched, and nothing is written to a user's cache."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+
+def evaluate(lm: Any, tasks: Path, name: str, **options: Any) -> Any:
+    found = lm_eval.simple_evaluate(
+        model=lm, tasks=[name], task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=0, **options,
+    )  # fmt: skip
+    return found
+
+
+def by_hand(model: parbank.Model, prompt: str, continuation: str) -> float:
+    """log p(continuation | prompt), one token after another."""
+    ids = [model.tokenizer.bos_id, *model.tokenizer.encode(prompt).tolist()]
+    total = 0.0
+    for token in model.tokenizer.encode(continuation).tolist():
+        total += torch.log_softmax(model.logits(ids)[-1].double(), -1)[token].item()
+        ids.append(token)
+    return total
+
+
+def test_multiple_choice(model: parbank.Model, tasks: Path) -> None:
+    found = evaluate(ParbankLM(model), tasks, "parbank_choice")
+    right = 0
+    for sample in found["samples"]["parbank_choice"]:
+        scores = [float(answer[0]) for answer in (r[0] for r in sample["resps"])]
+        prompt = sample["doc"]["prompt"]
+        kept = prompt.rstrip()
+        expected = [by_hand(model, kept, prompt[len(kept) :] + choice) for choice in CHOICES]
+        assert scores == pytest.approx(expected, rel=1e-4), prompt
+        right += max(range(3), key=expected.__getitem__) == 0
+    assert found["results"]["parbank_choice"]["acc,none"] == pytest.approx(right / len(DOCUMENTS))
+
+
+def test_bits_per_byte_are_those_of_parbank(model: parbank.Model, tasks: Path) -> None:
+    found = evaluate(ParbankLM(model), tasks, "parbank_rolling")
+    scores = [model.score(document["text"].encode()) for document in DOCUMENTS[:2]]
+    whole = sum(s.bits for s in scores), sum(s.bytes for s in scores)
+    long = DOCUMENTS[2]["text"]
+    assert len(model.tokenizer.encode(long)) > model.context, "more than a window"
+    ids = torch.tensor([model.tokenizer.bos_id, *model.tokenizer.encode(long).tolist()])
+    nats, last = 0.0, len(ids) - 1
+    for begin in range(0, last, model.context):
+        end = min(begin + model.context, last)
+        inputs = ids[max(0, end - model.context) : end]  # the last window looks further back
+        chances = torch.log_softmax(model.logits(inputs).double(), -1)[begin - end :]
+        nats -= chances.gather(-1, ids[begin + 1 : end + 1, None]).sum().item()
+    bits, size = whole[0] + nats / math.log(2), whole[1] + len(long.encode())
+    assert found["results"]["parbank_rolling"]["bits_per_byte,none"] == pytest.approx(bits / size, rel=1e-5)
+
+
+def test_generation_is_greedy_and_stops(model: parbank.Model, tasks: Path) -> None:
+    found = evaluate(ParbankLM(model), tasks, "parbank_write")
+    for sample in found["samples"]["parbank_write"]:
+        expected = model.sample(sample["doc"]["prompt"], tokens=12, temperature=0, stop=["\n\n"])
+        assert sample["resps"][0][0] == expected
+
+
+def test_by_name_as_the_harness_s_command_does(model: parbank.Model, tasks: Path) -> None:
+    found = evaluate("parbank", tasks, "parbank_choice", model_args=f"model={model.source}", batch_size=1, device="cpu")
+    same = evaluate(ParbankLM(model), tasks, "parbank_choice")
+    for ours, theirs in zip(found["samples"]["parbank_choice"], same["samples"]["parbank_choice"], strict=True):
+        one, other = ([float(r[0][0]) for r in s["resps"]] for s in (ours, theirs))
+        assert one == pytest.approx(other, rel=1e-4), "how many windows go together changes rounding only"
+
+
+def ask(lm: ParbankLM, *pairs: tuple[str, str]) -> list[tuple[float, bool]]:
+    return lm.loglikelihood([SimpleNamespace(args=pair) for pair in pairs])
+
+
+def test_any_context_and_any_continuation(model: parbank.Model) -> None:
+    lm = ParbankLM(model)
+    long = "x = [1, 2, 3]\n" * 40
+    pairs = [("", "import os"), ("   ", "a"), (long, "y"), ("def f(", long)]
+    found = ask(lm, *pairs)
+    assert all(math.isfinite(nats) and nats < 0 for nats, _ in found)
+    assert found[0][0] == pytest.approx(-model.score(b"import os").bits * math.log(2), rel=1e-5)
+    best = model.sample("class A", tokens=4, temperature=0)
+    greedy, other = ask(lm, ("class A", best), ("class A", "zzz"))
+    assert (greedy[1], other[1]) == (True, False)
+    with pytest.raises(ConfigError, match="empty continuation"):
+        ask(lm, ("a", ""))
+
+
+def test_a_token_across_the_border_does_not_lend_its_characters(model: parbank.Model) -> None:
+    """Where a token would span context and continuation, both are encoded apart: the sum is of the continuation alone."""
+    lm, tokenizer = ParbankLM(model), model.tokenizer
+    word = next(w for w in ("return", "import", "self", "def") if len(tokenizer.encode(w)) == 1)
+    (found,) = ask(lm, (word[:2], word[2:]))
+    assert found[0] == pytest.approx(by_hand(model, word[:2], word[2:]), rel=1e-4)
+
+
+def test_windows_score_each_target_once() -> None:
+    for length in range(2, 30):
+        for first in (1, length // 2 or 1, length - 1):
+            for context, stride in ((4, 4), (8, 4), (5, 2), (1, 1), (100, 50)):
+                ids = list(range(length))
+                windows = list(cut_windows(0, ids, first, context, stride=stride))
+                assert [t for w in windows for t in w.ids[-w.scored :]] == ids[first:]
+                for window in windows:
+                    assert len(window.ids) - 1 <= context
+                    assert window.scored < len(window.ids), "every target has a token before it"
+
+
+def test_generation_settings() -> None:
+    assert read_generation({}) == {"tokens": 256, "temperature": 0.0, "stop": []}
+    assert read_generation({"until": "\n", "temperature": 0.7}) == {"tokens": 256, "temperature": 0.7, "stop": ["\n"]}
+    assert read_generation({"do_sample": False, "temperature": 0.7})["temperature"] == 0
+    assert read_generation({"do_sample": True, "temperature": 0.5, "top_p": 0.9, "max_gen_toks": 5}) == {
+        "tokens": 5, "temperature": 0.5, "top_p": 0.9, "stop": [],
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="'num_beams' is not supported; there are until"):
+        read_generation({"num_beams": 4})
+
+
+def test_arguments(model: parbank.Model) -> None:
+    assert ParbankLM(model, context="16", batch_size="auto", max_batch_size=None).context == 16
+    assert ParbankLM(model).tokenizer_name.startswith("parbank-")
+    with pytest.raises(ConfigError, match="no argument 'pretrained'; it takes model, device"):
+        ParbankLM(model, pretrained="x")
