@@ -85,7 +85,7 @@ class ParbankLM(LM):
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """log p(continuation | context) in nats, and whether greedy decoding would write the continuation."""
-        windows = []
+        windows: list[Window] = []
         for number, request in enumerate(requests):
             ids, first = self._encode_pair(*request.args)
             windows += cut_windows(number, ids, first, self.context, stride=max(1, self.context // 2))
@@ -93,7 +93,7 @@ class ParbankLM(LM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """log p of each text, every token once: windows side by side, the last with a full context."""
-        windows = []
+        windows: list[Window] = []
         for number, request in enumerate(requests):
             ids = [self.model.tokenizer.bos_id, *self._encode(request.args[0])]
             windows += cut_windows(number, ids, 1, self.context, stride=self.context)
