@@ -102,6 +102,21 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert set(names) == sources | {"parbank/py.typed"}
 
 
+def test_readme_example_runs_from_the_wheel(empty: Path, tmp_path: Path) -> None:
+    """Trains, scores and samples in a minute of a CPU's time, in an empty folder."""
+    blocks = re.findall(r"```python\n(.*?)```", (TREE / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (example,) = [block for block in blocks if "parbank.train(" in block]
+    assert ".score(" in example
+    assert ".sample(" in example
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    before = os.times()
+    run(empty / "python", "-I", script, cwd=tmp_path)
+    after = os.times()
+    spent = after.children_user - before.children_user + after.children_system - before.children_system
+    assert spent < 60, f"{spent:.0f} s"
+
+
 def test_commands_run_from_the_wheel(empty: Path, tmp_path: Path, text_spec: str) -> None:
     assert metadata.version("parbank") in run(empty / "parbank", "--version", cwd=tmp_path)
     given = ("--recipe", "nano", "--data", text_spec, "--steps", "3", "--out", "first")
