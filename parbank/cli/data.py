@@ -61,6 +61,8 @@ def _print_training(spec: str, vocab: int) -> None:
 def info(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of token shards.")]) -> None:
     """Check every shard of a folder and say what is in it.
 
+    Every token is counted, and the shards are compared with the manifest that was written with them.
+
     Example:
 
       parbank data info shards
@@ -78,7 +80,9 @@ def fetch(
     ] = None,
     source: Annotated[str | None, typer.Option(help="A hub repository or a local folder laid out like it.")] = None,
 ) -> None:
-    """Fetch a published data set. What is there and whole is not fetched again.
+    """Fetch a published data set.
+
+    What is there and whole is not fetched again; what was cut off goes on where it stopped.
 
     Examples:
 

@@ -7,7 +7,7 @@ import typer
 
 
 def recipes(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this recipe's whole config.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe's whole config.")] = None,
 ) -> None:
     """List the recipes, or print one with every setting and what it does.
 
@@ -32,7 +32,9 @@ def recipes(
 
 
 def doctor() -> None:
-    """Check this machine: what works, what does not, and what to do. Exit code 1 when something is broken.
+    """Check this machine: what works, what does not, and what to do.
+
+    The exit code is 1 when something is broken.
 
     Example:
 

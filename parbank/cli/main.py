@@ -3,6 +3,7 @@
 A command is a function in the file of its group, named in that file's COMMANDS. A new group is a new file, named in GROUPS.
 """
 
+import inspect
 import io
 import os
 import sys
@@ -94,8 +95,14 @@ def _build(groups: tuple[ModuleType, ...]) -> typer.Typer:
             if parent not in parents:
                 parents[parent] = typer.Typer(help=group.__doc__, no_args_is_help=True)
                 app.add_typer(parents[parent], name=parent)
-            parents[parent].command(command)(function)
+            parents[parent].command(command, help=_reflow(function.__doc__ or ""))(function)
     return app
+
+
+def _reflow(doc: str) -> str:
+    """A docstring with one line for each paragraph, to be wrapped by the terminal's width and not by the source's."""
+    paragraphs = inspect.cleandoc(doc).split("\n\n")
+    return "\n\n".join(text if text.startswith(" ") else text.replace("\n", " ") for text in paragraphs)
 
 
 app = _build(GROUPS)

@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from decimal import Decimal
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -99,7 +100,8 @@ def read_data(data: str | None, glob: Sequence[str] | None, field: str | None, s
 def print_next(*commands: Sequence[object]) -> None:
     """The next steps, as commands that can be pasted into a shell."""
     for index, command in enumerate(commands):
-        print(f"{'' if index else 'next':6}{shlex.join(map(str, command))}")
+        words = [f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in command]
+        print(f"{'' if index else 'next':6}{shlex.join(words)}")
 
 
 def print_pairs(pairs: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 
 from parbank import __version__
@@ -79,9 +80,10 @@ def commands() -> Iterator[tuple[list[str], Any]]:
     return below([], typer.main.get_command(cli.app))
 
 
-def test_every_example_is_a_command_that_parses() -> None:
+def test_every_example_is_a_command_that_parses(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options that were renamed, or are spelled wrongly in the help, end here."""
     found = {" ".join(path): command for path, command in commands()}
+    monkeypatch.setenv("COLUMNS", "200")
     seen = set()
     for name, command in found.items():
         for line in (command.help or "").splitlines():
@@ -96,5 +98,8 @@ def test_every_example_is_a_command_that_parses() -> None:
             asked = " ".join(arguments[:2]) if arguments[0] == "data" else arguments[0]
             found[asked].make_context(asked, arguments[len(asked.split()) :])
             seen.add(asked if asked == name else "")
+            assert f"\n   {line.strip()}" in call(*name.split(), "--help").out, (
+                "an example is indented, on a line of its own"
+            )
     groups = {"", "data"}
     assert seen - groups == found.keys() - groups, "every command shows an example of itself"

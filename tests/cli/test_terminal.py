@@ -65,8 +65,8 @@ def test_data_options_are_parts_of_the_spec() -> None:
 
 
 def test_the_next_command_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
-    print_next(("parbank", "eval", Path("my rün/it's")), ("parbank", "doctor"))
+    print_next(("parbank", "eval", Path("my rün/it's")), ("parbank", "sample", Path("-x")))
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("next  parbank")
-    assert second.startswith("      parbank")
+    assert second == "      parbank sample ./-x"
     assert shlex.split(first)[1:] == ["parbank", "eval", "my rün/it's"]

@@ -24,6 +24,9 @@ from parbank.errors import ConfigError, DataError
 OPTIONS = ("glob", "field", "skip-bad")
 FIELD = "text"  # what most public data sets call it
 
+# What parbank writes is no text of the user's: a run inside the folder that it trains on must not change its data.
+_OWN_FOLDERS = ({"config.json", "metrics.jsonl"}, {"manifest.json", "tokenizer.model"})
+
 Read = Callable[[Path, str], Iterator[bytes | DataError]]
 """The documents of one file, given the name of the field."""
 PassOver = Callable[[Path], str]
@@ -162,6 +165,10 @@ class _Search:
         """The files under a folder that match a glob and hold text; hidden files and folders are left alone."""
         there, matching = 0, []
         for place, folders, names in os.walk(folder, onerror=self._refuse_folder):
+            if any(own <= {*names} for own in _OWN_FOLDERS):
+                folders[:] = []
+                self._pass_over("run or shard folders", place)
+                continue
             folders[:] = [name for name in folders if not name.startswith(".")]
             paths = [Path(place, name) for name in names if not name.startswith(".")]
             there += len(paths)

@@ -197,6 +197,20 @@ def test_a_folder_gives_every_text_file_and_says_what_it_passed_over(folder: Pat
         documents(open_corpus(f"text:{folder}/empty.txt"))  # named by itself, it is a mistake
 
 
+def test_what_parbank_wrote_is_not_read_as_text(folder: Path) -> None:
+    """`--data text:.` with the default place of runs: the second run must see the same text as the first."""
+    before = open_corpus(f"text:{folder}").files
+    for name in ("runs/demo-1/config.json", "runs/demo-1/metrics.jsonl", "runs/demo-1/notes/a.txt", "shards/manifest.json",
+                 "shards/tokenizer.model"):  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    said: list[str] = []
+    assert open_corpus(f"text:{folder}", said.append).files == before
+    assert f"2 run or shard folders, such as {folder}/runs/demo-1" in said[0]
+    (folder / "runs" / "demo-1" / "metrics.jsonl").unlink()
+    assert len(open_corpus(f"text:{folder}").files) == len(before) + 2
+
+
 def test_a_glob_narrows_folders_and_nothing_else(folder: Path) -> None:
     (folder / "deep" / "LOUD.MD").write_text("loud")
     (folder / "old.md.gz").write_bytes(gzip.compress(b"old"))
