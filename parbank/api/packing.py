@@ -12,7 +12,7 @@ from parbank.api.model import Model, say_nothing
 from parbank.api.run import Settings, read_settings
 from parbank.artifact.about import TOKENIZER
 from parbank.artifact.calibrate import calibrate
-from parbank.artifact.module import Batch, Loss, calibrate_module
+from parbank.artifact.module import Batch, Loss, calibrate_module, roles_in, transposed_in
 from parbank.artifact.pack import Packed, pack_weights
 from parbank.artifact.state_dict import pack_state_dict, split_state_dict
 from parbank.config import override
@@ -20,7 +20,6 @@ from parbank.errors import ConfigError, DataError
 from parbank.model import GPT
 from parbank.quant.calibration import Calibration
 from parbank.quant.config import QuantConfig
-from parbank.quant.roles import roles_in
 from parbank.quant.solver import describe_uncalibrated
 from parbank.runtime import Runtime
 from parbank.training.pack import open_training_tokens
@@ -140,7 +139,7 @@ def _pack_foreign(
         meta, sections = {"context": model.context}, {TOKENIZER: model.tokenizer.to_bytes()}
     measured = Calibration()
     if isinstance(module, nn.Module):
-        split = split_state_dict(module.state_dict(), roles_in(module))
+        split = split_state_dict(module.state_dict(), roles_in(module), transposed_in(module))
         if calibration is not None and quant.method == "solver":
             measured = calibrate_module(module, calibration, split.quantised, loss=loss)
     else:

@@ -139,10 +139,10 @@ class Probe(TorchFunctionMode):
             self._follow_cast(args[0], out)
         elif func in (F.linear, F.embedding):
             given = {**dict(zip(("input", "weight"), args)), **kwargs}
-            self._see_read(func, given["input"], self._name(given["weight"]), out)
+            self.see_read(func, given["input"], self.find_name(given["weight"]), out)
         return out
 
-    def _see_read(self, func: Any, given: Tensor, name: str | None, out: Tensor) -> None:
+    def see_read(self, func: Any, given: Tensor, name: str | None, out: Tensor) -> None:
         """Records that one of the weights was read."""
         if name is None:
             return
@@ -175,7 +175,7 @@ class Probe(TorchFunctionMode):
                 hessians[name], sensitivity[name] = hessian.float(), head.float()
         return Calibration(hessians=hessians, sensitivity=sensitivity, tokens=tokens)
 
-    def _name(self, weight: Tensor) -> str | None:
+    def find_name(self, weight: Tensor) -> str | None:
         """The weight at that address, if it is read whole and not transposed; otherwise its moments have another shape."""
         pointer, offset = _place(weight)
         source = self.casts.get(pointer)

@@ -1,4 +1,4 @@
-"""Calibration (`parbank.artifact.calibrate`) of modules that parbank did not build."""
+"""Modules that parbank did not build: the roles of their weights, and their calibration (`parbank.artifact.calibrate`)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,25 +11,44 @@ from parbank.artifact.calibrate import Probe, frozen
 from parbank.errors import ConfigError
 from parbank.ops.backend import use_backend
 from parbank.quant.calibration import Calibration
+from parbank.quant.roles import Role
 from parbank.runtime import Runtime
 
 Batch = Tensor | Mapping[str, Any] | tuple[Any, ...] | list[Any]
 Loss = Callable[[Any, Batch], Tensor]
 
 
+def roles_in(module: nn.Module) -> dict[str, Role]:
+    """The roles that a module's structure shows, by name: embeddings, heads tied to one, and buffers, which are not
+    weights. `role` decides the rest."""
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    found: Mapping[str, Role] = {name: "other" for name, _ in module.named_buffers(remove_duplicate=False)}
+    named = module.named_parameters(remove_duplicate=False)
+    return {**found, **{name: "embedding" for name, parameter in named if id(parameter) in tables}}
+
+
+def transposed_in(module: nn.Module) -> frozenset[str]:
+    """The names of weights stored as (inputs, outputs): those of GPT-2's own linear layer in the package transformers. Scales
+    and Hessians are for (outputs, inputs)."""
+    layers = ((prefix, layer) for prefix, layer in module.named_modules() if type(layer).__name__ == "Conv1D")
+    return frozenset(
+        f"{prefix}.weight" for prefix, layer in layers if getattr(layer, "weight", torch.empty(0)).ndim == 2
+    )
+
+
 def calibrate_module(
     module: nn.Module, batches: Iterable[Batch], weights: Mapping[str, Tensor], *, loss: Loss | None = None
 ) -> Calibration:
     """H and g of any module's weights, over batches: token ids (B, T), or a dict or tuple of the module's arguments.
-    `weights` are views of the module's memory, by name. A weight that no F.linear and no F.embedding reads has no
-    entry in the result.
+    `weights` are views of the module's memory, by name. A weight that no linear layer, product or embedding reads has
+    no entry in the result.
 
     `loss` makes a number from the module's output and the batch. Without it, the loss is the output's `.loss`, the
     output itself if it is one number, or the cross-entropy of the next token, of logits (B, T, vocabulary) against
     token ids.
     """
     device = next(iter(weights.values())).device
-    probe, tokens = Probe(weights, device), 0
+    probe, tokens = _ModuleProbe(weights, device), 0
     with frozen(module), use_backend("reference"):
         for batch in batches:
             given = _prepare(batch, device)
@@ -42,6 +61,21 @@ def calibrate_module(
     if not tokens:
         raise ConfigError("calibration has no batches; give a list of token ids (B, T), or of the module's arguments")
     return probe.finish(tokens, Runtime(device=device))
+
+
+class _ModuleProbe(Probe):
+    """Sees products as well: x @ W.T and addmm, other ways to write a linear layer."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs)
+        place = _FACTORS.get(func)
+        if place is not None and len(args) > place and args[place].ndim == 2:
+            self.see_read(F.linear, args[place - 1], self.find_name(args[place].mT), out)
+        return out
+
+
+# The argument of a product that is its second factor, (inputs, outputs).
+_FACTORS = {torch.matmul: 1, Tensor.matmul: 1, Tensor.__matmul__: 1, torch.mm: 1, torch.addmm: 2}
 
 
 def _prepare(batch: Batch, device: torch.device) -> Batch:

@@ -1,17 +1,18 @@
 """Any state dict as an artifact, and back.
 
-Weights are stored like those of parbank's own models: integers if a tensor has two dimensions, else float16. Three
+Weights are stored like those of parbank's own models: integers if a tensor has two dimensions, else float16. Four
 additions cover other models; the meta describes them:
 
-    shapes   tensors of three dimensions and more. A stack of matrices is stored matrix by matrix, as NAME[0], NAME[1] and
-             so on; a convolution's filters are stored as rows.
-    shared   names of one tensor, such as a head tied to an embedding: it is stored once.
-    exact    a section for tensors that float16 cannot hold: integers, bools, and numbers that are infinite or above 65,504,
-             as in masks. It is a safetensors file.
+    shapes      tensors of three dimensions and more. A stack of matrices is stored matrix by matrix, as NAME[0], NAME[1]
+                and so on; a convolution's filters are stored as rows.
+    transposed  matrices of (inputs, outputs), as GPT-2 has them, are stored as (outputs, inputs).
+    shared      names of one tensor, such as a head tied to an embedding: it is stored once.
+    exact       a section for tensors that float16 cannot hold: integers, bools, and numbers that are infinite or above
+                65,504, as in masks. It is a safetensors file.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ class Split:
     """Name -> the name that its tensor is stored under."""
     shapes: dict[str, list[int]]
     """Of the tensors that are stored with another shape."""
+    transposed: list[str]
 
     @property
     def quantised(self) -> dict[str, Tensor]:
@@ -53,17 +55,19 @@ class Split:
 
     @property
     def meta(self) -> dict[str, Any]:
-        return {"kind": KIND, "shared": self.shared, "shapes": self.shapes}
+        return {"kind": KIND, "shared": self.shared, "shapes": self.shapes, "transposed": self.transposed}
 
     @property
     def sections(self) -> dict[str, bytes]:
         return {EXACT: encode_bytes(save_bytes(self.exact))} if self.exact else {}
 
 
-def split_state_dict(state: Mapping[str, Any], roles: Mapping[str, Role] | None = None) -> Split:
-    """`roles` are the certain ones (`roles_in`); the others follow from names and shapes. The order of the dict does not
-    matter."""
-    known, found = roles or {}, Split({}, {}, {}, {}, {})
+def split_state_dict(
+    state: Mapping[str, Any], roles: Mapping[str, Role] | None = None, transposed: Collection[str] = ()
+) -> Split:
+    """`roles` are the certain ones (`roles_in`); the others follow from names and shapes. `transposed` names the matrices of
+    (inputs, outputs) (`transposed_in`). The order of the dict does not matter."""
+    known, found = roles or {}, Split({}, {}, {}, {}, {}, [])
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in sorted(state.items()):
         if not isinstance(tensor, Tensor):
@@ -73,14 +77,16 @@ def split_state_dict(state: Mapping[str, Any], roles: Mapping[str, Role] | None 
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in seen:
             found.shared[name] = first = seen[place]
-            if _choose_role(name, tensor, known) == "embedding":  # any of its names may say so
+            if first in found.roles and _choose_role(name, tensor, known) == "embedding":  # any of its names may say so
                 found.roles[first] = "embedding"
             continue
         seen[place] = name
         if _needs_exactness(name, tensor):
             found.exact[name] = tensor
             continue
-        for part, weights in _parts(name, tensor):
+        if name in transposed:
+            found.transposed.append(name)
+        for part, weights in _parts(name, tensor.mT if name in transposed else tensor):
             if part in found.weights or (part != name and part in state):
                 raise ArtifactError(f"{name} would be stored as {part}, and another tensor has that name; rename one")
             found.weights[part] = weights
@@ -119,6 +125,7 @@ def unpack_state_dict(artifact: Artifact) -> dict[str, Tensor]:
     try:
         state = {name: _join(name, shape, weights) for name, shape in artifact.meta["shapes"].items()}
         state |= weights
+        state |= {name: state[name].mT.contiguous() for name in artifact.meta["transposed"]}
         if EXACT in artifact.sections:
             source = f"{artifact.source} ({EXACT})"
             state |= load_bytes(decode_bytes(artifact.sections[EXACT], None, source=source), source)

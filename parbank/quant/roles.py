@@ -1,9 +1,6 @@
 """How a tensor is stored: as integers per row, or as float16."""
 
-from collections.abc import Mapping
 from typing import Literal
-
-from torch import nn
 
 Role = Literal["matrix", "embedding", "other"]
 Shape = tuple[int, ...]
@@ -21,12 +18,3 @@ def role(name: str, shape: Shape) -> Role:
         return "embedding"
     # Gates and per-head gains are 2-D but thin; at 16 columns the scale is already an eighth of a 6-bit row.
     return "matrix" if min(shape) >= 16 else "other"
-
-
-def roles_in(module: nn.Module) -> dict[str, Role]:
-    """The roles that a module's structure shows, by name: embeddings, heads tied to one, and buffers, which are not
-    weights. `role` decides the rest."""
-    tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    found: Mapping[str, Role] = {name: "other" for name, _ in module.named_buffers(remove_duplicate=False)}
-    named = module.named_parameters(remove_duplicate=False)
-    return {**found, **{name: "embedding" for name, parameter in named if id(parameter) in tables}}

@@ -58,7 +58,7 @@ def test_the_moments_are_those_of_inputs_and_gradients() -> None:
     assert found.tokens == 3 * 36
     torch.testing.assert_close(found.hessians["hidden.weight"], x.mT @ x / 108)
     torch.testing.assert_close(found.sensitivity["hidden.weight"], d.square().sum(0) / 108)
-    assert set(found.hessians) == {"table.weight", "hidden.weight", "head.weight"}, "x @ bare is no linear layer"
+    assert set(found.hessians) == {"table.weight", "hidden.weight", "head.weight"}, "x @ bare reads its transpose"
 
 
 def test_batches_come_as_ids_as_arguments_or_by_name() -> None:
@@ -140,3 +140,22 @@ def test_a_weight_read_in_part_or_transposed_is_not_measured() -> None:
 
     module = Odd()
     assert set(calibrate_module(module, batches(1), weights(module)).hessians) == {"table.weight", "named"}
+
+
+def test_a_linear_layer_may_be_written_as_a_product() -> None:
+    torch.manual_seed(3)
+    module, data = Small(), batches()
+    found = calibrate_module(module, data, {**weights(module), "bare": module.bare.detach().mT})
+    assert found.hessians["bare"].shape == (24, 24), "stored as (outputs, inputs), x @ bare is a linear layer"
+
+    class Products(Small):
+        def forward(self, input_ids: Tensor, scale: float = 1.0) -> Any:
+            x = F.gelu(self.table(input_ids) @ self.hidden.weight.T + self.hidden.bias)
+            x = torch.matmul(x, self.bare)
+            flat = torch.addmm(self.head.bias, x.flatten(0, 1), self.head.weight.T)
+            return flat.unflatten(0, input_ids.shape)
+
+    other = Products()
+    same_weights = {**weights(other), "bare": other.bare.detach().mT}
+    products = calibrate_module(other, data, same_weights)
+    assert same(found, products)

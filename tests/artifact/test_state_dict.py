@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from parbank.artifact.container import decode_artifact, encode_artifact
+from parbank.artifact.module import roles_in, transposed_in
 from parbank.artifact.pack import describe_tensors
 from parbank.artifact.state_dict import pack_state_dict, split_state_dict, unpack_state_dict
 from parbank.errors import ArtifactError
 from parbank.model import GPT
 from parbank.quant.calibration import Calibration
 from parbank.quant.config import QuantConfig
-from parbank.quant.roles import role, roles_in
+from parbank.quant.roles import role
 from parbank.recipes import RECIPES, get_recipe
 
 
@@ -132,7 +133,8 @@ def test_what_cannot_be_packed_is_refused() -> None:
     ("key", "value"),
     [
         ("shapes", {"stack": [4, 24, 32]}), ("shapes", {"stack": [3, 24, 31]}), ("shapes", {"stack": 3}), ("shapes", None),
-        ("shared", {"x": "missing"}), ("shared", [1]), ("kind", "parbank language model"), ("kind", None),
+        ("shared", {"x": "missing"}), ("shared", [1]), ("transposed", ["x"]), ("transposed", 3),
+        ("kind", "parbank language model"), ("kind", None),
     ],
 )  # fmt: skip
 def test_a_file_that_does_not_fit_together_is_refused(key: str, value: Any) -> None:
@@ -183,3 +185,33 @@ def test_parbank_s_own_tensors_keep_their_roles(recipe: str, tied: bool) -> None
                 "embedding" if name.endswith("embedding.weight") else "matrix" if min(tensor.shape) >= 16 else "other"
             )
         assert role(name, tuple(tensor.shape)) == expected, name
+
+
+class Conv1D(nn.Module):
+    """The linear layer of GPT-2 in the package transformers, which is known by this name: (inputs, outputs)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(32, 96)), nn.Parameter(torch.zeros(96))
+
+
+def test_a_matrix_of_inputs_by_outputs_is_stored_transposed() -> None:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"c_attn": Conv1D(), "conv": nn.Conv1d(32, 40, 3)})
+    assert transposed_in(module) == {"c_attn.weight"}
+    split = split_state_dict(module.state_dict(), roles_in(module), transposed_in(module))
+    assert split.weights["c_attn.weight"].shape == (96, 32)
+    assert split.weights["c_attn.weight"].data_ptr() == module["c_attn"].weight.data_ptr(), "a view, for calibration"
+    packed = pack_state_dict(split, QuantConfig(), Calibration(), max_bytes=20_000)
+    after = unpack_state_dict(packed.artifact)
+    assert after["c_attn.weight"].shape == (32, 96)
+    assert (after["c_attn.weight"] - module["c_attn"].weight).abs().max() < 0.1
+
+
+def test_a_table_of_integers_under_two_names_is_kept_exactly() -> None:
+    table = torch.arange(64).reshape(16, 4)
+    after = unpack_state_dict(
+        decode_artifact(pack({"a.weight": table, "embed.weight": table, "w": torch.randn(16, 16)}))
+    )
+    assert torch.equal(after["embed.weight"], table)
+    assert after["a.weight"] is after["embed.weight"]
