@@ -1,10 +1,16 @@
-"""Atomic file writes, and the cache folder for everything that can be rebuilt."""
+"""Atomic file writes, locks on folders, and the cache folder for everything that can be rebuilt."""
 
 import json
 import os
 import secrets
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from filelock import FileLock, Timeout
 
 from parbank.errors import FileError
 
@@ -19,27 +25,40 @@ def write_file(path: str | Path, data: bytes) -> int:
 
     A reader sees the old file or the whole new one, even after a crash or a power cut.
     """
-    target = Path(path)
-    # A random name in the same folder: os.replace is atomic only within a file system, and two writers never share it.
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:  # Ctrl-C too: a half-written file must not stay behind
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(target.parent)
+        with writing(path) as file:
+            file.write(data)
     except OSError as error:
         raise FileError(
-            f"cannot write {target}: {error.strerror or error}; "
+            f"cannot write {path}: {error.strerror or error}; "
             f"choose a folder you may write to, with {len(data):,} bytes free"
         ) from error
     return len(data)
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[BinaryIO]:
+    """A file that gets its name when the block has succeeded and every byte is on the disk. Raises OSError."""
+    target = Path(path)
+    # A random name in the same folder: os.replace is atomic only within a file system, and two writers never share it.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:  # Ctrl-C too: a half-written file must not stay behind
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+
+
+def remove_leftovers(folder: Path, pattern: str) -> None:
+    """Deletes the temporary files of killed writers of `pattern`. Only for a folder that no other process writes to."""
+    for temporary in folder.glob(f".{pattern}.{'[0-9a-f]' * 12}.tmp"):
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: str | Path, value: Any) -> int:
@@ -59,3 +78,37 @@ def sync_folder(folder: Path) -> None:
         pass
     finally:
         os.close(handle)
+
+
+@contextmanager
+def locked(lock: Path, folder: Path, *, wait: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Holds `folder` for this process by the file `lock`, which is deleted at the end.
+
+    A second process is refused with the name of the first, or waits for it and says so by `wait`. The system releases
+    the lock (flock) when its process ends, even by a kill.
+    """
+    file, holder = FileLock(lock), lock.with_suffix(".json")
+    try:
+        file.acquire(timeout=0)
+    except Timeout:
+        user = _describe_holder(holder)
+        if wait is None:
+            raise FileError(f"{folder} is in use by {user}; wait until it has ended, or choose another --out") from None
+        wait(f"waiting for {user}, which works on {folder}")
+        file.acquire(poll_interval=0.2)
+    try:
+        since = datetime.now().isoformat(" ", "seconds")
+        write_json(holder, {"pid": os.getpid(), "host": socket.gethostname(), "since": since})
+        yield
+    finally:
+        for path in (holder, lock):  # while the lock is held: whoever waits sees that the file is gone and starts over
+            path.unlink(missing_ok=True)
+        file.release()
+
+
+def _describe_holder(path: Path) -> str:
+    try:
+        found = json.loads(path.read_bytes())
+        return f"process {found['pid']} on {found['host']}, since {found['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # the first process has not written it yet
+        return "another process"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import signal
 import time
 from collections.abc import Iterable, Mapping
@@ -168,9 +169,9 @@ def _resumed(out: str | os.PathLike[str] | None, recipe: str | None) -> Path:
 
 
 def _new_folder(recipe: str, place: Runtime) -> Path:
-    """runs/RECIPE-TIME, the same on every rank by the first rank's clock."""
-    (stamp,) = place.agree([time.time() if place.is_main else 0.0])
-    return Path("runs") / f"{recipe}-{datetime.fromtimestamp(stamp):%Y%m%d-%H%M%S}"
+    """runs/RECIPE-TIME-XXXX, the same on every rank. The random end tells runs of the same second apart."""
+    stamp, mark = place.agree([time.time(), float(secrets.randbits(16))] if place.is_main else [0.0, 0.0])
+    return Path("runs") / f"{recipe}-{datetime.fromtimestamp(stamp):%Y%m%d-%H%M%S}-{int(mark):04x}"
 
 
 def _leave(result: Result) -> NoReturn:

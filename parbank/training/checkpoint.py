@@ -6,7 +6,6 @@ states, clock) and everything `eval` and `pack` need (config, tokenizer). Files 
 weights_only, which runs no pickled code.
 """
 
-import os
 import random
 import re
 import zipfile
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from parbank.errors import CheckpointError
+from parbank.files import remove_leftovers, writing
 
 FORMAT = 1
 _NAME = re.compile(r"step_(\d+)\.pt")
@@ -24,24 +24,18 @@ _NAME = re.compile(r"step_(\d+)\.pt")
 
 def save_checkpoint(folder: Path, state: dict[str, Any], *, keep: int) -> Path:
     """Writes step_N.pt for state["step"] and deletes all but the newest `keep`."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{state['step']:08d}.pt"
-    temporary = path.with_suffix(f".tmp{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
+        with writing(path) as file:
             torch.save({"format": FORMAT, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save wraps a full disk's OSError in a RuntimeError
-        temporary.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:  # torch.save wraps whatever ends a write in a RuntimeError
+        if isinstance(error.__context__, KeyboardInterrupt | SystemExit):
+            raise error.__context__ from None
         raise CheckpointError(
             f"cannot write the checkpoint {path}: {error}; free some space or choose another --out"
         ) from error
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    for stale in [*list_checkpoints(folder)[:-keep], *folder.glob("*.tmp*")]:
+    remove_leftovers(folder, "step_*.pt")
+    for stale in list_checkpoints(folder)[:-keep]:
         stale.unlink(missing_ok=True)
     return path
 

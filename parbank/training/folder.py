@@ -3,14 +3,20 @@
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from parbank.config import override
 from parbank.errors import CheckpointError, ConfigError
+from parbank.files import locked, remove_leftovers, write_json
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint, list_checkpoints
 from parbank.training.config import RunConfig, read_config
+
+LOCK = ".run.lock"
+UNFINISHED = ".unfinished"  # marks the folder as one that parbank writes to, until the run ends
+WRITTEN = ("config.json", "metrics.jsonl", "model.pbk", "summary.json")
 
 
 def load_run_config(out: Path, *assignments: str) -> RunConfig:
@@ -24,22 +30,31 @@ def load_run_config(out: Path, *assignments: str) -> RunConfig:
     return override(read_config(values), *assignments)
 
 
-@contextmanager
-def open_folder(out: Path, resume: bool, runtime: Runtime) -> Iterator[Path | None]:
-    """The checkpoint to resume from, or None in an unused folder.
+@dataclass
+class RunFolder:
+    """A folder that this run holds."""
 
-    Tests here, before the data is prepared, whether the folder can be written. If the block fails, a folder that was
-    created here is deleted again.
-    """
-    if resume:
-        yield find_checkpoint(out)
-        return
-    if list_checkpoints(out / "checkpoint") or (out / "summary.json").exists():
-        raise ConfigError(f"{out} already holds a run; go on with it by --resume, or choose another --out")
-    if not runtime.is_main:
-        yield None
-        return
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    checkpoint: Path | None
+    """The checkpoint to resume from."""
+    started: bool = False
+    """Set when training begins. Until then a failure deletes the folder again, if it was created here."""
+
+
+@contextmanager
+def open_folder(out: Path, resume: bool, runtime: Runtime) -> Iterator[RunFolder]:
+    """Holds the folder for one run, from before the data is prepared to the end. Only the first rank writes to it."""
+    with ExitStack() as stack:
+        folder = RunFolder(None)
+        runtime.in_turn(lambda: stack.enter_context(_claim(out, resume, folder)) if runtime.is_main else None)
+        folder.checkpoint = find_checkpoint(out) if resume else None
+        yield folder
+
+
+@contextmanager
+def _claim(out: Path, resume: bool, folder: RunFolder) -> Iterator[None]:
+    """Locks the folder, after checking that it can be written and that it holds nothing that this run would destroy."""
+    _check_contents(out, resume)
+    made = [path for path in (out, *out.parents) if not path.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -47,9 +62,37 @@ def open_folder(out: Path, resume: bool, runtime: Runtime) -> Iterator[Path | No
     except OSError as error:
         raise ConfigError(f"cannot write to {out}: {error.strerror or error}; choose another --out") from error
     try:
-        yield None
+        with locked(out / LOCK, out):
+            _check_contents(out, resume)  # again: another run may have ended since
+            for name in WRITTEN:
+                remove_leftovers(out, name)
+            if not resume:
+                write_json(out / UNFINISHED, {"made_by": "parbank"})
+            try:
+                yield
+            except BaseException:
+                if not folder.started:
+                    (out / UNFINISHED).unlink(missing_ok=True)
+                raise
+            (out / UNFINISHED).unlink(missing_ok=True)
     except BaseException:
-        with suppress(OSError):  # a folder that somebody else has put something into meanwhile stays
-            for folder in made:
-                folder.rmdir()
+        if not folder.started:
+            with suppress(OSError):  # a folder that somebody else has put something into meanwhile stays
+                for path in made:
+                    path.rmdir()
         raise
+
+
+def _check_contents(out: Path, resume: bool) -> None:
+    """A new run needs an empty folder, or that of a run which ended before its first checkpoint."""
+    if resume:
+        find_checkpoint(out)
+        return
+    if not out.is_dir():
+        return
+    names = {path.name for path in out.iterdir()} - {LOCK, Path(LOCK).with_suffix(".json").name}
+    if list_checkpoints(out / "checkpoint") or "summary.json" in names:
+        raise ConfigError(f"{out} already holds a run; go on with it by --resume, or choose another --out")
+    if names and (UNFINISHED not in names or "model.pbk" in names):
+        some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise ConfigError(f"{out} is not empty ({some}), and a run would overwrite files; choose a new or empty --out")

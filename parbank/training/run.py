@@ -66,36 +66,45 @@ def run(
     config = replace(config, data=absolute_spec(config.data))
     _check_settings(config, runtime)
     check_size(config, display)
-    with open_folder(out, resume, runtime) as checkpoint:
+    with open_folder(out, resume, runtime) as folder:
         dataset = _open_data(config, runtime, display, resume)
         config = _fit_data(config, dataset)
         check_size(config, display, dataset.tokenizer)
         setup.end("data")
         trainer = Trainer(config, runtime, dataset, out)
-    try:
-        if checkpoint is not None:
-            trainer.resume(load_checkpoint(checkpoint), checkpoint)
-            display.say(f"resuming from {checkpoint} at step {trainer.step}")
-        if runtime.is_main:
-            write_json(out / "config.json", to_dict(config))
-        display.say(introduce(trainer))
-        setup.end("model")
-        trainer.warm_up()
-        setup.end("warm-up")
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in setup.seconds.items())
-        display.say(f"ready after {setup.total:.1f} s of setup ({parts}); the clock starts now")
-        waited = trainer.batches.wait_seconds  # that of the warm-up, which is not part of training
-        with trainer.watch_signals():
-            train_with_reports(trainer, display)
-            saved = trainer.save()
-        if trainer.stop_signal:
-            again = f"parbank train --resume --out {shlex.quote(str(out))}"
-            display.say(f"stopped at step {trainer.step}; saved {saved}; go on with: {again}")
-            return Result(None, trainer.stop_signal)
-        waited = trainer.batches.wait_seconds - waited
-        return Result(finish(trainer, setup, waited, display))
-    finally:
-        trainer.close()
+        try:
+            if folder.checkpoint is not None:
+                trainer.resume(load_checkpoint(folder.checkpoint), folder.checkpoint)
+                display.say(f"resuming from {folder.checkpoint} at step {trainer.step}")
+            folder.started = True
+            return _train(trainer, setup, display)
+        finally:
+            trainer.close()
+
+
+def _train(trainer: Trainer, setup: Laps, display: Display) -> Result:
+    """From the loaded state to the summary, or to a checkpoint if a signal stops the run."""
+    out = trainer.out
+    if trainer.runtime.is_main:
+        # A summary is there only if the run has ended with this config: the old one goes first, the new one comes last.
+        (out / "summary.json").unlink(missing_ok=True)
+        write_json(out / "config.json", to_dict(trainer.config))
+    display.say(introduce(trainer))
+    setup.end("model")
+    trainer.warm_up()
+    setup.end("warm-up")
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in setup.seconds.items())
+    display.say(f"ready after {setup.total:.1f} s of setup ({parts}); the clock starts now")
+    waited = trainer.batches.wait_seconds  # that of the warm-up, which is not part of training
+    with trainer.watch_signals():
+        train_with_reports(trainer, display)
+        saved = trainer.save()
+    if trainer.stop_signal:
+        again = f"parbank train --resume --out {shlex.quote(str(out))}"
+        display.say(f"stopped at step {trainer.step}; saved {saved}; go on with: {again}")
+        return Result(None, trainer.stop_signal)
+    waited = trainer.batches.wait_seconds - waited
+    return Result(finish(trainer, setup, waited, display))
 
 
 def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display) -> dict[str, Any]:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from parbank.files import write_file
+
 
 class JsonlLogger:
     """Appends rows to metrics.jsonl. Each row is on disk as soon as it is written."""
@@ -11,9 +13,7 @@ class JsonlLogger:
     def __init__(self, out: Path, *, resume_step: int) -> None:
         path = out / "metrics.jsonl"
         kept = read_rows(path, last_step=resume_step)
-        fresh = path.with_suffix(".tmp")  # renamed when complete: a kill here loses no row
-        fresh.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        fresh.replace(path)
+        write_file(path, "".join(json.dumps(row) + "\n" for row in kept).encode())  # whole: a kill here loses no row
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open for the whole run)
 
     def write(self, row: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """TensorBoard events, in the folder `tensorboard` of the run."""
 
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ class TensorBoardLogger:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside tensorboard's own imports
             from torch.utils.tensorboard import SummaryWriter
-        # A new start deletes earlier events: TensorBoard reads event files of the same second in an undefined order.
-        if not resume_step:
-            shutil.rmtree(out / "tensorboard", ignore_errors=True)
+        # purge_step hides the events of an abandoned attempt; its files stay.
         self._board = SummaryWriter(str(out / "tensorboard"), purge_step=resume_step + 1)
 
     def write(self, row: dict[str, Any]) -> None:

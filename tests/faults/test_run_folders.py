@@ -1,0 +1,151 @@
+"""A run folder: one run at a time, and no file in it that parbank did not write is changed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from parbank.api.run import _new_folder
+from parbank.errors import ConfigError, FileError
+from parbank.files import locked
+from parbank.runtime import Runtime
+from parbank.training.folder import UNFINISHED, open_folder
+
+PLACE = Runtime(device=torch.device("cpu"))
+TRAIN = [sys.executable, "-m", "parbank", "train", "--recipe", "nano", "--device", "cpu"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def start(spec: str, out: Path, *more: str) -> subprocess.Popen[str]:
+    command = [*TRAIN, "--data", spec, "--out", str(out), *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"the process ended before it said {text!r}")
+
+
+@pytest.mark.parametrize("name", ["tensorboard/events", "config.json", "metrics.jsonl", "model.pbk", "notes.txt"])
+def test_a_folder_of_the_user_is_refused_and_left_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    before = contents(tmp_path)
+    with (
+        pytest.raises(ConfigError, match=r"is not empty .*choose a new or empty --out"),
+        open_folder(tmp_path, False, PLACE),
+    ):
+        pass
+    assert contents(tmp_path) == before
+
+
+def test_an_attempt_that_failed_before_its_first_checkpoint_may_be_repeated(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def fail() -> None:
+        with open_folder(out, False, PLACE) as folder:
+            folder.started = True
+            (out / "config.json").write_text("{}")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert sorted(contents(out)) == [UNFINISHED, "config.json"]
+    with open_folder(out, False, PLACE) as folder:
+        folder.started = True
+    assert sorted(contents(out)) == ["config.json"], "a run that has ended leaves no marker and no lock"
+    with pytest.raises(ConfigError, match="is not empty"), open_folder(out, False, PLACE):
+        pass
+
+
+def test_a_model_without_a_summary_is_not_overwritten(tmp_path: Path) -> None:
+    for name in (UNFINISHED, "model.pbk"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match="is not empty"), open_folder(tmp_path, False, PLACE):
+        pass
+
+
+def test_a_failure_before_training_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), open_folder(tmp_path / "a" / "run", False, PLACE):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_of_the_same_second_have_two_folders() -> None:
+    assert len({_new_folder("nano", PLACE) for _ in range(20)}) == 20
+
+
+def test_the_second_run_is_told_of_the_first_and_a_kill_frees_the_folder(text_spec: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with start(text_spec, out, "--minutes", "5") as first:
+        wait_for(first, "the clock starts now")
+        with start(text_spec, out, "--steps", "2") as second:
+            said = second.communicate(timeout=120)[0]
+        assert second.returncode == 2
+        assert f"{out} is in use by process {first.pid} on " in said
+        assert "since 20" in said
+        first.kill()
+    assert (out / UNFINISHED).exists()
+    with start(text_spec, out, "--steps", "2") as third:
+        said = third.communicate(timeout=120)[0]
+    assert third.returncode == 0, said
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "metrics.jsonl", "tensorboard", "checkpoint", "model.pbk", "summary.json",
+    }  # fmt: skip
+    assert json.loads((out / "summary.json").read_text())["steps"] == 2
+
+
+def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from parbank.files import locked\n"
+        "with locked(Path(sys.argv[1]) / 'x.lock', Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        wait_for(process, "held")
+        with pytest.raises(FileError, match=f"in use by process {process.pid}"), locked(tmp_path / "x.lock", tmp_path):
+            pass
+        os.kill(process.pid, signal.SIGKILL)
+    said: list[str] = []
+    began = time.monotonic()
+    with locked(tmp_path / "x.lock", tmp_path, wait=said.append):
+        pass
+    assert said == []
+    assert time.monotonic() - began < 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_has_no_summary_until_it_ends(text_spec: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with start(text_spec, out, "--steps", "2") as process:
+        said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    command = [
+        sys.executable,
+        "-m",
+        "parbank",
+        "train",
+        "--resume",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+        "--minutes",
+        "5",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as again:
+        wait_for(again, "the clock starts now")
+        again.kill()
+    assert not (out / "summary.json").exists()
+    assert (out / "model.pbk").exists()
