@@ -19,9 +19,7 @@ from parbank.data.sources import absolute_spec
 from parbank.errors import CheckpointError, ConfigError
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
-from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
-from parbank.training.display import Display
 from parbank.training.folder import load_run_config
 from parbank.training.run import Result, run
 
@@ -63,15 +61,13 @@ def train(
         >>> run.summary["steps"], run.summary["artifact_bytes"] <= 200_000
         (4, True)
     """
-    use_compile_cache()
     config = configure(
         recipe=recipe, data=data, minutes=minutes, steps=steps, tokens=tokens, max_bytes=max_bytes, seed=seed,
         settings=settings, resume_from=_resumed(out, recipe) if resume else None,
     )  # fmt: skip
     with runtime.start(device) as place:
         folder = _new_folder(config.recipe, place) if out is None else Path(out)
-        display = Display(enabled=place.is_main and not quiet)
-        result = run(config, place, folder, resume=resume, display=display)
+        result = run(config, place, folder, resume=resume, quiet=quiet)
     if result.summary is None:
         _leave(result)
     return Run(folder=folder, summary=result.summary, device=str(place.device))

@@ -85,9 +85,17 @@ class Dataset:
             previous = int(tokens[-1])
 
 
-def open_dataset(spec: str, *, vocab_size: int, cache: Path | None = None, say: Say = say_on_stderr) -> Dataset:
-    """Opens any spec of parbank.data.sources. Text is prepared in the cache unless it is there already."""
-    cache = Path(cache) if cache is not None else default_cache()
+def open_dataset(
+    spec: str, *, vocab_size: int, sequence_length: int = 0, cache: Path | None = None, say: Say = say_on_stderr
+) -> Dataset:
+    """Opens any spec of parbank.data.sources. Text is prepared in the cache unless it is there already. A split with less
+    than one sequence of `sequence_length` tokens is refused."""
+    dataset = _open(spec, vocab_size, Path(cache) if cache is not None else default_cache(), say)
+    dataset.require_length(sequence_length)
+    return dataset
+
+
+def _open(spec: str, vocab_size: int, cache: Path, say: Say) -> Dataset:
     opened = parse_spec(spec).open(cache, say)
     if isinstance(opened, Path):
         return open_shards(opened, vocab_size=vocab_size, name=spec)

@@ -23,6 +23,7 @@ from parbank.model.gpt import MAX_POSITIONS
 from parbank.ops.fp8 import check_device
 from parbank.runtime import Runtime, check_seed
 from parbank.training.checkpoint import load_checkpoint
+from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.display import Display
 from parbank.training.folder import open_folder
@@ -58,11 +59,18 @@ class Laps:
 
 
 def run(
-    config: RunConfig, runtime: Runtime, out: Path, *, resume: bool = False, display: Display | None = None
+    config: RunConfig,
+    runtime: Runtime,
+    out: Path,
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+    display: Display | None = None,
 ) -> Result:
-    """Trains, scores and packs. Everything that a user keeps is in the folder `out`."""
+    """Trains, scores and packs. Everything that a user keeps is in the folder `out`. `display` replaces the usual display,
+    which prints nothing if `quiet`."""
     setup = Laps()
-    display = display or Display(enabled=runtime.is_main)
+    display = display or Display(enabled=runtime.is_main and not quiet)
     config = replace(config, data=absolute_spec(config.data))
     _check_settings(config, runtime)
     check_size(config, display)
@@ -71,6 +79,7 @@ def run(
         config = _fit_data(config, dataset)
         check_size(config, display, dataset.tokenizer)
         setup.end("data")
+        use_compile_cache()
         trainer = Trainer(config, runtime, dataset, out)
         try:
             if folder.checkpoint is not None:
@@ -113,7 +122,8 @@ def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display)
     laps = Laps()
     # xz takes seconds on one core: it runs in parallel with everything below.
     with ThreadPoolExecutor(1) as aside, trainer.averages.applied():
-        compressed = aside.submit(compressor_bpb, dataset.val_text()) if runtime.is_main else None
+        text = dataset.val_text() if runtime.is_main else b""
+        compressed = aside.submit(compressor_bpb, text) if runtime.is_main else None
         before = _score(trainer, display, "scoring")
         laps.end("scoring")
         display.say(f"val bpb {before.bpb:.4f} before packing; packing")
@@ -132,7 +142,7 @@ def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display)
         summary = summarise(trainer, before, after, setup.seconds, wait_seconds)
         if packed is not None and compressed is not None:
             display.say("writing a sample, and compressing the same text with zlib, xz and zstd")
-            summary |= summarise_packed(trainer, packed) | {"compressors_bpb": _wait_for(compressed, display)}
+            summary |= summarise_packed(trainer, packed, text) | {"compressors_bpb": _wait_for(compressed, display)}
     laps.end("sample and compressors")
     summary |= {"finish_seconds": laps.total, "finish_parts": laps.seconds}
     if runtime.is_main:
@@ -164,9 +174,8 @@ def _open_data(config: RunConfig, runtime: Runtime, display: Display, resume: bo
     elsewhere = "; if the run's text lies elsewhere now, say where by --data" if resume else ""
 
     def work() -> Dataset:
-        dataset = open_dataset(config.data, vocab_size=config.model.vocab_size, say=display.say)
-        dataset.require_length(config.batch.sequence_length)
-        return dataset
+        length = config.batch.sequence_length
+        return open_dataset(config.data, vocab_size=config.model.vocab_size, sequence_length=length, say=display.say)
 
     try:
         return runtime.in_turn(work)

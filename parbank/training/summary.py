@@ -1,5 +1,6 @@
 """summary.json: the settings and the result of a run."""
 
+import hashlib
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ def summarise(
         "val_bpb_before_packing": before.bpb,
         "val_bytes": after.bytes,
         "val_tokens": after.tokens,
-        "val_text_sha256": dataset.val_text_sha256,
         "dataset": dataset.fingerprint,
         "max_bytes": config.budget.max_bytes,
         "steps": trainer.step,
@@ -50,10 +50,11 @@ def summarise(
     }
 
 
-def summarise_packed(trainer: Trainer, packed: Packed) -> dict[str, Any]:
-    """The part of the summary that only the first rank knows."""
+def summarise_packed(trainer: Trainer, packed: Packed, text: bytes) -> dict[str, Any]:
+    """The part of the summary that only the first rank knows. `text` is the validation text."""
     context = trainer.config.batch.sequence_length
     return {
+        "val_text_sha256": hashlib.sha256(text).hexdigest(),
         "artifact_bytes": packed.size,
         "code_bytes": packed.code_bytes,
         "matrix_q": packed.matrix_q,

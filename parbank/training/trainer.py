@@ -196,7 +196,7 @@ class Trainer:
     def _update_weights(self, share: float) -> None:
         self.optimizer.step()
         # A graph needs the gradients at the addresses that were captured.
-        self.optimizer.zero_grad(set_to_none=False if self.graphed else None)
+        self.model.zero_grad(set_to_none=not self.graphed)
         self.averages.update(share)
 
     def _record(self, loss: Tensor, share: float) -> None:
