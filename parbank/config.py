@@ -35,7 +35,7 @@ def from_dict(cls: type[C], values: dict[str, Any], *, path: str = "") -> C:
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(names))
     if unknown:
-        raise ConfigError(f"{_join(path, unknown[0])} is no setting; {path or cls.__name__} has: {', '.join(names)}")
+        raise ConfigError(f"{_join(path, unknown[0])} is not a setting; {path or cls.__name__} has: {', '.join(names)}")
     return cls(**{name: _convert(hints[name], value, _join(path, name)) for name, value in values.items()})
 
 
@@ -128,7 +128,7 @@ def _raise_unknown(config: Any, key: str) -> typing.NoReturn:
     leaf = key.rsplit(".", 1)[-1]
     near = [p for p in paths if p.rsplit(".", 1)[-1] == leaf] or difflib.get_close_matches(key, paths, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(near)}?" if near else "`parbank recipes NAME` prints every setting"
-    raise ConfigError(f"{key} is no setting; {hint}")
+    raise ConfigError(f"{key} is not a setting; {hint}")
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:

@@ -23,7 +23,7 @@ class ArtifactError(ParbankError):
     @classmethod
     def damaged(cls, source: str, what: str) -> "ArtifactError":
         """The error for a file, or a part of one, whose bytes differ from those that were written."""
-        return cls(f"{source} is damaged: {what}; copy or download it again, or write it anew with `parbank pack`")
+        return cls(f"{source} is damaged: {what}; copy or download it again, or write it again with `parbank pack`")
 
 
 class FileError(ParbankError):

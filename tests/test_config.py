@@ -54,7 +54,7 @@ def test_override_parses_each_kind_of_value() -> None:
         ("inner.limit=soon", "a number or none"),
         ("on=1", "true or false"),
         ("inner=3", "inner.size"),
-        ("other.size=3", "is no setting"),
+        ("other.size=3", "is not a setting"),
     ],
 )
 def test_a_wrong_override_says_what_is_allowed(assignment: str, message: str) -> None:
@@ -75,7 +75,7 @@ def test_every_recipe_survives_json_and_documents_every_setting(name: str) -> No
 
 
 def test_from_dict_names_the_unknown_field() -> None:
-    with pytest.raises(ConfigError, match=r"inner\.depth is no setting"):
+    with pytest.raises(ConfigError, match=r"inner\.depth is not a setting"):
         from_dict(Outer, {"inner": {"depth": 1}})
 
 

@@ -160,7 +160,7 @@ def _budget_changes(minutes: float | None, steps: int | None, tokens: int | None
 
 def _resumed(out: str | os.PathLike[str] | None, recipe: str | None) -> Path:
     if out is None or recipe is not None:
-        raise ConfigError("--resume goes on with an earlier run: give its folder by --out, and no --recipe")
+        raise ConfigError("--resume continues an earlier run: give its folder by --out, and no --recipe")
     return Path(out)
 
 
@@ -173,5 +173,5 @@ def _new_folder(recipe: str, place: Runtime) -> Path:
 def _leave(result: Result) -> NoReturn:
     """Exits as the signal that stopped the run requires."""
     if result.stop_signal == signal.SIGINT:
-        raise Stopped("training was stopped; its checkpoint is saved, and resume=True goes on from it")
+        raise Stopped("training was stopped; its checkpoint is saved, and resume=True continues from it")
     raise SystemExit(128 + result.stop_signal)

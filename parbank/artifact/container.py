@@ -30,7 +30,7 @@ DIGEST_BYTES = 16
 _PREFIX = struct.Struct(f"<8sII{DIGEST_BYTES}s")  # magic, version, header length, digest of the three and the header
 _NAME = re.compile(r"[A-Za-z0-9._/-]{1,200}\Z")
 _ENTRY_FIELDS = {"name", "offset", "size", "checksum"}
-_AGAIN = "copy or download it again, or write it anew with `parbank pack`"
+_AGAIN = "copy or download it again, or write it again with `parbank pack`"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def read_artifact(path: str | Path) -> Artifact:
             f"{source} cannot be read: {error.strerror or error}; check the path and its permissions"
         ) from error
     except ValueError as error:  # a NUL in the path is refused by the operating system's interface with a ValueError
-        raise ArtifactError(f"{source!r} is no usable path: {error}") from error
+        raise ArtifactError(f"{source!r} is not a usable path: {error}") from error
 
 
 def is_artifact(path: str | Path) -> bool:

@@ -129,6 +129,6 @@ def _default_loss(out: Any, batch: Batch) -> Tensor:
         return F.cross_entropy(scored, ids[:, 1:].flatten().long(), reduction="sum")
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(out).__name__
     raise ConfigError(
-        f"calibration cannot tell the loss of this module: it returned {shape}, which are no logits (B, T, vocabulary) of the "
+        f"calibration cannot find the loss of this module: it returned {shape}, which are no logits (B, T, vocabulary) of the "
         "token ids it was given. Give loss=..., a function of the output and the batch that returns one number"
     )

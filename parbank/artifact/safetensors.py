@@ -105,7 +105,7 @@ def _read_settings(settings: tuple[str, ...]) -> QuantConfig:
         name = setting.partition("=")[0].strip().removeprefix("quant.")
         if name not in _USED:
             raise ConfigError(
-                f"quant.{name} means nothing to an import, which has no text to calibrate the solver on and rounds row by row; "
+                f"quant.{name} does not apply to an import, which has no text to calibrate the solver on and rounds row by row; "
                 f"it takes {', '.join(f'quant.{used}' for used in _USED)}. `parbank pack` of a checkpoint takes all of quant"
             )
     return quant
@@ -122,7 +122,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, st
         raise ArtifactError(f"{path} does not exist; give a .safetensors file") from None
     except Exception as error:  # the library's own error type, OSError, or a dtype torch does not know
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ArtifactError(f"{path} is no sound safetensors file: {reason[0]}") from error
+        raise ArtifactError(f"{path} is not a valid safetensors file: {reason[0]}") from error
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise ArtifactError(f"{path} holds {name} as {tensor.dtype}; only floating-point weights can be packed")
@@ -231,7 +231,7 @@ def load_bytes(data: bytes, source: str) -> dict[str, torch.Tensor]:
     except ParbankError:
         raise
     except Exception as error:  # the library's own error type, or a dtype torch does not know
-        raise ArtifactError(f"{source} is no sound safetensors file: {error}") from error
+        raise ArtifactError(f"{source} is not a valid safetensors file: {error}") from error
 
 
 def _safetensors() -> Any:

@@ -37,7 +37,7 @@ def pack(
     ] = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Pack a checkpoint into an artifact of at most so many bytes.
+    """Pack a checkpoint into an artifact of limited size.
 
     The bytes go where the loss needs them: a few training windows are run through the model to see where that is.
 
@@ -153,7 +153,7 @@ def export(
     path: Annotated[
         Path, typer.Argument(metavar="ARTIFACT_OR_CHECKPOINT", help="A .pbk file, a checkpoint, or a run folder.")
     ],
-    format: Annotated[str, typer.Option(help="safetensors, the one there is.")] = "safetensors",
+    format: Annotated[str, typer.Option(help="safetensors (the only format).")] = "safetensors",
     out: Annotated[
         Path | None, typer.Option(help="File to write; NAME.safetensors beside the input if not given.")
     ] = None,
@@ -188,7 +188,7 @@ def export(
 
 
 def import_(
-    path: Annotated[Path, typer.Argument(metavar="FILE.safetensors", help="What `parbank export` wrote.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE.safetensors", help="A file that `parbank export` wrote.")],
     out: Annotated[Path, typer.Option(help="Artifact to write.")],
     tokenizer: Annotated[
         Path | None, typer.Option(help="SentencePiece model; NAME.model beside the file if not given.")

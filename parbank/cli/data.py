@@ -59,7 +59,7 @@ def _print_training(spec: str, vocab: int) -> None:
 
 
 def info(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of token shards.")]) -> None:
-    """Check every shard of a folder and say what is in it.
+    """Check every shard of a folder and describe it.
 
     Every token is counted, and the shards are compared with the manifest that was written with them.
 
@@ -82,7 +82,7 @@ def fetch(
 ) -> None:
     """Fetch a published data set.
 
-    What is there and whole is not fetched again; what was cut off goes on where it stopped.
+    Complete files are not fetched again; an interrupted download continues.
 
     Examples:
 

@@ -110,7 +110,7 @@ def evaluate(
     ] = None,
     freeze: Annotated[
         int | None,
-        typer.Option(help="So many first blocks do not learn; embeddings still do.", rich_help_panel=_TTT),
+        typer.Option(help="The first N blocks do not learn; embeddings do.", rich_help_panel=_TTT),
     ] = None,
     blocks: Annotated[
         str | None, typer.Option(help="Only these blocks learn, e.g. 8,9,10, and no embedding.", rich_help_panel=_TTT)
@@ -126,7 +126,8 @@ def evaluate(
         typer.Option(help="Where --breakdown draws bpb against position; breakdown.png if not given."),
     ] = None,
     compare: Annotated[
-        Path | None, typer.Option(metavar="RESULT.json", help="An earlier result; unlike ones are refused.")
+        Path | None,
+        typer.Option(metavar="RESULT.json", help="An earlier result; a different text or method is refused."),
     ] = None,
     eager: Annotated[bool, typer.Option("--eager", help="Do not replay CUDA graphs: launch by launch.")] = False,
     device: DeviceOption = "auto",

@@ -37,7 +37,7 @@ def sample(
     ] = False,
     device: DeviceOption = "auto",
 ) -> None:
-    """Let a model write.
+    """Sample text from a model.
 
     The text goes to standard output, the speed to standard error. It ends early where the model ends the document. On a
     terminal, control characters the model writes are shown as signs; piped, the text is exact.

@@ -58,7 +58,7 @@ def train(
             "--set", metavar="a.b=v", help="Change one setting; repeatable. `parbank recipes NAME` prints all of them."
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
     """Train a model, score it, and pack it into one file.
 
@@ -76,7 +76,7 @@ def train(
 
       torchrun --nproc_per_node=8 -m parbank train --recipe golf
 
-    Ctrl-C saves a checkpoint; --resume goes on from it.
+    Ctrl-C saves a checkpoint; --resume continues from it.
     """
     from parbank.api import run as api
 
@@ -130,11 +130,11 @@ def warmup(
     recipe: Annotated[str, typer.Option(help="demo, sprint, golf or nano.")] = "demo",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="a.b=v", help="Change one setting, as for the run to come; repeatable."),
+        typer.Option("--set", metavar="a.b=v", help="Change one setting, as for the later run; repeatable."),
     ] = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Compile what a recipe needs on this GPU, once; `parbank train` then starts warm. Needs no data.
+    """Compile the kernels of a recipe on this GPU, once; `parbank train` then starts warm. Needs no data.
 
     Examples:
 
@@ -142,7 +142,7 @@ def warmup(
 
       torchrun --nproc_per_node=8 -m parbank warmup --recipe golf
 
-    What is compiled stays in parbank's cache ($PARBANK_CACHE, else ~/.cache/parbank), or where TORCHINDUCTOR_CACHE_DIR
+    Compiled code stays in parbank's cache ($PARBANK_CACHE, else ~/.cache/parbank), or where TORCHINDUCTOR_CACHE_DIR
     and TRITON_CACHE_DIR say.
     """
     from parbank import runtime

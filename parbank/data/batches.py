@@ -206,7 +206,7 @@ def _check_form(state: Any) -> None:
         problem = f"its entry_in_step ({state['entry_in_step']}) is larger than its entry ({state['entry']})"
     else:
         return
-    raise DataError(f"this is no data position ({problem}), got {state!r}; take it from a checkpoint's data state")
+    raise DataError(f"this is not a data position ({problem}), got {state!r}; take it from a checkpoint's data state")
 
 
 def _ceil_div(a: int, b: int) -> int:

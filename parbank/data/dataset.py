@@ -149,7 +149,7 @@ def describe(folder: Path) -> dict[str, Any]:
 def _find_model(folder: Path) -> Path:
     if not folder.is_dir():
         raise DataError(
-            f"{folder} is no folder; shards:DIR needs one with *_train_*.bin, *_val_*.bin and a .model file"
+            f"{folder} is not a folder; shards:DIR needs one with *_train_*.bin, *_val_*.bin and a .model file"
         )
     models = sorted(folder.glob("*.model"))
     if len(models) != 1:

@@ -65,10 +65,10 @@ def shard_length(path: Path) -> int:
         raise DataError(f"cannot read the shard {path}: {error}") from error
     again = "fetch or prepare it again"
     if len(header) < HEADER_INTS:
-        raise DataError(f"{path} is no token shard: {size} bytes, less than its header of {HEADER_BYTES}; {again}")
+        raise DataError(f"{path} is not a token shard: {size} bytes, less than its header of {HEADER_BYTES}; {again}")
     magic, version, count = (int(value) for value in header[:3])
     if magic != MAGIC:
-        raise DataError(f"{path} is no token shard: its magic is {magic}, expected {MAGIC}; {again}")
+        raise DataError(f"{path} is not a token shard: its magic is {magic}, expected {MAGIC}; {again}")
     if version != VERSION:
         raise DataError(f"{path} is a token shard of version {version}, only version {VERSION} can be read; {again}")
     if count <= 0:

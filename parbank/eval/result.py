@@ -33,7 +33,7 @@ def read_result(path: Path) -> dict[str, Any]:
     missing = sorted({"val_bpb", *LIKE} - LATER - set(found)) if isinstance(found, dict) else ["val_bpb"]
     if missing:
         raise ConfigError(
-            f"{path} is no result of `parbank eval --json`: it has no {missing[0]!r}; score the model again"
+            f"{path} is not a result of `parbank eval --json`: it has no {missing[0]!r}; score the model again"
         )
     return found
 

@@ -328,7 +328,7 @@ class ParallelMuon(torch.optim.Optimizer):
     def _check_scaler(self, found: Collected) -> None:
         if getattr(self, "grad_scale", None) is not None and found.divisor > 1:
             raise ConfigError(
-                "a GradScaler keeps a scale of its own on every rank, and gradients of different scales cannot be averaged; "
+                "a GradScaler keeps its own scale on every rank, and gradients of different scales cannot be averaged; "
                 "train in bfloat16 without a scaler, or use DDP with reduce_gradients=False"
             )
 

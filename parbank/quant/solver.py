@@ -96,7 +96,7 @@ class Solver:
         device = device or next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         self.uncalibrated = tuple(name for name in chosen if name not in calibration.hessians)
         if not calibration.tokens:
-            say("no training text at hand: packing by the weights alone, as if all of them mattered alike")
+            say("no training text: packing by the weights alone, as if all weights mattered equally")
         elif self.uncalibrated:
             say(describe_uncalibrated(self.uncalibrated))
         self.plain = _stack_banks(chosen, calibration, config, device)

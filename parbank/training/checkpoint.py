@@ -55,7 +55,7 @@ def find_checkpoint(path: Path) -> Path:
             return found[-1]
     if (path / "config.json").is_file():
         raise CheckpointError(
-            f"the run in {path} ended before it wrote a checkpoint; start it anew. train.checkpoint_minutes says how often one is "
+            f"the run in {path} ended before it wrote a checkpoint; start it again. train.checkpoint_minutes says how often one is "
             "written"
         )
     raise CheckpointError(f"no checkpoint at {path}; give a run folder, its checkpoint folder, or a step_N.pt file")
@@ -73,10 +73,10 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"no checkpoint at {path}") from None
     except Exception as error:  # torch.load has no one error for damaged files
         raise CheckpointError(
-            f"{path} is damaged or no checkpoint ({type(error).__name__}); use an older one, or train again"
+            f"{path} is damaged or not a checkpoint ({type(error).__name__}); use an older one, or train again"
         ) from error
     if not isinstance(state, dict) or "format" not in state or "model" not in state:
-        raise CheckpointError(f"{path} is a PyTorch file, but no parbank checkpoint")
+        raise CheckpointError(f"{path} is a PyTorch file, but not a parbank checkpoint")
     if state["format"] != FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {state['format']}; this parbank reads format {FORMAT}")
     return state

@@ -33,7 +33,7 @@ class Display:
             print(text, flush=True, file=self.file)
         except BrokenPipeError:  # `| head`: a closed pipe must not stop the run
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
-            print("nobody reads the output any more; the run goes on", file=sys.stderr)
+            print("the output is closed; the run continues", file=sys.stderr)
 
     def start(self, title: str) -> None:
         if self.enabled and self.console.is_terminal:

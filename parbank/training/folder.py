@@ -92,7 +92,7 @@ def _check_contents(out: Path, resume: bool) -> None:
         return
     names = {path.name for path in out.iterdir()} - {LOCK, Path(LOCK).with_suffix(".json").name}
     if list_checkpoints(out / "checkpoint") or "summary.json" in names:
-        raise ConfigError(f"{out} already holds a run; go on with it by --resume, or choose another --out")
+        raise ConfigError(f"{out} already holds a run; continue it by --resume, or choose another --out")
     if names and (UNFINISHED not in names or "model.pbk" in names):
         some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise ConfigError(f"{out} is not empty ({some}), and a run would overwrite files; choose a new or empty --out")

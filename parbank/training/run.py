@@ -110,7 +110,7 @@ def _train(trainer: Trainer, setup: Laps, display: Display) -> Result:
         saved = trainer.save()
     if trainer.stop_signal:
         again = f"parbank train --resume --out {shlex.quote(str(out))}"
-        display.say(f"stopped at step {trainer.step}; saved {saved}; go on with: {again}")
+        display.say(f"stopped at step {trainer.step}; saved {saved}; continue with: {again}")
         return Result(None, trainer.stop_signal)
     waited = trainer.batches.wait_seconds - waited
     return Result(finish(trainer, setup, waited, display))

@@ -283,7 +283,7 @@ class Trainer:
         if state["dataset"] != self._data_fingerprint:
             raise CheckpointError(
                 f"{path} was trained on other data than {self.config.data!r} now is; resume with the same text and "
-                "tokenizer, or start anew in another --out"
+                "tokenizer, or start again in another --out"
             )
         mine = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
         theirs = {name: tuple(t.shape) for name, t in state["model"].items()}
@@ -291,7 +291,7 @@ class Trainer:
             different = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
             raise CheckpointError(
                 f"{path} holds another model: {different[0]} is {theirs.get(different[0])} there and {mine.get(different[0])} "
-                "here; resume with the config it was started with, or start anew in another --out"
+                "here; resume with the config it was started with, or start again in another --out"
             )
         self.load_state_dict(state)
 

@@ -192,7 +192,7 @@ def test_what_pack_refuses(trained: Trained) -> None:
         ({"model": state, "max_bytes": 10_000, "calibration": []}, "nothing runs it"),
         ({"model": trained.module, "max_bytes": 10_000, "calibration": "stdlib"}, "give a list of batches"),
         ({"model": [1], "max_bytes": 10_000}, "a Model, a torch.nn.Module or a state dict, got a list"),
-        ({"model": state, "max_bytes": 10_000, "settings": {"model.layers": 2}}, "model is no setting"),
+        ({"model": state, "max_bytes": 10_000, "settings": {"model.layers": 2}}, "model is not a setting"),
     ):
         with pytest.raises(ConfigError, match=message):
             parbank.pack(**arguments)  # type: ignore[arg-type]

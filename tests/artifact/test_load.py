@@ -133,7 +133,7 @@ Change = Callable[[dict[str, Any]], Any]
         (lambda meta: meta["model"].update(bigram_buckets=0), "the shape of bigram"),
         (lambda meta: meta["model"].update(vocab_size=321), "differ in .vocabulary, BOS.: .321, 1. and .320, 1."),
         (lambda meta: meta["model"].update(bos_id=2), "differ in .vocabulary, BOS.: .320, 2. and .320, 1."),
-        (lambda meta: meta["model"].update(colour="red"), "model.colour is no setting"),
+        (lambda meta: meta["model"].update(colour="red"), "model.colour is not a setting"),
     ],
 )
 def test_a_config_that_disagrees_with_the_content_is_refused_by_name(

@@ -138,10 +138,10 @@ def test_what_does_not_belong_together_is_refused_by_name(tmp_path: Path):
     refused("--max-bytes must be positive", max_bytes=0)
     refused("quant.nonsense", settings=("quant.nonsense=1",))
     for setting in ("method=solver", "method=rows", "rotation=false", "low_rank=4", "pruning=0"):
-        refused(f"quant.{setting.split('=')[0]} means nothing .*quant.matrix_bits", settings=(f"quant.{setting}",))
+        refused(f"quant.{setting.split('=')[0]} does not apply .*quant.matrix_bits", settings=(f"quant.{setting}",))
     for content in (b"", b"hello", bytes(64), (2**60).to_bytes(8, "little") + b"{}"):
         (tmp_path / "broken.safetensors").write_bytes(content)
-        with pytest.raises(ArtifactError, match=r"broken\.safetensors is no sound safetensors file"):
+        with pytest.raises(ArtifactError, match=r"broken\.safetensors is not a valid safetensors file"):
             import_model(tmp_path / "broken.safetensors", out)
     with pytest.raises(ArtifactError, match="does not exist"):
         import_model(tmp_path / "missing.safetensors", out)

@@ -1,4 +1,4 @@
-"""benchmarks/startup.py: the parts of a command's time add up to it, and a command that fails is no result."""
+"""benchmarks/startup.py: the parts of a command's time add up to it, and a command that fails is not a result."""
 
 from collections.abc import Callable
 from pathlib import Path

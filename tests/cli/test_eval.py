@@ -72,7 +72,7 @@ def test_a_json_that_is_no_result_is_not_called_one(call: Call, trained: Path, t
         assert "is a result" not in answer.err
         assert str(name) in answer.err
     assert "neither an artifact (.pbk) nor a whole checkpoint" in call("eval", trained / "summary.json").err
-    assert "is no result" in call("eval", trained / "summary.json", "--compare", trained / "summary.json").err
+    assert "is not a result" in call("eval", trained / "summary.json", "--compare", trained / "summary.json").err
 
 
 def test_the_same_bytes_in_other_documents_do_not_compare(call: Call, trained: Path, tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ def test_numbers_without_end_are_refused_before_the_text_is_read(call: Call, tra
     [
         (("--method", "sliding", "--stride", 65), "stride must lie in 1..64"),
         (("--method", "sliding", "--stride", 0), "stride must lie in 1..64"),
-        (("--stride", 8), "--stride is no setting of chunked; that is for sliding and ttt"),
+        (("--stride", 8), "--stride is not a setting of chunked; that is for sliding and ttt"),
         (("--context", 0), "at least 1 token, got 0"),
-        (("--lr", 0.1), "--lr is no setting of chunked; that is for ttt"),
+        (("--lr", 0.1), "--lr is not a setting of chunked; that is for ttt"),
         (("--method", "none"), "--method must be one of chunked, sliding, streaming, ttt, got 'none'"),
         (("--method", "ttt", "--set", "momentum"), "cannot read the setting 'momentum'; write it as NAME=VALUE"),
         (("--method", "ttt", "--set", "momentum=2"), "--momentum must lie in [0, 1), got 2.0"),

@@ -217,7 +217,7 @@ def test_a_state_of_another_stream_is_refused():
 def test_what_is_no_state_is_refused(damage):
     stream = BatchStream(counting(100), sequence_length=8, batch_sequences=4, micro_sequences=4)
     state = {**stream.state_dict(), **damage} if isinstance(damage, dict) and damage else damage
-    with pytest.raises(DataError, match="no data position"):
+    with pytest.raises(DataError, match="not a data position"):
         stream.load_state_dict(state)
 
 

@@ -61,7 +61,7 @@ def test_damage_is_refused_by_name(shard: Path, tmp_path: Path) -> None:
     shard.write_bytes(whole + b"\0\0")
     refused(shard, "too long: 2026 bytes")
     shard.write_bytes(whole[:1000])
-    refused(shard, "no token shard: 1000 bytes")
+    refused(shard, "not a token shard: 1000 bytes")
     shard.write_bytes(whole[:1001])
     refused(shard, "")
     patch(shard, 8, 0)

@@ -124,7 +124,7 @@ def test_a_character_too_short_to_split(dataset: Dataset, tmp_path: Path) -> Non
         ("nonsense", "unknown data 'nonsense'"),
         ("", "unknown data ''"),
         ("shards:", "write shards:DIR"),
-        ("shards:no/such", "no/such is no folder"),
+        ("shards:no/such", "no/such is not a folder"),
         ("text:no/such", "no/such does not exist"),
         ("text:val=no/such", "no/such does not exist"),
         ("text:val=", "val= without a value"),

@@ -252,7 +252,7 @@ def test_stop_strings_are_checked() -> None:
 
 def test_half_a_character_is_refused(model: GPT, tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError, match="surrogate"):
-        sample_tokens(model, tokenizer, "bad \udcff")  # what the shell hands over for a byte that is no UTF-8
+        sample_tokens(model, tokenizer, "bad \udcff")  # what the shell hands over for a byte that is not UTF-8
 
 
 def test_the_model_keeps_its_mode(model: GPT, tokenizer: Tokenizer) -> None:

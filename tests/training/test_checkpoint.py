@@ -50,7 +50,7 @@ def test_damaged_and_foreign_files_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"flipped\.pt is damaged"):
         load_checkpoint(tmp_path / "flipped.pt")
     torch.save({"weights": 1}, tmp_path / "other.pt")
-    with pytest.raises(CheckpointError, match="no parbank checkpoint"):
+    with pytest.raises(CheckpointError, match="not a parbank checkpoint"):
         load_checkpoint(tmp_path / "other.pt")
     torch.save({**state(1), "format": 99}, tmp_path / "newer.pt")
     with pytest.raises(CheckpointError, match="format 99"):

@@ -28,7 +28,7 @@ def row(step: int, loss: float = 1.0) -> dict[str, Any]:
 
 def rows(out: Path) -> list[dict[str, Any]]:
     def refuse(name: str) -> None:
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in (out / "metrics.jsonl").read_text().splitlines()]
 

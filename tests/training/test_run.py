@@ -155,7 +155,7 @@ def test_packing_again_gives_the_same_file_and_a_tighter_cap_a_smaller_one(
 def test_a_used_folder_is_refused_and_left_alone(finished: tuple[Path, Result], text_spec: str) -> None:
     out, _ = finished
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    with pytest.raises(ConfigError, match="already holds a run; go on with it by --resume"):
+    with pytest.raises(ConfigError, match="already holds a run; continue it by --resume"):
         run(nano(text_spec), PLACE, out, display=quiet())
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
@@ -268,7 +268,7 @@ def test_nothing_to_resume(tmp_path: Path, finished: tuple[Path, Result]) -> Non
     with pytest.raises(CheckpointError, match="holds no run to resume"):
         load_run_config(tmp_path)
     (tmp_path / "config.json").write_bytes((out / "config.json").read_bytes())
-    with pytest.raises(CheckpointError, match="ended before it wrote a checkpoint; start it anew"):
+    with pytest.raises(CheckpointError, match="ended before it wrote a checkpoint; start it again"):
         run(load_run_config(tmp_path), PLACE, tmp_path, resume=True, display=quiet())
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
@@ -409,7 +409,7 @@ def test_a_real_process_that_is_stopped_or_killed_can_be_resumed(
         assert process.returncode == -number
     else:
         assert process.returncode == 128 + number
-        assert "go on with: parbank train --resume --out" in output
+        assert "continue with: parbank train --resume --out" in output
         assert "\x1b" not in output
     step = load_checkpoint(find_checkpoint(out))["step"]
     assert step >= 3

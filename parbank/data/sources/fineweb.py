@@ -186,7 +186,7 @@ class _Hub:
     def _explain(self, what: str, error: Exception) -> DataError:
         return DataError(
             f"cannot fetch {what} from the data set {self.name} on the hub: {type(error).__name__}: {error}; check the network "
-            "and the name, then run the same command again: it goes on where it stopped"
+            "and the name, then run the same command again: it continues where it stopped"
         )
 
 
@@ -195,7 +195,7 @@ def _open_source(source: str | Path) -> _Source:
         return _Folder(Path(source))
     if isinstance(source, Path) or str(source).startswith((".", "/", "~")):
         raise DataError(
-            f"{source} is no folder; give a folder laid out like the data set {REPOSITORY}, or its name on the hub"
+            f"{source} is not a folder; give a folder laid out like the data set {REPOSITORY}, or its name on the hub"
         )
     return _Hub(source)
 

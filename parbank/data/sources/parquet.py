@@ -34,7 +34,7 @@ def _read(path: Path, field: str) -> Iterator[bytes | DataError]:
     except (pyarrow.ArrowException, OSError, EOFError) as error:
         reason = " ".join(str(error).split())
         raise DataError(
-            f"{path} is no parquet file, or it is damaged ({reason}); copy it again or leave it out"
+            f"{path} is not a parquet file, or it is damaged ({reason}); copy it again or leave it out"
         ) from error
     if not found:
         raise DataError(f"{path} holds no text: column {field!r} is empty in all {row} rows; leave it out")

@@ -77,7 +77,7 @@ def _parse_line(line: bytes, field: str, place: str) -> bytes:
     except UnicodeDecodeError as error:
         raise _not_utf8(place, error) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is no JSON ({error}); {remedy}") from None
+        raise DataError(f"{place} is not JSON ({error}); {remedy}") from None
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
         given = f"the fields {', '.join(map(repr, row)) or 'none'}" if isinstance(row, dict) else type(row).__name__
@@ -86,7 +86,7 @@ def _parse_line(line: bytes, field: str, place: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         sign = ascii(error.object[error.start])
-        raise DataError(f"{place}: the text holds {sign}, half of a surrogate pair; mend or remove that line") from None
+        raise DataError(f"{place}: the text holds {sign}, half of a surrogate pair; fix or remove that line") from None
 
 
 def _not_utf8(place: str, error: UnicodeDecodeError) -> DataError:

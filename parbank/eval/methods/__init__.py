@@ -20,5 +20,5 @@ def make_method(name: str, **settings: Any) -> Method:
     for key in given:
         owners = [other.name for other in METHODS.values() if key in other.settings()]
         remedy = f"that is for {' and '.join(owners)}" if owners else f"{name} has: {', '.join(known)}"
-        require(key in known, f"--{key.replace('_', '-')} is no setting of {name}; {remedy}")
+        require(key in known, f"--{key.replace('_', '-')} is not a setting of {name}; {remedy}")
     return method.make(given)

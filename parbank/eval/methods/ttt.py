@@ -105,7 +105,7 @@ class ScoreFirst(Method):
         for name in own:
             require(
                 name in setting_docs(scores) or name in setting_docs(adapter),
-                f"--{name.replace('_', '-')} is no setting of ttt with {scores.name} scores and the {adapter.name} adapter; "
+                f"--{name.replace('_', '-')} is not a setting of ttt with {scores.name} scores and the {adapter.name} adapter; "
                 "leave it out, or choose others by --ttt-scores and --adapter",
             )
         scorer = from_dict(scores, {name: own[name] for name in own if name in setting_docs(scores)})

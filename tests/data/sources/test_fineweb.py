@@ -118,7 +118,7 @@ def test_counts_that_cannot_be_had(hub: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="ask for 1 or more"):
         fetch_fineweb(tmp_path / "out", shards=0, source=hub)
     for source in (tmp_path / "none", "/none", "./none"):
-        with pytest.raises(DataError, match="is no folder"):
+        with pytest.raises(DataError, match="is not a folder"):
             fetch_fineweb(tmp_path / "out", source=source)
 
 

@@ -97,7 +97,7 @@ def test_one_row_group_is_read_at_a_time(tmp_path: Path) -> None:
     corpus = open_corpus(f"parquet:{path}")
     stream = corpus.documents(corpus.files, Skipped())
     assert [next(stream) for _ in range(30)] == [text.encode() for text in texts[:30]]
-    with pytest.raises(DataError, match=r"x\.parquet is no parquet file, or it is damaged"):
+    with pytest.raises(DataError, match=r"x\.parquet is not a parquet file, or it is damaged"):
         next(stream)
 
 
@@ -105,7 +105,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     for content in (b"", b"PAR1", b"no parquet file at all, but long enough to be one"):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"x\.parquet is no parquet file, or it is damaged"):
+        with pytest.raises(DataError, match=r"x\.parquet is not a parquet file, or it is damaged"):
             documents(f"parquet:{path}")
     with pytest.raises(DataError, match=r"missing\.parquet does not exist; give \.parquet files"):
         documents(f"parquet:{tmp_path}/missing.parquet")

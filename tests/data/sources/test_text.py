@@ -145,13 +145,13 @@ def test_files_that_cannot_be_used_are_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b"{not json", "line 3 is no JSON"),
+        (b"{not json", "line 3 is not JSON"),
         (b'{"body": "x"}', "line 3 has no text in 'text', but the fields 'body'"),
         (b'{"text": 7}', "line 3 has no text"),
         (b'["text"]', "line 3 has no text in 'text', but list"),
         (b'{"text": "\xff"}', "line 3: not UTF-8"),
         (b'{"text": "\\ud800"}', "line 3: .*surrogate"),
-        (b"[" * 100_000, "line 3 is no JSON"),
+        (b"[" * 100_000, "line 3 is not JSON"),
     ],
 )
 def test_malformed_lines_are_named(tmp_path: Path, line: bytes, why: str) -> None:
