@@ -49,8 +49,8 @@ def test_of_a_score(tokenizer: Tokenizer, tokens: np.ndarray, block: int, monkey
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_of_documents(tokenizer: Tokenizer, tokens: np.ndarray, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = validation._describe(TokenSet([tokens]), "", tokenizer)
+    whole = validation._describe(TokenSet([tokens]), "", tokenizer, validation.PROVED)
     monkeypatch.setattr(validation, "_BLOCK", block)
-    found = validation._describe(TokenSet([tokens]), "", tokenizer)
+    found = validation._describe(TokenSet([tokens]), "", tokenizer, validation.PROVED)
     assert (found.documents, found.documents_sha256) == (whole.documents, whole.documents_sha256)
     assert whole.documents == len(DOCUMENTS)
