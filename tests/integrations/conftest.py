@@ -1,6 +1,7 @@
 """Tests with other packages and outside the tree: `make integrations` runs them, `make test` does not.
 
-What is in this folder is marked `integration`. A test that would skip fails instead: whoever runs these wants to know.
+What is in this folder is marked `integration`. Only `-m integration`, or a file's own path, collects it: these files import
+packages that `make dev` does not install. A test that would skip fails instead.
 """
 
 from collections.abc import Generator
@@ -10,6 +11,11 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    asked = config.getoption("markexpr") == "integration"
+    return True if collection_path.is_relative_to(HERE) and not asked else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
