@@ -27,7 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("mutants.toml")
-LIMIT_SECONDS = 300.0  # a selection takes seconds; beside other work on the machine some take a minute
+LIMIT_SECONDS = 300.0  # of one selection, which takes seconds; beside other work on the machine some take a minute
+SOUND_SECONDS = 1800.0  # of all selections together on the sound tree, which take about two minutes
 FAILED = 1  # pytest's exit code where tests ran and some of them failed
 
 
@@ -61,8 +62,8 @@ class Verdict:
     seconds: float
 
 
-def load_mutants(path: Path = LIST) -> list[Mutant]:
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
+def load_mutants() -> list[Mutant]:
+    table = tomllib.loads(LIST.read_text(encoding="utf-8"))
     return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in table["mutant"]]
 
 
@@ -98,12 +99,14 @@ def copied_tree() -> Iterator[Path]:
         yield Path(folder)
 
 
-def run_tests(tree: Path, tests: Iterable[str]) -> tuple[int | None, str]:
+def run_tests(tree: Path, tests: Iterable[str], limit: float = LIMIT_SECONDS) -> tuple[int | None, str]:
     """pytest's exit code in a tree, None where it ran out of time, and the first test that failed."""
     # No bytecode: a mutant may have the size and the second of the file it replaces, which is all Python compares.
     own = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    check = f"import parbank, sys; sys.exit(not parbank.__file__.startswith({str(tree)!r}))"
-    subprocess.run([sys.executable, "-c", check], cwd=tree, env={**os.environ, **own}, check=True)
+    find = f"import sys, importlib.util as u; sys.exit(u.find_spec('parbank').origin != {str(tree / 'parbank/__init__.py')!r})"
+    subprocess.run(
+        [sys.executable, "-c", find], cwd=tree, env={**os.environ, **own}, check=True
+    )  # not an installed one
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
@@ -112,7 +115,7 @@ def run_tests(tree: Path, tests: Iterable[str]) -> tuple[int | None, str]:
             env={**os.environ, **own},
             capture_output=True,
             text=True,
-            timeout=LIMIT_SECONDS,
+            timeout=limit,
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -132,27 +135,30 @@ def judge(mutant: Mutant) -> Verdict:
 
 def check_sound(mutants: list[Mutant]) -> str:
     """What fails on the sound tree among the tests that are to notice mutants; nothing where all of them pass."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
     with copied_tree() as tree:
-        code, by = run_tests(tree, sorted({test for mutant in mutants for test in mutant.tests}))
+        code, by = run_tests(tree, tests, SOUND_SECONDS)
     return "" if code == 0 else by or "a test hangs"
 
 
 def write_report(verdicts: list[Verdict], path: Path, seconds: float) -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    commit, changed = (
+        subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
     )
     lines = [
         "# Mutants",
         "",
-        f"Made by `python tests/mutants/run.py --report {path.name}` at commit {commit.stdout.strip()} with Python "
-        f"{platform.python_version()} on {os.cpu_count()} cores.",
-        f"{sum(v.outcome == 'killed' for v in verdicts)} of {len(verdicts)} mutants are killed; all of them took {seconds:.0f} s.",
+        f"Made by `python tests/mutants/run.py --report {path.name}` at commit {commit}{' (changed)' if changed else ''}.",
+        f"Python {platform.python_version()}, {os.cpu_count()} cores that other work may have shared.",
+        f"{sum(v.outcome == 'killed' for v in verdicts)} of {len(verdicts)} mutants are killed, in {seconds:.0f} s.",
+        "[mutants.toml](mutants.toml) says what each fault would do.",
         "",
         "| mutant | file | outcome | by | seconds |",
         "| --- | --- | --- | --- | ---: |",
     ]
     for verdict in sorted(verdicts, key=lambda v: (v.mutant.file, v.mutant.name)):
-        by = verdict.by.removeprefix("tests/")
+        by = verdict.by.removeprefix("tests/").replace("|", "\\|")
         cells = (verdict.mutant.name, f"`{verdict.mutant.file}`", verdict.outcome, f"`{by}`" if by else "")
         lines.append(f"| {' | '.join(cells)} | {verdict.seconds:.1f} |")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -162,10 +168,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants alone")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
-    parser.add_argument("--list", type=Path, default=LIST, help="another list of mutants")
     parser.add_argument("--report", type=Path, metavar="FILE.md", help="write the table here")
     options = parser.parse_args()
-    mutants = load_mutants(options.list)
+    mutants = load_mutants()
     if unknown := sorted(set(options.only or ()) - {mutant.name for mutant in mutants}):
         parser.error(f"no mutant is called {unknown[0]}")
     mutants = [mutant for mutant in mutants if not options.only or mutant.name in options.only]
