@@ -57,7 +57,7 @@ def test_contents_are_synced_before_the_rename(kind: str, calls: list[tuple[str,
     assert calls.index(synced) < calls.index(renamed)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "json"])
+@pytest.mark.parametrize("kind", WRITERS)
 def test_the_new_name_is_synced_too(kind: str, calls: list[tuple[str, int, int]], tmp_path: Path) -> None:
     name, write = WRITERS[kind]
     write(tmp_path / name)
