@@ -2,9 +2,9 @@
 
     python benchmarks/provenance.py --stamp
 
-A result is a claim about a commit. Where git is missing (a copy of the tree on another machine), `--stamp`, run before the
-tree is copied, leaves benchmarks/STAMP.json: the commit, whether the code differed from it, and a digest of the code. The
-copy computes the digest anew. If the two differ, the result is marked as dirty, whatever the stamp says.
+A result is a claim about a commit. A copy of the tree on another machine may lack git, or have another commit checked out under
+the copied files. So `--stamp`, run before the tree is copied, leaves benchmarks/STAMP.json: the commit, whether the code differed
+from it, and a digest of the code. The copy computes the digest anew: where the two are equal, the stamp is believed, else git.
 
 "Dirty" speaks of the code that is measured: parbank/, benchmarks/ without its results, and pyproject.toml, untracked files
 included. A changed README does not make a result dirty.
@@ -56,11 +56,15 @@ def read_git() -> dict[str, Any] | None:
 def read_commit() -> dict[str, Any]:
     """What a result says of the code: `commit`, `dirty`, and `source`, which says how that is known."""
     found = read_git()
-    if found is not None:
+    if found is not None and not found["dirty"]:
         return {**found, "source": "git"}
     try:
         stamp = json.loads(STAMP.read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        stamp = None
+    if found is not None and (stamp is None or stamp["code"] != code_digest()):
+        return {**found, "source": "git"}
+    if stamp is None:
         return {"commit": "unknown", "dirty": True, "source": "neither git nor benchmarks/STAMP.json"}
     if stamp["code"] != code_digest():
         return {"commit": stamp["commit"], "dirty": True, "source": "stamp, and the code has changed since"}

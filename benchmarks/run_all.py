@@ -14,6 +14,7 @@ takes the artifact, which --model may name.
 
 import argparse
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -40,7 +41,7 @@ class Benchmark:
 BENCHMARKS = {
     "sprint": Benchmark(
         "quality.py --recipe sprint --data {data} --seeds {seed} --runs {runs}",
-        4.3,
+        3.5,
         "our recipe: 120 s of training, scored and packed",
     ),
     "peer_golf": Benchmark(
@@ -49,11 +50,11 @@ BENCHMARKS = {
         "the published recipe's own script on our tokens, with our windows and schedules",
     ),
     "quantisation": Benchmark(
-        "quantisation.py {run} --data {data} --caps 16000000,8000000 --only lzma_at_16,solver_at_16,lzma_at_8,solver_at_8",
+        'quantisation.py {run} --data {data} --caps 16000000,8000000 --only "lzma at 16,solver at 16,solver at 8"',
         2.0,
         "bytes against bits per byte, at caps",
     ),
-    "step": Benchmark("step.py --quick", 4.0, "forward + backward and optimizer section, beside the published recipe"),
+    "step": Benchmark("step.py --quick", 3.0, "forward + backward and optimizer section, beside the published recipe"),
     "optimizer": Benchmark("optimizer.py", 3.0, "ParallelMuon beside dion and torch.optim.Muon, three models"),
     "newton_schulz": Benchmark(
         "ops.py --only newton_schulz --quick --claim newton_schulz",
@@ -70,12 +71,12 @@ BENCHMARKS = {
     ),
     "startup": Benchmark(
         "startup.py --only train --data {data}",
-        4.5,
+        3.0,
         "parbank train --recipe sprint: the command to its first step, by part",
     ),
     "startup_eval": Benchmark(
         "startup.py --only eval --model {model} --data {data} --claim startup_eval",
-        6.0,
+        2.5,
         "parbank eval as a command, by method, first and second start",
     ),
     "ops": Benchmark("ops.py --quick", 5.0, "every op beside PyTorch, eager and compiled"),
@@ -99,9 +100,7 @@ def command_of(name: str, arguments: argparse.Namespace) -> list[str]:
         "run": trained(arguments),
         "model": artifact(arguments),
     }
-    script, *words = BENCHMARKS[name].command.split()
-    # --only of a benchmark may hold spaces, written as underscores above
-    words = [word.replace("_", " ") if before == "--only" else word for before, word in zip(["", *words], words)]
+    script, *words = shlex.split(BENCHMARKS[name].command)
     words = [word.format(**values) for word in words]
     return [sys.executable, str(HERE / script), *words, "--out", str(WORK / "results")]
 

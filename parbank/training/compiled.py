@@ -57,6 +57,14 @@ def use_compile_cache() -> Path | None:
     return folder
 
 
+def has_kernels() -> bool:
+    """Whether Triton has kept a kernel where this process looks for them. A guess at a warm start, and only a guess."""
+    try:
+        return any(Path(os.environ[TRITON]).iterdir())
+    except (KeyError, OSError):
+        return False
+
+
 def keep_compiled_graphs() -> None:
     """Lets PyTorch cache the graphs of our models, which it would otherwise compile in every process.
 

@@ -32,6 +32,7 @@ from parbank.training.reports import introduce, train_with_reports
 from parbank.training.sizes import check_size
 from parbank.training.summary import summarise, summarise_packed
 from parbank.training.trainer import Trainer
+from parbank.training.warmup import compile_aside
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,13 @@ def run(
     _check_settings(config, runtime)
     check_size(config, display)
     with open_folder(out, resume, runtime) as folder:
-        dataset = _open_data(config, runtime, display, resume)
-        config = _fit_data(config, dataset)
-        check_size(config, display, dataset.tokenizer)
-        setup.end("data")
         use_compile_cache()
+        with compile_aside(config, runtime, display.say):
+            dataset = _open_data(config, runtime, display, resume)
+            config = _fit_data(config, dataset)
+            check_size(config, display, dataset.tokenizer)
+            setup.end("data")
+        setup.end("kernels")
         trainer = Trainer(config, runtime, dataset, out)
         try:
             if folder.checkpoint is not None:

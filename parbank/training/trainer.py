@@ -114,7 +114,7 @@ class Trainer:
             return
         before = copy.deepcopy(self.state_dict())
         if self.runtime.is_cuda and can_rehearse():
-            self._rehearse()
+            self.rehearse()
         for stage in self.stages:
             for _ in range(self.config.train.warmup_steps):
                 self._schedule(0.0)
@@ -123,7 +123,7 @@ class Trainer:
         self.load_state_dict(before)
         self.runtime.synchronize()
 
-    def _rehearse(self) -> None:
+    def rehearse(self) -> None:
         """Compiles every kernel of a step in parallel. Weights and state are garbage afterwards."""
         with rehearsal(self.runtime.device):
             for stage in self.stages:

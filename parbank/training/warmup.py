@@ -1,7 +1,9 @@
 """`parbank warmup`: compiles and keeps the kernels that a recipe needs."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,8 +14,9 @@ from parbank.data.dataset import Dataset
 from parbank.data.shards import TokenSet
 from parbank.eval.score import tokens_together
 from parbank.eval.windows import score_windows
+from parbank.ops.rehearsal import can_rehearse
 from parbank.runtime import Runtime
-from parbank.training.compiled import Lookups, compile_folder, count_lookups
+from parbank.training.compiled import Lookups, compile_folder, count_lookups, has_kernels
 from parbank.training.config import RunConfig
 from parbank.training.trainer import Trainer
 
@@ -57,6 +60,31 @@ def warm_up(config: RunConfig, runtime: Runtime, say: Say) -> Warmed | None:
     finally:
         trainer.close()
     return Warmed(trained - began, time.perf_counter() - trained, count_lookups())
+
+
+@contextmanager
+def compile_aside(config: RunConfig, runtime: Runtime, say: Say) -> Iterator[bool]:
+    """Inside, a thread compiles the kernels of a step, while the caller prepares its data. Yields whether it does so.
+
+    It does where no kernel was ever kept, on a single GPU: several ranks talk to each other while they prepare data, and
+    only one thread of a process may.
+    """
+    if not (runtime.is_cuda and runtime.world == 1 and can_rehearse() and not has_kernels()):
+        yield False
+        return
+    say("compiling the kernels of a step beside the preparation of the data")
+    with ThreadPoolExecutor(1) as aside:
+        aside.submit(_rehearse_alone, config, runtime)  # an error is met again, and raised, by the warm-up
+        yield True
+
+
+def _rehearse_alone(config: RunConfig, runtime: Runtime) -> None:
+    """Rehearses the step of a trainer that is then thrown away."""
+    trainer = Trainer(config, runtime, random_data(config, config.batch.batch_tokens), compile_folder())
+    try:
+        trainer.rehearse()
+    finally:
+        trainer.close()
 
 
 class _RandomData:

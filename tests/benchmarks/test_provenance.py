@@ -29,6 +29,19 @@ def test_a_stamp_stands_in_for_git(provenance: ModuleType, monkeypatch: pytest.M
     assert provenance.read_commit() == {"commit": "b" * 40, "dirty": dirty, "source": "stamp"}
 
 
+def test_a_stamp_of_the_same_code_outweighs_another_checkout(
+    provenance: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files copied over an older checkout look changed to git; the stamp knows their commit."""
+    monkeypatch.setattr(provenance, "read_git", lambda: {"commit": "b" * 40, "dirty": False})
+    provenance.write_stamp()
+    older = {"commit": "a" * 40, "dirty": True}
+    monkeypatch.setattr(provenance, "read_git", lambda: older)
+    assert provenance.read_commit() == {"commit": "b" * 40, "dirty": False, "source": "stamp"}
+    monkeypatch.setattr(provenance, "code_digest", lambda: "0" * 64)
+    assert provenance.read_commit() == {**older, "source": "git"}
+
+
 def test_code_that_changed_after_the_stamp_is_dirty(provenance: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "read_git", lambda: {"commit": "c" * 40, "dirty": False})
     provenance.write_stamp()

@@ -18,9 +18,10 @@ from parbank.model import GPT
 from parbank.ops.fp8 import Parts, use_fp8
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
+from parbank.training import warmup
 from parbank.training.compiled import INDUCTOR, TRITON, Lookups, compile_folder, keep_compiled_graphs, use_compile_cache
 from parbank.training.trainer import Trainer
-from parbank.training.warmup import random_data, warm_up
+from parbank.training.warmup import compile_aside, random_data, warm_up
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = Runtime(device=torch.device("cpu"))
@@ -195,3 +196,22 @@ def test_a_second_start_is_warm(text_spec: str, tmp_path: Path) -> None:
     parbank_in(cache, "train", "--recipe", "nano", "--data", text_spec, "--out", str(out))
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["compile_cache"] == "warm", "the warm-up compiles exactly what training needs"
+
+
+def test_kernels_are_compiled_aside_only_where_there_are_none(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU never. On a GPU while no kernel is kept, in a thread, and its end is waited for."""
+    with compile_aside(get_recipe("nano"), CPU, print) as compiled:
+        assert not compiled
+    rehearsed: list[str] = []
+    monkeypatch.setattr(warmup, "can_rehearse", lambda: True)
+    monkeypatch.setattr(warmup, "_rehearse_alone", lambda config, runtime: rehearsed.append(config.recipe))
+    cuda = Runtime(device=torch.device("cuda", 0))
+    folder = use_compile_cache()
+    assert folder is not None
+    with compile_aside(get_recipe("nano"), cuda, lambda line: None) as compiled:
+        assert compiled
+    assert rehearsed == ["nano"]
+    (folder / "triton" / "a kernel").mkdir(parents=True)
+    with compile_aside(get_recipe("nano"), cuda, lambda line: None) as compiled:
+        assert not compiled, "a warm start finds its kernels by itself"
+    assert rehearsed == ["nano"]
