@@ -10,6 +10,7 @@ from parbank.artifact.about import TOKENIZER, About
 from parbank.artifact.code import code_bytes
 from parbank.artifact.pack import Packed, pack_weights
 from parbank.artifact.sizes import FEW_BITS, check_fits, expected_bytes, overhead_bytes
+from parbank.data.tokenizer import LEAST_BYTES, MOST_BYTES, USUAL_BYTES
 from parbank.model import GPT
 from parbank.quant.calibration import Calibration
 from parbank.quant.config import QuantConfig
@@ -30,18 +31,16 @@ def check_model(
     not guaranteed to fit. Without the tokenizer, it also reports a model that will be stored coarsely."""
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in GPT(about.model).state_dict().items()}
-    # A SentencePiece model of n pieces takes at least 10 n bytes (score 4, text 1, tags and lengths 5) and about 18 n. The
-    # reserve makes it twice that, more than any we have seen.
     vocabulary = about.model.vocab_size
-    pieces = bytes(10 * vocabulary) if tokenizer is None else tokenizer
+    pieces = bytes(LEAST_BYTES * vocabulary) if tokenizer is None else tokenizer
     overhead = overhead_bytes(about.to_meta(), {TOKENIZER: pieces})
     code = code_bytes() if count_code else 0
-    reserve = 26 * vocabulary + 4096 if tokenizer is None else 0
+    reserve = (MOST_BYTES - LEAST_BYTES) * vocabulary + 4096 if tokenizer is None else 0
     check_fits(shapes, config, max_bytes, overhead=overhead, code_bytes=code, reserve=reserve)
     if tokenizer is not None:
         return
     parameters = sum(math.prod(shape) for shape in shapes.values())
-    overhead += code + 8 * vocabulary
+    overhead += code + (USUAL_BYTES - LEAST_BYTES) * vocabulary
     bits = 8 * max(max_bytes - overhead, 0) / parameters
     expected = expected_bytes(shapes, config, overhead=overhead)
     if config.method == "solver" and bits < FEW_BITS:

@@ -6,6 +6,9 @@ own table from token to bytes. So the bytes of a token stream can be counted exa
 
 Other models are read too, such as the published FineWeb model, which puts a space before every document. Their bytes
 are counted as exactly; their text is restored as far as the model kept it.
+
+Another kind of tokenizer is added here and nowhere else: the rest of parbank makes one by `train`, `load` and `from_bytes`,
+and stores the bytes of `to_bytes` without looking at them. `from_bytes` has to tell the kinds apart.
 """
 
 import hashlib
@@ -24,6 +27,9 @@ SPACE = "\u2581"
 META_TOKENS = 258  # 256 bytes, the unknown token that SentencePiece insists on, and BOS
 MIN_VOCAB = 288  # below this there is too little room for merges
 MAX_VOCAB = 65536  # tokens are stored as uint16
+# Bytes of a saved tokenizer, for each token: at least (score 4, text 1, tags and lengths 5), usually, and twice the usual,
+# more than any we have seen.
+LEAST_BYTES, USUAL_BYTES, MOST_BYTES = 10, 18, 36
 
 # SentencePiece uses these itself (unknown, space, word boundary, end of string) and drops them, or their whole line, from
 # training. They are encoded as bytes.
