@@ -8,35 +8,33 @@ nothing is prepared again.
 import dataclasses
 import errno
 import hashlib
-import json
 import os
 import shutil
 import socket
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from parbank.data.manifest import FORMAT, MANIFEST, TOKENIZER, listed_files, read_manifest, verify_folder
 from parbank.data.progress import Meter, Say, say_on_stderr
-from parbank.data.shards import HEADER_BYTES, TOKEN, ShardInfo, ShardWriter
+from parbank.data.shards import ShardInfo, ShardWriter
 from parbank.data.sources import add_options, find_source, is_spec, parse_spec
 from parbank.data.sources.source import Corpus, Skipped
 from parbank.data.sources.text import parse_paths
 from parbank.data.spool import Document, Spool, sample, split
 from parbank.data.tokenizer import Tokenizer, check_vocab
 from parbank.errors import ConfigError, DataError
-from parbank.files import default_cache
+from parbank.files import default_cache, locked, sync_folder, write_file, write_json
 
-FORMAT = 1  # of manifest.json and of everything that affects the tokens: raised when either changes
-MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer.model"
 # 16 MB train a vocabulary of 1024 in 3 to 5 seconds; from 4 MB it is 0.2% worse on English, 0.7% on Python (measured).
 SAMPLE_BYTES = 16_000_000
 _BATCH_BYTES = 16 << 20
+_OLD = "-old"  # ends the name of a folder that is about to be replaced
 
 
 def prepare_text(
@@ -61,11 +59,17 @@ def prepare_text(
     else:
         request = parse_paths([*inputs, *options])
     corpus = cast(Corpus, request.open(default_cache(), say))
-    return ensure_prepared(corpus, Path(out), vocab_size=vocab_size, say=say)
+    return ensure_prepared(corpus, Path(out), vocab_size=vocab_size, say=say, shared=False)
 
 
-def ensure_prepared(corpus: Corpus, folder: Path, *, vocab_size: int, say: Say = say_on_stderr) -> dict[str, Any]:
-    """The manifest of the prepared corpus in `folder`. Prepares it unless a matching one exists."""
+def ensure_prepared(
+    corpus: Corpus, folder: Path, *, vocab_size: int, say: Say = say_on_stderr, shared: bool = True
+) -> dict[str, Any]:
+    """The manifest of the prepared corpus in `folder`. Prepares it unless a matching one exists.
+
+    Where another process prepares the same folder, this one waits for it if the folder is `shared`, as the cache is,
+    and is refused otherwise: its result would be replaced by ours.
+    """
     check_vocab(vocab_size)
     if not corpus.train:
         raise DataError("no training text: only val= was given; add train=PATH before it")
@@ -73,9 +77,28 @@ def ensure_prepared(corpus: Corpus, folder: Path, *, vocab_size: int, say: Say =
     if manifest is not None:
         return manifest
     _check_place(folder)
-    say(f"preparing {corpus.name} with {vocab_size} tokens in {folder}")
-    with _building(folder) as place:
-        return _prepare(corpus, place, vocab_size=vocab_size, say=say)
+    with _held(folder, say if shared else None):
+        manifest = matching_manifest(corpus, folder, vocab_size=vocab_size)
+        if manifest is not None:  # the process that we waited for has prepared it
+            return manifest
+        _check_place(folder)
+        say(f"preparing {corpus.name} with {vocab_size} tokens in {folder}")
+        with _building(folder) as place:
+            return _prepare(corpus, place, vocab_size=vocab_size, say=say)
+
+
+@contextmanager
+def _held(folder: Path, wait: Say | None) -> Iterator[None]:
+    """Locks a folder of data by a file beside it, since preparation replaces the folder itself."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with locked(folder.with_name(f".{folder.name}.lock"), folder, wait=wait):
+            yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write to {folder}: {error.strerror or error}; choose another folder (--out, or PARBANK_CACHE for the "
+            "cache), or make room"
+        ) from error
 
 
 def matching_manifest(corpus: Corpus, folder: Path, *, vocab_size: int) -> dict[str, Any] | None:
@@ -87,24 +110,11 @@ def matching_manifest(corpus: Corpus, folder: Path, *, vocab_size: int) -> dict[
     if any(manifest.get(key) != value for key, value in asked.items()):
         return None
     try:
-        same = _same_inputs(manifest["inputs"], corpus) and all(
-            (folder / shard["name"]).stat().st_size == HEADER_BYTES + TOKEN.itemsize * shard["tokens"]
-            for part in ("train", "val")
-            for shard in manifest[part]["shards"]
-        )
-        tokenizer = hashlib.sha256((folder / TOKENIZER).read_bytes()).hexdigest()
-        return manifest if same and tokenizer == manifest["tokenizer"] else None
-    except (OSError, KeyError, TypeError):
+        same = _same_inputs(manifest["inputs"], corpus)
+        verify_folder(folder, manifest)
+        return manifest if same else None
+    except (OSError, DataError):
         return None
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder that was prepared here, or None."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return manifest if isinstance(manifest, dict) and manifest.get("made_by") == "parbank" else None
 
 
 def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[str, Any]:
@@ -123,7 +133,7 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
                 for name, entries in (("train", train), ("val", val))
             }
     (place / "spool").unlink()
-    (place / TOKENIZER).write_bytes(tokenizer.to_bytes())
+    write_file(place / TOKENIZER, tokenizer.to_bytes())
     manifest = {
         "made_by": "parbank",
         "format": FORMAT,
@@ -135,7 +145,7 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
         **parts,
         "inputs": inputs,
     }
-    (place / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    write_json(place / MANIFEST, manifest)
     for name, part in parts.items():
         rate = part["bytes"] / max(1, part["tokens"] - part["documents"])
         say(f"{name}: {part['documents']} documents, {part['tokens']} tokens, {rate:.3f} bytes a token")
@@ -215,36 +225,42 @@ def _building(folder: Path) -> Iterator[Path]:
     mark = f".{folder.name}.preparing-"
     place = folder.with_name(f"{mark}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         _sweep(folder.parent, mark)
         place.mkdir()
         yield place
         _take_place(place, folder)
-    except OSError as error:
-        raise DataError(
-            f"cannot write to {folder}: {error.strerror or error}; choose another folder (--out, or PARBANK_CACHE for the "
-            "cache), or make room"
-        ) from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
 def _take_place(place: Path, folder: Path) -> None:
     """Renames over an existing folder. A folder cannot be replaced in one move, so the old one is moved away first."""
-    for _ in range(100):  # another preparer can win the race between the two moves; each round one of them gets through
-        try:
-            os.rename(place, folder)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            old = place.with_name(f"{place.name}-old")
-            try:
-                os.rename(folder, old)
-            except FileNotFoundError:
-                continue
-            shutil.rmtree(old, ignore_errors=True)
-    os.rename(place, folder)
+    try:
+        os.rename(place, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        old = place.with_name(f"{place.name}{_OLD}")
+        os.rename(folder, old)
+        os.rename(place, folder)
+        _remove_prepared(old)
+    sync_folder(folder.parent)
+
+
+def _remove_prepared(folder: Path) -> None:
+    """Deletes what preparation wrote, then the folder if nothing else is in it."""
+    for path in _written_files(folder):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _written_files(folder: Path) -> list[Path]:
+    """What an earlier preparation wrote, by its manifest; the manifest last, so that a kill between leaves it readable."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return []
+    return [folder / name for name in (*listed_files(manifest), MANIFEST)]
 
 
 def _sweep(parent: Path, mark: str) -> None:
@@ -252,7 +268,10 @@ def _sweep(parent: Path, mark: str) -> None:
     for place in parent.glob(f"{mark}{socket.gethostname()}-*"):
         pid = place.name.removeprefix(f"{mark}{socket.gethostname()}-").split("-")[0]
         if pid.isdigit() and not _is_running(int(pid)):
-            shutil.rmtree(place, ignore_errors=True)
+            if place.name.endswith(_OLD):
+                _remove_prepared(place)
+            else:
+                shutil.rmtree(place, ignore_errors=True)
 
 
 def _is_running(pid: int) -> bool:
@@ -269,8 +288,14 @@ def _check_place(folder: Path) -> None:
     """Only an empty folder or an earlier result may be replaced, never a user's files."""
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; choose a folder for the shards")
-    if folder.is_dir() and any(folder.iterdir()) and read_manifest(folder) is None:
-        raise DataError(f"{folder} holds other files and would be replaced; choose a new or empty folder")
+    if not folder.is_dir():
+        return
+    foreign = sorted({path.name for path in folder.iterdir()} - {path.name for path in _written_files(folder)})
+    if foreign:
+        some = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise DataError(
+            f"{folder} holds other files ({some}) and would be replaced; move them away, or choose a new or empty folder"
+        )
 
 
 def _describe_input(path: Path) -> dict[str, Any]:

@@ -7,16 +7,18 @@ be exchanged in both directions.
 
 import hashlib
 import os
-import uuid
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from parbank.errors import DataError
+from parbank.files import writing
 
 MAGIC = 20240520  # of the public layout, as is the version and the size of the header
 VERSION = 1
@@ -24,6 +26,7 @@ HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 SHARD_TOKENS = 100_000_000  # the size of the published shards: 200 MB a file
 TOKEN = np.dtype("<u2")
+_BLOCK = 1 << 22  # tokens that are checked or hashed together
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
@@ -31,22 +34,60 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
     path = Path(path)
     if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) > np.iinfo(TOKEN).max):
         raise DataError(f"{path}: tokens must be 0 to 65535, got {int(tokens.min())} to {int(tokens.max())}")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(_header(len(tokens)))
-            np.ascontiguousarray(tokens, dtype=TOKEN).tofile(file)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path) as file:
+        file.write(_header(len(tokens)))
+        file.write(np.ascontiguousarray(tokens, dtype=TOKEN).data)
 
 
-def read_shard(path: Path, *, vocab_size: int) -> np.ndarray:
-    """The tokens of one shard, memory-mapped and read-only, after checking header, length and every token."""
+class ShardFile:
+    """The tokens of one shard, read from the disk piece by piece, and sliced like an array.
+
+    No memory map: if a mapped file is cut short while it is read, the system ends the process (SIGBUS). A read that
+    ends early is an error with the name of the file.
+    """
+
+    def __init__(self, path: Path, count: int) -> None:
+        self._path, self._count = path, count
+        self._handle = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._handle)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardFile, (self._path, self._count)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, piece: slice) -> np.ndarray:
+        start, stop, step = piece.indices(self._count)
+        tokens = np.empty(max(0, stop - start), dtype=TOKEN)
+        room, offset = memoryview(tokens).cast("B"), HEADER_BYTES + TOKEN.itemsize * start
+        done = 0
+        while done < len(room):
+            try:
+                got = os.preadv(self._handle, [room[done:]], offset + done)
+            except OSError as error:
+                raise DataError(f"cannot read the shard {self._path}: {error.strerror or error}") from error
+            if not got:
+                raise DataError(
+                    f"{self._path} was cut short while it was read: {self._count} tokens were there at first; "
+                    "fetch or prepare it again"
+                )
+            done += got
+        return tokens[::step]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:] if dtype is None else self[:].astype(dtype)
+
+
+def read_shard(path: Path, *, vocab_size: int) -> ShardFile:
+    """The tokens of one shard, after checking header, length and every token."""
     path = Path(path)
     count = shard_length(path)
-    tokens = np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(count,))
-    highest = int(tokens.max())
+    try:
+        tokens = ShardFile(path, count)
+    except OSError as error:
+        raise DataError(f"cannot read the shard {path}: {error.strerror or error}") from error
+    highest = max(int(block.max()) for block in _blocks(tokens))
     if highest >= vocab_size:
         raise DataError(
             f"{path} holds token {highest}, but the tokenizer has {vocab_size} tokens (0 to {vocab_size - 1}); "
@@ -91,7 +132,7 @@ def read_shards(paths: Sequence[Path], *, vocab_size: int) -> "TokenSet":
 class TokenSet:
     """Several shards as one stream of tokens."""
 
-    def __init__(self, shards: Sequence[np.ndarray]) -> None:
+    def __init__(self, shards: Sequence[np.ndarray | ShardFile]) -> None:
         self.shards = tuple(shards)
         self._starts = np.cumsum([0] + [len(shard) for shard in self.shards])
 
@@ -179,6 +220,8 @@ class ShardWriter:
     def _finish(self) -> None:
         self._file.seek(0)
         self._file.write(_header(self._count))
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self._file.close()
         self._written.append(ShardInfo(self._name, self._count, self._hash.hexdigest()))
 
@@ -189,5 +232,13 @@ def _header(count: int) -> bytes:
     return header.tobytes()
 
 
-def _digest(tokens: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(tokens, dtype=TOKEN).view(np.uint8).data).hexdigest()
+def _digest(tokens: np.ndarray | ShardFile) -> str:
+    digest = hashlib.sha256()
+    for block in _blocks(tokens):
+        digest.update(np.ascontiguousarray(block, dtype=TOKEN).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _blocks(tokens: np.ndarray | ShardFile) -> Iterator[np.ndarray]:
+    for start in range(0, len(tokens), _BLOCK):
+        yield tokens[start : start + _BLOCK]

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parbank.data.dataset import Dataset, open_shards
-from parbank.data.prepare import prepare_text, read_manifest
+from parbank.data.manifest import read_manifest
+from parbank.data.prepare import prepare_text
 from parbank.data.spool import Document, Spool, is_held_out, sample, split
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import DataError
@@ -288,7 +289,7 @@ def test_two_at_once_leave_one_whole_result(tmp_path: Path) -> None:
     processes = [start(tmp_path / "in", tmp_path / "out", pause=0.3) for _ in range(3)]
     for process in processes:
         process.communicate()
-        assert process.returncode == 0
+    assert min(process.returncode for process in processes) == 0, "the others are refused while the first works"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
     data = open_shards(tmp_path / "out")
     assert data.train_bytes + data.val_bytes == sum(path.stat().st_size for path in (tmp_path / "in").iterdir())

@@ -1,6 +1,8 @@
 """Shard files keep the public layout, damaged ones are refused by name, and several read as one stream."""
 
 import itertools
+import os
+import pickle
 import re
 from pathlib import Path
 
@@ -35,13 +37,21 @@ def test_layout_is_the_public_one(shard: Path) -> None:
     assert list(shard.parent.iterdir()) == [shard]  # no temporary file left
 
 
-def test_round_trip_is_a_read_only_map(shard: Path) -> None:
+def test_round_trip(shard: Path) -> None:
     tokens = read_shard(shard, vocab_size=500)
-    assert isinstance(tokens, np.memmap)
-    assert tokens.dtype == np.uint16
-    assert tokens.tolist() == list(range(500))
-    with pytest.raises(ValueError, match="read-only"):
-        tokens[0] = 1
+    assert tokens[:].dtype == np.uint16
+    assert tokens[:].tolist() == np.array(tokens).tolist() == list(range(500))
+    assert tokens[490:600].tolist() == list(range(490, 500))
+    assert tokens[7:7].tolist() == []
+    assert pickle.loads(pickle.dumps(tokens))[3:5].tolist() == [3, 4]
+
+
+def test_a_shard_cut_short_while_it_is_read_is_an_error(shard: Path) -> None:
+    tokens = read_shard(shard, vocab_size=500)
+    os.truncate(shard, 1024 + 2 * 100)
+    assert tokens[:100].tolist() == list(range(100))
+    with pytest.raises(DataError, match=f"{re.escape(str(shard))} was cut short while it was read: 500 tokens"):
+        tokens[90:110]
 
 
 def refused(path: Path, why: str, vocab_size: int = 500) -> None:

@@ -1,0 +1,125 @@
+"""manifest.json of a prepared folder: read as a foreign file would be, and held against the files it lists.
+
+Every shard must have the tokens that were written, by their sha256. A hash takes a pass over the file, so a side file
+in the cache remembers which file had which hash, by size, times and inode. A second open of an unchanged folder reads
+no tokens.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from parbank.data.shards import HEADER_BYTES, shard_length
+from parbank.errors import DataError, FileError
+from parbank.files import default_cache, write_json
+
+FORMAT = 1  # of manifest.json and of everything that affects the tokens: raised when either changes
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.model"
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder that was prepared here, or None. A manifest that is ours but malformed counts as none."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return manifest if _is_sound(manifest) else None
+
+
+def listed_files(manifest: dict[str, Any]) -> list[str]:
+    """The names of the shards and the tokenizer."""
+    return [*(shard["name"] for part in ("train", "val") for shard in manifest[part]["shards"]), TOKENIZER]
+
+
+def verify_folder(folder: Path, manifest: dict[str, Any]) -> None:
+    """Refuses a folder whose files are not those of its manifest."""
+    again = "prepare it again"
+    try:
+        tokenizer = hashlib.sha256((folder / TOKENIZER).read_bytes()).hexdigest()
+    except OSError as error:
+        raise DataError(f"cannot read {folder / TOKENIZER}: {error.strerror or error}; {again}") from error
+    if tokenizer != manifest["tokenizer"]:
+        raise DataError(f"{folder / TOKENIZER} is not what was written (its sha256 differs); {again}")
+    shards = [shard for part in ("train", "val") for shard in manifest[part]["shards"]]
+    for part in ("train", "val"):
+        found, listed = len(list(folder.glob(f"*_{part}_*.bin"))), len(manifest[part]["shards"])
+        if found != listed:
+            raise DataError(f"{folder} holds {found} {part} shards, its manifest lists {listed}; {again}")
+    for shard in shards:
+        length = shard_length(folder / shard["name"])
+        if length != shard["tokens"]:
+            raise DataError(f"{folder / shard['name']} holds {length} tokens, {shard['tokens']} were written; {again}")
+    for shard, digest in zip(shards, _digests([folder / shard["name"] for shard in shards])):
+        if digest != shard["sha256"]:
+            raise DataError(f"{folder / shard['name']} is not what was written (its sha256 differs); {again}")
+
+
+def _digests(paths: Sequence[Path]) -> list[str]:
+    """sha256 of the tokens of each shard, from the side file where the shard is unchanged."""
+    folder = paths[0].parent.resolve()
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]
+    side = default_cache() / "verified" / f"{name}.json"
+    try:
+        known = json.loads(side.read_bytes())
+        known = known if isinstance(known, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        known = {}
+    states = [_state(path) for path in paths]
+    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
+        digests = list(pool.map(lambda path, state: _known_digest(known, state) or _hash(path), paths, states))
+    fresh = dict(zip(states, digests))
+    if any(known.get(state) != digest for state, digest in fresh.items()):
+        with suppress(FileError):  # a cache that cannot be written costs time on the next open, nothing else
+            write_json(side, fresh)
+    return digests
+
+
+def _known_digest(known: dict[str, Any], state: str) -> str | None:
+    digest = known.get(state)
+    return digest if isinstance(digest, str) else None
+
+
+def _state(path: Path) -> str:
+    """What changes when a file is written or replaced. No program can set the ctime back."""
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise DataError(f"cannot read the shard {path}: {error.strerror or error}") from error
+    return f"{path.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+
+
+def _hash(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(HEADER_BYTES)
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"cannot read the shard {path}: {error.strerror or error}") from error
+
+
+def _is_sound(manifest: Any) -> bool:
+    """Whether a manifest has the fields that are read, with names that stay inside its folder."""
+    try:
+        if manifest["made_by"] != "parbank" or not isinstance(manifest["tokenizer"], str):
+            return False
+        shards = [shard for part in ("train", "val") for shard in manifest[part]["shards"]]
+        return (
+            isinstance(manifest["spec"], str)
+            and all(isinstance(entry["path"], str) for entry in manifest["inputs"])
+            and all(type(entry[key]) is int for entry in manifest["inputs"] for key in ("size", "mtime_ns"))
+            and all(manifest[part]["shards"] for part in ("train", "val"))
+            and all(_is_plain(shard["name"]) and type(shard["tokens"]) is int for shard in shards)
+            and all(isinstance(shard["sha256"], str) for shard in shards)
+        )
+    except (KeyError, TypeError):
+        return False
+
+
+def _is_plain(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith(".bin") and "\0" not in name and Path(name).name == name

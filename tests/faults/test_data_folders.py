@@ -1,0 +1,151 @@
+"""A folder of prepared data: only files of its manifest are replaced, and what is read is what was written."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parbank.data.dataset import describe, open_dataset, open_shards
+from parbank.data.manifest import MANIFEST, read_manifest
+from parbank.data.prepare import prepare_text
+from parbank.data.shards import HEADER_BYTES
+from parbank.errors import DataError, ParbankError
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(60):
+        (folder / f"{i:02}.txt").write_text(f"Document {i} has the square {i * i} and the cube {i**3}.\n" * 9)
+    return folder
+
+
+def prepare(text: Path, out: Path, vocab: int = 300) -> None:
+    prepare_text([str(text)], out, vocab_size=vocab, say=lambda line: None)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def replace_a_token(folder: Path) -> None:
+    """Another token in the place of one, with the same size and the same modification time."""
+    path = folder / "text_val_000000.bin"
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + 20] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_users_file_stops_a_replacement_and_stays(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(text, out)
+    (out / "thesis.txt").write_text("years of work")
+    before = contents(out)
+    with pytest.raises(DataError, match=r"out holds other files \(thesis\.txt\) and would be replaced"):
+        prepare(text, out, vocab=310)
+    assert contents(out) == before
+    prepare(text, out)  # nothing to replace: fine
+    (out / "thesis.txt").unlink()
+    prepare(text, out, vocab=310)
+    assert describe(out)["vocab_size"] == 310
+
+
+def test_replaced_tokens_are_refused_and_made_again(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(text, out)
+    before = open_shards(out).fingerprint
+    replace_a_token(out)
+    for look in (open_shards, describe):
+        with pytest.raises(DataError, match=r"text_val_000000\.bin is not what was written .*prepare it again"):
+            look(out)
+    prepare(text, out)
+    assert open_shards(out).fingerprint == before
+
+
+def test_the_cache_repairs_itself(text: Path, tmp_path: Path) -> None:
+    first = open_dataset(f"text:{text}", vocab_size=300, cache=tmp_path / "cache", say=lambda line: None)
+    before = first.fingerprint
+    replace_a_token(first.folder)
+    again = open_dataset(f"text:{text}", vocab_size=300, cache=tmp_path / "cache", say=lambda line: None)
+    assert again.fingerprint == before
+
+
+def test_a_second_open_hashes_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    prepare(text, out)
+    open_shards(out)
+    hashed: list[Path] = []
+    monkeypatch.setattr("parbank.data.manifest._hash", lambda path: hashed.append(path) or "")
+    open_shards(out)
+    assert hashed == []
+    (out / "text_val_000000.bin").touch()
+    with pytest.raises(DataError, match="is not what was written"):
+        open_shards(out)
+    assert [path.name for path in hashed] == ["text_val_000000.bin"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        b"",
+        b"[" * 100_000,
+        b"\xff",
+        b"[]",
+        b'{"made_by": "parbank"}',
+        {"train": None},
+        {"train": {"shards": [{"name": "../x.bin", "tokens": 1, "sha256": ""}]}},
+        {"val": {"shards": []}},
+        {"val": {"shards": [{"name": "x.bin"}]}},
+        {"inputs": 7},
+        {"inputs": [{"path": 7}]},
+        {"spec": None},
+        {"tokenizer": 3},
+    ],
+)
+def test_a_malformed_manifest_is_none_or_an_error_of_ours(change: bytes | dict, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(text, out)
+    whole = json.loads((out / MANIFEST).read_bytes())
+    (out / MANIFEST).write_bytes(change if isinstance(change, bytes) else json.dumps(whole | change).encode())
+    before = contents(out)
+    assert read_manifest(out) is None
+    assert describe(out)["spec"] is None
+    with pytest.raises(ParbankError, match="holds other files"):
+        prepare(text, out)
+    assert contents(out) == before
+
+
+SLOW = """
+import sys, time
+from parbank.data.prepare import prepare_text
+def say(line):
+    print(line, flush=True)
+    if line.startswith("trained"):
+        time.sleep(60)
+prepare_text([sys.argv[1]], sys.argv[2], vocab_size=300, say=say)
+"""
+
+
+def test_a_second_preparation_is_told_of_the_first(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", SLOW, str(text), str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        while not first.stdout.readline().startswith("trained"):
+            assert first.poll() is None
+        with pytest.raises(ParbankError, match=f"out is in use by process {first.pid} on .*, since 20"):
+            prepare(text, out)
+        first.kill()
+    began = time.monotonic()
+    prepare(text, out)
+    assert time.monotonic() - began < 30
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+    assert len(np.unique(open_shards(out).val.read(0, 50))) > 5
