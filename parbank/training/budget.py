@@ -12,6 +12,8 @@ from statistics import median
 
 from parbank.training.config import BudgetConfig
 
+_STALL_SECONDS = 2.0  # a shorter pause (a slow disk, a garbage collection) is not worth a word
+
 
 class Clock:
     """Training seconds: a stopwatch that can start from an earlier run's total."""
@@ -47,6 +49,10 @@ class Budget:
     def observe(self, seconds: float) -> None:
         """Records the time of a finished step."""
         self._step_seconds.append(seconds)
+
+    def is_stall(self, seconds: float) -> bool:
+        """Whether a step took so much longer than the last ones that its own work cannot be the reason."""
+        return bool(self._step_seconds) and seconds > max(_STALL_SECONDS, 20 * max(self._step_seconds))
 
     @property
     def knows_step_time(self) -> bool:

@@ -4,8 +4,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TextIO
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -13,12 +13,43 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 _SECONDS_BETWEEN_LINES = 10.0  # of work that has no natural lines, when piped
 
 
+class _Output:
+    """A text stream that stays quiet once it cannot be written: a closed pipe or a full disk must not stop the run."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._lost = False
+
+    def write(self, text: str) -> int:
+        return self._try(self._file.write, text)
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def _try(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        if self._lost:
+            return None
+        try:
+            return work(*arguments)
+        except (OSError, ValueError) as error:  # ValueError: the file was closed
+            self._lost = True
+            with suppress(OSError, ValueError):  # what is still buffered goes nowhere, without an error at exit
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._file.fileno())
+                os.close(nowhere)
+            with suppress(OSError, ValueError):
+                print(f"the output cannot be written any more ({error}); the run continues", file=sys.stderr)
+
+
 class Display:
     """A rich progress bar on a terminal, plain lines when piped, silence on every rank but the first."""
 
     def __init__(self, *, enabled: bool = True, file: TextIO | None = None) -> None:
         self.enabled = enabled
-        self.file = file or sys.stdout
+        self.file = cast(TextIO, _Output(file or sys.stdout))
         self.console = Console(file=self.file, quiet=not enabled, highlight=False)
         self._bar: Progress | None = None
 
@@ -29,11 +60,7 @@ class Display:
             self._print(text)
 
     def _print(self, text: str) -> None:
-        try:
-            print(text, flush=True, file=self.file)
-        except BrokenPipeError:  # `| head`: a closed pipe must not stop the run
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
-            print("the output is closed; the run continues", file=sys.stderr)
+        print(text, flush=True, file=self.file)
 
     def start(self, title: str) -> None:
         if self.enabled and self.console.is_terminal:

@@ -3,12 +3,14 @@
 import math
 import resource
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from parbank.training.loggers import LOGGERS
+from parbank.training.loggers import LOGGERS, Logger
 from parbank.training.telemetry import Reading
 from parbank.training.trainer import Trainer
 
@@ -26,13 +28,16 @@ class _Mark:
 class Metrics:
     """Makes one row over the steps since the last row, and passes it to every logger. Only the first rank has loggers."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, say: Callable[[str], None] = lambda line: None) -> None:
+        self._trainer, self._say = trainer, say
         self._last = self._mark(trainer.step, trainer.tokens)
         self.tokens_per_second = 0.0
         """Over the steps of the last row."""
         names = trainer.config.train.loggers if trainer.runtime.is_main else ()
-        self._loggers = [LOGGERS[name](trainer.out, resume_step=trainer.step) for name in names]
+        self._loggers: dict[str, Logger] = {}
+        for name in names:
+            with self._dropped_if_it_fails(name):
+                self._loggers[name] = LOGGERS[name](trainer.out, resume_step=trainer.step)
 
     @property
     def step(self) -> int:
@@ -56,12 +61,23 @@ class Metrics:
             "memory": memory_bytes(trainer.runtime.device),
             "skipped": trainer.skipped,
         }
-        for logger in self._loggers:
-            logger.write(finite(row))
+        for name, logger in list(self._loggers.items()):
+            with self._dropped_if_it_fails(name):
+                logger.write(finite(row))
 
     def close(self) -> None:
-        for logger in self._loggers:
-            logger.close()
+        for name, logger in list(self._loggers.items()):
+            with self._dropped_if_it_fails(name):
+                logger.close()
+
+    @contextmanager
+    def _dropped_if_it_fails(self, name: str) -> Iterator[None]:
+        """A logger may fail in any way, such as on a full disk, without failing the run."""
+        try:
+            yield
+        except Exception as error:
+            self._loggers.pop(name, None)
+            self._say(f"warning: the logger {name} failed and is dropped ({type(error).__name__}: {error})")
 
     def _mark(self, step: int, tokens: int) -> _Mark:
         return _Mark(step, tokens, self._trainer.clock.seconds(), self._trainer.batches.wait_seconds)

@@ -22,7 +22,7 @@ def train_with_reports(trainer: Trainer, display: Display) -> None:
     """The loop, with a row every log_every steps and after the first and the last step."""
     first = trainer.step
     latest: Reading | None = None
-    metrics = Metrics(trainer)
+    metrics = Metrics(trainer, display.say)
 
     def report(reading: Reading) -> None:
         nonlocal latest

@@ -84,6 +84,7 @@ def run(
             setup.end("data")
         setup.end("kernels")
         trainer = Trainer(config, runtime, dataset, out)
+        trainer.say = display.say
         try:
             if folder.checkpoint is not None:
                 trainer.resume(load_checkpoint(folder.checkpoint), folder.checkpoint)
@@ -109,14 +110,27 @@ def _train(trainer: Trainer, setup: Laps, display: Display) -> Result:
     display.say(f"ready after {setup.total:.1f} s of setup ({parts}); the clock starts now")
     waited = trainer.batches.wait_seconds  # that of the warm-up, which is not part of training
     with trainer.watch_signals():
-        train_with_reports(trainer, display)
-        saved = trainer.save()
+        try:
+            train_with_reports(trainer, display)
+        except DataError as error:  # such as a shard that was cut short
+            raise DataError(f"{error}; {_keep(trainer)}") from error
+        saved = trainer.save() if trainer.stop_signal else trainer.try_to_save()
     if trainer.stop_signal:
-        again = f"parbank train --resume --out {shlex.quote(str(out))}"
-        display.say(f"stopped at step {trainer.step}; saved {saved}; continue with: {again}")
+        display.say(f"stopped at step {trainer.step}; saved {saved}; continue with: {_resume_command(out)}")
         return Result(None, trainer.stop_signal)
     waited = trainer.batches.wait_seconds - waited
     return Result(finish(trainer, setup, waited, display))
+
+
+def _keep(trainer: Trainer) -> str:
+    """Saves the weights of the last whole step, if no other rank is needed for it, and says how to go on."""
+    saved = trainer.try_to_save() if trainer.runtime.world == 1 else None
+    kept = f"step {trainer.step} is saved as {saved}" if saved else "older checkpoints are kept"
+    return f"{kept}; once the data is back, continue with: {_resume_command(trainer.out)}"
+
+
+def _resume_command(out: Path) -> str:
+    return f"parbank train --resume --out {shlex.quote(str(out))}"
 
 
 def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display) -> dict[str, Any]:

@@ -10,6 +10,7 @@ the clock.
 
 import copy
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from parbank.config import to_dict
 from parbank.data.batches import BatchStream
 from parbank.data.dataset import Dataset
 from parbank.data.prefetch import Prefetcher
-from parbank.errors import CheckpointError, TrainingError
+from parbank.errors import CheckpointError, DataError, TrainingError
 from parbank.model import GPT
 from parbank.ops.fp8 import check_device
 from parbank.ops.rehearsal import can_rehearse, rehearsal
@@ -85,6 +86,8 @@ class Trainer:
         self.step = 0
         self.skipped = 0
         self.stop_signal = 0
+        self.stalled_seconds = 0.0
+        self.say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
         self._skipping = False  # the last step seen was skipped
         self._stuck = False  # too many in a row were
         self._last_save = time.monotonic()
@@ -142,7 +145,7 @@ class Trainer:
         )
         self.stop_signal = int(signalled)
         if save and not over_any and not any(self.runtime.agree([float(not self._is_healthy())])):
-            self.save()
+            self.try_to_save()
             return self._agree_to_go_on(may_save=False)  # saving took time, too
         return None if over_any or signalled else spent
 
@@ -173,10 +176,14 @@ class Trainer:
         A stage of shorter sequences cuts the stream's windows. So the stream, its order and its position do not
         depend on stages, and every token is still a target once an epoch.
         """
-        count = self.passes_in(stage)
+        count, before = self.passes_in(stage), self.batches.state_dict()
         self.passes.start(count)
-        for _ in range(count):
-            self.passes.add(cut_windows(self.batches.next(), stage.sequence_length))
+        try:
+            for _ in range(count):
+                self.passes.add(cut_windows(self.batches.next(), stage.sequence_length))
+        except DataError:
+            self.batches.rewind(before)  # to the end of the last whole step: a checkpoint can be saved there
+            raise
         loss = self.passes.loss
         # 0 * inf is NaN: a non-finite loss makes a gradient non-finite, so that the optimizer's check covers both
         grads = (p.grad for p in self.model.parameters() if p.grad is not None)
@@ -214,11 +221,23 @@ class Trainer:
 
     def _report(self, readings: list[Reading], report: Report) -> None:
         for reading in readings:
+            self._note_stall(reading)
             self.budget.observe(reading.seconds)
             self.skipped += reading.skipped
             self._skipping = reading.skipped_in_a_row > 0
             self._stuck |= reading.skipped_in_a_row >= self.config.train.max_skipped  # whatever is still in flight
             report(reading)
+
+    def _note_stall(self, reading: Reading) -> None:
+        """Says so when a step took far longer than any other, as after SIGSTOP: a budget in minutes counts that time."""
+        if self.budget.limit is None or not self.budget.is_stall(reading.seconds):
+            return
+        self.stalled_seconds += reading.seconds
+        self.say(
+            f"warning: step {reading.step + 1} took {reading.seconds:.1f} s, far longer than any other; the process was "
+            f"stopped, or the machine slept or was busy. The clock counts it: {reading.seconds / self.budget.limit:.0%} of the "
+            "budget brought one step, and the learning rate has moved on"
+        )
 
     def _end_if_lost(self) -> None:
         """Raises an error if continuing, or packing the weights, makes no sense. All ranks have the same readings here."""
@@ -235,6 +254,14 @@ class Trainer:
         raise TrainingError(
             f"{wrong}; {kept}. Lower optim.matrix_lr, optim.embedding_lr or optim.scalar_lr, or look at the data"
         )
+
+    def try_to_save(self) -> Path | None:
+        """A checkpoint, or a warning where none can be written: the older checkpoint stays, and the run goes on."""
+        try:
+            return self.save()
+        except CheckpointError as error:
+            self.say(f"warning: {error}. The run continues without it")
+            return None
 
     def save(self) -> Path | None:
         """Writes a checkpoint. Every rank must call it; the first one writes."""
