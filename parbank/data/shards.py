@@ -60,7 +60,7 @@ class ShardFile:
     def __getitem__(self, piece: slice) -> np.ndarray:
         start, stop, step = piece.indices(self._count)
         tokens = np.empty(max(0, stop - start), dtype=TOKEN)
-        room, offset = memoryview(tokens).cast("B"), HEADER_BYTES + TOKEN.itemsize * start
+        room, offset = tokens.view(np.uint8).data, HEADER_BYTES + TOKEN.itemsize * start
         done = 0
         while done < len(room):
             try:
