@@ -99,4 +99,6 @@ def test_a_reader_who_leaves_does_not_end_the_run(capfd: pytest.CaptureFixture[s
         for _ in range(3):
             display.say("nobody reads this")
         display.update(0.5, "nor this", line=True)
-    assert capfd.readouterr().err == "the output cannot be written any more ([Errno 32] Broken pipe); the run continues\n"
+    assert (
+        capfd.readouterr().err == "the output cannot be written any more ([Errno 32] Broken pipe); the run continues\n"
+    )
