@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from parbank.artifact.about import TOKENIZER
+from parbank.artifact.about import TOKENIZER, About
 from parbank.artifact.container import decode_artifact, is_artifact, read_artifact
 from parbank.artifact.load import LoadedModel
 from parbank.artifact.pack import unpack_tensors
@@ -105,6 +105,9 @@ class Model:
         self._module, self._tokenizer = module, tokenizer
         self.context, self.data = context, data
         self.meta, self.source = dict(meta or {}), source
+        if isinstance(module, GPT) and meta is None:  # built by hand: `pack` and `export` must say what it is
+            about = About(model=module.config, context=context, data=data or "", recipe="custom", seed=0)
+            self.meta = about.to_meta()
 
     @property
     def module(self) -> nn.Module:

@@ -196,13 +196,13 @@ class Probe(TorchFunctionMode):
         self.grams.setdefault(key, (x, name))
         if self.shared.setdefault(name, owner) != name:
             return
-        flat = x.flatten(0, -2).float()
+        flat = x.reshape(-1, x.shape[-1]).float()
         with torch.autocast(self.device.type, enabled=False):  # it would round the sum to 16 bits, which is indefinite
             _add(self.inputs, name, flat.mT @ flat)
 
     def _watch(self, kind: str, name: str, out: Tensor) -> None:
         def add(gradient: Tensor) -> None:
-            _add(self.squares, (kind, name), gradient.flatten(0, -2).float().square().sum(0))
+            _add(self.squares, (kind, name), gradient.reshape(-1, gradient.shape[-1]).float().square().sum(0))
 
         if out.requires_grad:
             out.register_hook(add)

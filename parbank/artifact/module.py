@@ -47,7 +47,7 @@ def calibrate_module(
     output itself if it is one number, or the cross-entropy of the next token, of logits (B, T, vocabulary) against
     token ids.
     """
-    device = next(iter(weights.values())).device
+    device = next((weight.device for weight in weights.values()), torch.device("cpu"))
     probe, tokens = _ModuleProbe(weights, device), 0
     with frozen(module), use_backend("reference"):
         for batch in batches:

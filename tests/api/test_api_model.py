@@ -1,6 +1,7 @@
 """`parbank.load` and `Model`: one model by every way to it, and no guess at what a string means."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from torch import nn
 
 import parbank
 from parbank.errors import ArtifactError, CheckpointError, ConfigError, DataError
+from parbank.model import GPT
+from parbank.recipes import get_recipe
 from parbank.training.checkpoint import find_checkpoint
 
 TEXT = "def answer():\n    return 42  # naïve ∞\n"
@@ -168,3 +171,16 @@ def test_what_no_model_is(model: parbank.Model) -> None:
         parbank.Model(3, model.tokenizer, context=8)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="at least 1 token"):
         parbank.Model(nn.Linear(1, 1), model.tokenizer, context=0)
+
+
+def test_a_network_of_parbank_s_own_that_was_built_by_hand(model: parbank.Model, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = GPT(replace(get_recipe("nano").model, layers=1, value_layers=(), unet_skips=False, xsa_layers=1))
+    mine = parbank.Model(module, model.tokenizer, context=32)
+    batches = [torch.randint(320, (2, 32))]
+    parbank.pack(mine, max_bytes=40_000, calibration=batches, out=tmp_path / "mine.pbk")
+    again = parbank.load(tmp_path / "mine.pbk", device="cpu")
+    assert again.context == 32
+    assert again.score(TEXT, method="streaming").bpb == pytest.approx(
+        mine.score(TEXT, method="streaming").bpb, rel=0.01
+    )

@@ -159,3 +159,10 @@ def test_a_linear_layer_may_be_written_as_a_product() -> None:
     same_weights = {**weights(other), "bare": other.bare.detach().mT}
     products = calibrate_module(other, data, same_weights)
     assert same(found, products)
+
+
+def test_one_vector_is_an_input_too_and_no_weights_are_nothing_to_measure() -> None:
+    module, x = nn.Linear(20, 16), torch.randn(20)
+    found = calibrate_module(module, [x], weights(module), loss=lambda out, batch: out.sum())
+    torch.testing.assert_close(found.hessians["weight"], torch.outer(x, x) / found.tokens)
+    assert calibrate_module(module, [x], {}, loss=lambda out, batch: out.sum()).hessians == {}
