@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from parbank.data.manifest import read_manifest, verify_folder
 from parbank.data.prepare import ensure_prepared
 from parbank.data.progress import Say, say_on_stderr
+from parbank.data.proof import NOT_PROVED, PROVED
 from parbank.data.shards import TokenSet, read_shards
 from parbank.data.sources import parse_spec
 from parbank.data.tokenizer import Tokenizer
@@ -35,6 +36,10 @@ class Dataset:
     name: str
     """The spec it was opened with."""
     folder: Path
+    text_sha256: str | None = None
+    """Of the validation text, as it was when its tokens were proved to be its bytes; none where there were tokens only."""
+    overlap: float | None = None
+    """The share of the validation bytes that training has too, in long runs; none where it was not measured."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -60,6 +65,18 @@ class Dataset:
     def val_text(self) -> bytes:
         """The validation text, documents joined without a separator: the input of zlib, xz and zstd."""
         return b"".join(self._decoded(self.val))
+
+    def check_text(self) -> str:
+        """Whether the validation tokens are proved to be the text: `proved`, or `not proved` where there is no text, or
+        where it was prepared by a parbank that did not prove it. Tokens of another text are refused."""
+        if self.text_sha256 is None:
+            return NOT_PROVED
+        if self.text_sha256 != self.val_text_sha256:
+            raise DataError(
+                f"the validation tokens in {self.folder} are not those of the text that was prepared there; delete that folder, "
+                "and the text is prepared again"
+            )
+        return PROVED
 
     def require_length(self, sequence_length: int) -> None:
         """Refuses data with less than one sequence, plus the next token as the last target, in either split."""
@@ -102,8 +119,9 @@ def _open(spec: str, vocab_size: int, cache: Path, say: Say) -> Dataset:
         return open_shards(opened, vocab_size=vocab_size, name=spec)
     key = hashlib.sha256(f"{opened.spec}\n{vocab_size}".encode("utf-8", "surrogateescape")).hexdigest()[:12]
     folder = cache / f"{opened.name}-{vocab_size}-{key}"
-    ensure_prepared(opened, folder, vocab_size=vocab_size, say=say)
-    return open_shards(folder, vocab_size=vocab_size, name=spec)
+    manifest = ensure_prepared(opened, folder, vocab_size=vocab_size, say=say)
+    dataset = open_shards(folder, vocab_size=vocab_size, name=spec)
+    return replace(dataset, text_sha256=manifest["val"].get("text_sha256"))
 
 
 def open_shards(folder: Path, *, vocab_size: int | None = None, name: str | None = None) -> Dataset:
@@ -120,9 +138,14 @@ def open_shards(folder: Path, *, vocab_size: int | None = None, name: str | None
     train, val = (
         read_shards(_find_shards(folder, split), vocab_size=tokenizer.vocab_size) for split in ("train", "val")
     )
-    if manifest := read_manifest(folder):
+    manifest = read_manifest(folder) or {}
+    if manifest:
         verify_folder(folder, manifest)
-    return Dataset(train=train, val=val, tokenizer=tokenizer, name=name or f"shards:{folder}", folder=folder)
+    measured = manifest.get("overlap")
+    overlap = measured.get("share") if isinstance(measured, dict) else None
+    return Dataset(
+        train=train, val=val, tokenizer=tokenizer, name=name or f"shards:{folder}", folder=folder, overlap=overlap
+    )
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -137,6 +160,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "vocab_size": data.tokenizer.vocab_size,
         "tokenizer": data.tokenizer.fingerprint,
         "fingerprint": data.fingerprint,
+        "overlap": data.overlap,
     }
     for split, stream, size in (("train", data.train, data.train_bytes), ("val", data.val, data.val_bytes)):
         documents = sum(int(np.count_nonzero(tokens == data.tokenizer.bos_id)) for tokens, _ in data._blocks(stream))

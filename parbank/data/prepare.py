@@ -21,12 +21,14 @@ from typing import Any, cast
 import numpy as np
 
 from parbank.data.manifest import FORMAT, MANIFEST, TOKENIZER, listed_files, read_manifest, verify_folder
+from parbank.data.overlap import RUN, Overlap, measure_overlap
 from parbank.data.progress import Meter, Say, say_on_stderr
+from parbank.data.proof import check_tokens
 from parbank.data.shards import ShardInfo, ShardWriter
 from parbank.data.sources import add_options, find_source, is_spec, parse_spec
 from parbank.data.sources.source import Corpus, Skipped
 from parbank.data.sources.text import parse_paths
-from parbank.data.spool import Document, Spool, sample, split
+from parbank.data.spool import VAL_SHARE, Document, Spool, sample, split
 from parbank.data.tokenizer import Tokenizer, check_vocab
 from parbank.errors import ConfigError, DataError
 from parbank.files import default_cache, locked, sync_folder, write_file, write_json
@@ -35,6 +37,8 @@ from parbank.files import default_cache, locked, sync_folder, write_file, write_
 SAMPLE_BYTES = 16_000_000
 _BATCH_BYTES = 16 << 20
 _OLD = "-old"  # ends the name of a folder that is about to be replaced
+_FAR = 2.5  # times the intended share of validation, or less than it by as much: 5% or 0.8% are worth a word
+_MUCH = 0.2  # of the validation bytes in training too. The standard library has 11%: licences, imports, tables
 
 
 def prepare_text(
@@ -121,6 +125,7 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
     inputs = [_describe_input(path) for path in corpus.files]
     with Spool(place / "spool") as spool:
         train, val, left_out = _gather(corpus, spool, say)
+        overlap = _compare(train, val, spool, say)
         began = time.monotonic()
         try:
             tokenizer = Tokenizer.train(sample(train, spool, SAMPLE_BYTES), vocab_size)
@@ -142,6 +147,7 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.fingerprint,
         **left_out,
+        "overlap": overlap.to_dict(),
         **parts,
         "inputs": inputs,
     }
@@ -177,30 +183,60 @@ def _gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], lis
             raise DataError(
                 f"{_names(corpus)}: nothing is left for {name}; the text is too short, or all of it is in both: give more"
             )
+    if not corpus.val:
+        _note_share(train, val, say)
     return sorted(train), sorted(val), {"dropped_duplicates": dropped, "skipped_bad": skipped.count}
+
+
+def _note_share(train: list[Document], val: list[Document], say: Say) -> None:
+    """Says so where the documents that a hash chose have far more, or far less, than the intended share of the bytes."""
+    size = sum(entry.size for entry in val)
+    share = size / (size + sum(entry.size for entry in train))
+    if not VAL_SHARE / _FAR <= share <= VAL_SHARE * _FAR:
+        say(
+            f"note: validation got {share:.1%} of the text ({size:,} bytes in {len(val)} of {len(train) + len(val)} documents), "
+            f"where about {VAL_SHARE:.0%} is meant: a few long documents decide it; name the validation text by val=PATH, or give "
+            "more and shorter documents (a .jsonl file has one in each line)"
+        )
+
+
+def _compare(train: list[Document], val: list[Document], spool: Spool, say: Say) -> Overlap:
+    """How much of the validation text the training text has too, word for word."""
+    with Meter("comparing", say, total=sum(entry.size for entry in train)) as meter:
+        overlap = measure_overlap(
+            ([spool.read(entry) for entry in batch] for batch in _batches(train)),
+            map(spool.read, val),
+            sum(entry.size for entry in val),
+            threads=_cores(),
+            advance=meter.advance,
+        )
+    much = "; a model can learn them by heart, and its score will flatter it" if overlap.share > _MUCH else ""
+    say(f"{overlap.share:.1%} of the validation bytes are in training too, in runs of {RUN} or more{much}")
+    return overlap
 
 
 def _write_split(
     entries: list[Document], spool: Spool, tokenizer: Tokenizer, place: Path, prefix: str, meter: Meter
 ) -> dict[str, Any]:
-    """Writes BOS and the tokens of each document, in the order of the entries, and checks that no byte is missing."""
-    total = sum(entry.size for entry in entries)
-    counted = 0
+    """Writes BOS and the tokens of each document, in the order of the entries, and proves that they are its bytes."""
+    digest = hashlib.sha256()
     bos = np.array([tokenizer.bos_id], dtype=np.uint16)
     with ShardWriter(place, prefix) as writer:
         for batch in _batches(entries):
-            texts = [spool.read(entry).decode("utf-8") for entry in batch]
-            for tokens in tokenizer.encode_batch(texts, threads=_cores()):
+            documents = [spool.read(entry) for entry in batch]
+            texts = [document.decode("utf-8") for document in documents]
+            for document, tokens in zip(documents, tokenizer.encode_batch(texts, threads=_cores())):
+                check_tokens(tokenizer, tokens, document, f"a document of {prefix}")
+                digest.update(document)
                 writer.append(bos)
                 writer.append(tokens)
-                counted += int(tokenizer.byte_lengths[tokens].sum())
             meter.advance(sum(entry.size for entry in batch))
         shards: list[ShardInfo] = writer.close()
-    assert counted == total, f"{prefix}: the tokens stand for {counted} bytes, the text has {total}"
     return {
         "documents": len(entries),
         "tokens": sum(shard.tokens for shard in shards),
-        "bytes": total,
+        "bytes": sum(entry.size for entry in entries),
+        "text_sha256": digest.hexdigest(),
         "shards": [dataclasses.asdict(shard) for shard in shards],
     }
 

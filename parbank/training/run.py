@@ -13,6 +13,7 @@ from typing import Any
 from parbank.artifact.pack import read_tensors
 from parbank.config import override, require, to_dict
 from parbank.data.dataset import Dataset, open_dataset
+from parbank.data.proof import NOT_PROVED
 from parbank.data.sources import absolute_spec
 from parbank.errors import ConfigError, DataError
 from parbank.eval.compression import compressor_bpb
@@ -192,7 +193,12 @@ def _open_data(config: RunConfig, runtime: Runtime, display: Display, resume: bo
 
     def work() -> Dataset:
         length = config.batch.sequence_length
-        return open_dataset(config.data, vocab_size=config.model.vocab_size, sequence_length=length, say=display.say)
+        dataset = open_dataset(config.data, vocab_size=config.model.vocab_size, sequence_length=length, say=display.say)
+        if dataset.check_text() == NOT_PROVED:
+            display.say(
+                f"note: that the validation tokens of {config.data} are its text is not proved; the result says so"
+            )
+        return dataset
 
     try:
         return runtime.in_turn(work)

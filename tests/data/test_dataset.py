@@ -85,7 +85,7 @@ def test_describe_counts_everything(data: Dataset, copy: Path) -> None:
     assert found["train"]["tokens"] == len(data.train)
     assert found["val"]["bytes"] == data.val_bytes
     (copy / "manifest.json").unlink()  # foreign folders have none
-    assert {**describe(copy), "spec": found["spec"]} == found
+    assert {**describe(copy), "spec": found["spec"], "overlap": found["overlap"]} == found
     assert describe(copy)["spec"] is None
 
 
@@ -118,7 +118,7 @@ def test_incomplete_folders_are_refused(copy: Path, tmp_path: Path) -> None:
     (copy / "text_val_000000.bin").unlink()
     with pytest.raises(DataError, match=r"holds no \*_val_\*\.bin"):
         open_shards(copy)
-    with pytest.raises(DataError, match="no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         open_dataset(f"shards:{tmp_path / 'none'}", vocab_size=320)
     with pytest.raises(ConfigError, match="write shards:DIR"):
         open_dataset("shards:", vocab_size=320)

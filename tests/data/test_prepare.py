@@ -304,6 +304,8 @@ def test_plain_lines_when_piped_a_bar_on_a_terminal(tmp_path: Path) -> None:
     assert [line.split(":")[0].split(" in ")[0] for line in piped.splitlines()] == [
         "preparing text with 320 tokens",
         "reading",
+        "comparing",
+        "0.0% of the validation bytes are",
         "trained a tokenizer of 320 tokens",
         "tokenising",
         "train",

@@ -119,6 +119,8 @@ def test_the_artifact_scores_again_to_the_last_bit(finished: tuple[Path, Result]
     score = score_chunked(loaded.model, val.tokens, loaded.tokenizer, context=loaded.context, runtime=PLACE)
     assert (score.bpb, score.loss) == (result.summary["val_bpb"], result.summary["val_loss"])
     assert val.sha256 == result.summary["val_text_sha256"]
+    assert result.summary["text"] == val.text == "proved"
+    assert 0 <= result.summary["val_overlap"] < 0.2
     # and the checkpoint, with its average, as the model was before packing
     loaded = load_model(out / "checkpoint", PLACE.device)
     score = score_chunked(loaded.model, val.tokens, loaded.tokenizer, context=loaded.context, runtime=PLACE)
