@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from parbank.api.run import Run, train
     from parbank.data.prefetch import Prefetcher
     from parbank.optim import ParallelMuon, bank, orthogonalize, split_parameters
-else:  # a type checker that saw this function would take any name for one of ours
+else:  # a type checker that saw this function would accept any name
 
     def __getattr__(name: str) -> Any:
         """Imports a name on first use, so that `parbank --help` need not wait for PyTorch."""

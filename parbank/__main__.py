@@ -1,4 +1,4 @@
-"""`python -m parbank`: what torchrun starts."""
+"""`python -m parbank`: the entry point for torchrun."""
 
 from parbank.cli.main import main
 

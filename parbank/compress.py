@@ -20,7 +20,7 @@ FILTERS = [
         "depth": 1,
     }
 ]
-# What a stream may expand to: 16 MiB, or 32 times its own size.
+# The limit of expansion: 16 MiB, or 32 times the stream's size.
 _FREE_EXPANSION = 1 << 24
 _MAX_EXPANSION = 32
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The config as nested dicts, lists and scalars: what config.json and artifacts hold."""
+    """The config as nested dicts, lists and scalars, as in config.json and artifacts."""
     return dataclasses.asdict(config)
 
 
@@ -102,7 +102,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def choose(table: Mapping[str, T], name: str, setting: str) -> T:
-    """What a table of choices holds under a name; an unknown name is an error that lists the choices."""
+    """The entry of a table under a name. An unknown name is an error that lists the choices."""
     if name not in table:
         near = difflib.get_close_matches(name, table, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -39,4 +39,4 @@ class DeviceError(ParbankError):
 
 
 class TrainingError(ParbankError):
-    """Training that cannot go on."""
+    """Training that cannot continue."""

@@ -101,7 +101,10 @@ def locked(lock: Path, folder: Path, *, wait: Callable[[str], None] | None = Non
         write_json(holder, {"pid": os.getpid(), "host": socket.gethostname(), "since": since})
         yield
     finally:
-        for path in (holder, lock):  # while the lock is held: whoever waits sees that the file is gone and starts over
+        for path in (
+            holder,
+            lock,
+        ):  # while the lock is held: a waiting process sees that the file is gone and starts over
             path.unlink(missing_ok=True)
         file.release()
 

@@ -40,7 +40,7 @@ class Graphs:
         """If not enabled, every call runs launch by launch."""
         self._enabled = enabled
         self._recorded: dict[tuple[Any, ...], _Recorded] = {}
-        self._pool: Any = None  # what graph_pool_handle gives: an opaque handle
+        self._pool: Any = None  # the opaque handle of graph_pool_handle
         self.captures = 0
 
     def run(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from parbank.errors import ConfigError, DeviceError
 
 T = TypeVar("T")
-LARGEST_SEED = 2**63 - 1  # what PyTorch's generators take
+LARGEST_SEED = 2**63 - 1  # the limit of PyTorch's generators
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ except ImportError as missing:
     ) from missing
 
 MAX_TOKENS = 256  # of a generation that says nothing else: the harness's own default
-# What a task may ask of a generation; `do_sample` false is greedy, whatever the temperature says.
+# Settings of a generation; `do_sample` false is greedy, at any temperature.
 GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "seed")
 
 
@@ -48,7 +48,7 @@ class Window:
     ids: list[int]
     """The inputs, and after them the last target."""
     scored: int
-    """The last so many targets count; those before them were scored by an earlier window, or are the context."""
+    """The number of targets to count, from the end; earlier ones were scored by another window, or are the context."""
 
 
 @register_model("parbank")
@@ -143,7 +143,7 @@ class ParbankLM(LM):
         return list(zip(sums, greedy))
 
     def _batches(self, windows: Sequence[Window]) -> Iterator[list[Window]]:
-        """Windows of like length together, the longest first: what does not fit the memory fails at once."""
+        """Windows of similar length together, the longest first, so that running out of memory shows at once."""
         waiting = sorted(windows, key=lambda window: -len(window.ids))
         together = tokens_together(self.model.tokenizer.vocab_size, Runtime(device=self.model.device))
         while waiting:

@@ -49,7 +49,7 @@ def train(
 
     recipe: demo (if not given), sprint, golf or nano. `data` is a spec: stdlib, text:PATH, shards:DIR, fineweb.
     minutes, steps, tokens: the budget, one of the three. `max_bytes` is the cap on the file.
-    out: the run's folder; runs/RECIPE-TIME if not given. `resume` goes on with the run in `out`.
+    out: the run's folder; runs/RECIPE-TIME if not given. `resume` continues the run in `out`.
     settings: changes to the recipe, {"model.layers": 6} or ["model.layers=6"]; `parbank recipes NAME` prints all of them.
     quiet: print nothing. Else a terminal gets a progress bar, a file or a pipe gets lines.
 
@@ -111,7 +111,7 @@ class Run:
     folder: Path
     """Where everything is: config.json, summary.json, metrics.jsonl, checkpoint/ and model.pbk."""
     summary: dict[str, Any]
-    """What summary.json holds: val_bpb, artifact_bytes, steps, tokens_per_second and more."""
+    """The contents of summary.json: val_bpb, artifact_bytes, steps, tokens_per_second and more."""
     device: str = "auto"
     """Where `model` is put."""
 

@@ -38,7 +38,7 @@ class Artifact:
     """A container that was read and fully verified."""
 
     meta: dict[str, Any]
-    """What the writer said about the content, as plain JSON values."""
+    """The writer's description of the content, as plain JSON values."""
     sections: dict[str, bytes]
     """The content by name, in the order of the file."""
     source: str = "<memory>"
@@ -50,7 +50,7 @@ class Artifact:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each section; what is missing from `size` is the header."""
+        """Bytes of each section; the rest of `size` is the header."""
         return {name: len(data) for name, data in self.sections.items()}
 
     @property

@@ -28,7 +28,7 @@ class LoadedModel:
     data: str | None
     """The spec it was trained on. An artifact knows it only where it means something anywhere (stdlib, fineweb)."""
     meta: dict[str, Any]
-    """What its artifact says about itself, or would say."""
+    """The meta of its artifact."""
     source: Path
     """The file it came from."""
 

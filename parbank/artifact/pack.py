@@ -48,7 +48,7 @@ class TensorRow:
     """Bits its integers take in the file, description of their models included; 0 for float16. Where lzma coded them, an
     estimate whose sum over tensors is exact."""
     entropy_bits: float
-    """Bits of its integers under their own histogram: what coding them one by one, all alike, cannot beat."""
+    """Bits of its integers under their own histogram: the bound of a coder that treats all weights alike."""
     extras: str = ""
     """Groups, rotation and low rank, where it has them."""
 

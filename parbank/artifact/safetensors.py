@@ -27,7 +27,7 @@ from parbank.quant.integers import quantise_rows, recover, to_half
 from parbank.quant.roles import role
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-META = "parbank"  # the key of our own metadata: what an artifact says about itself, as JSON
+META = "parbank"  # the key of our metadata: the artifact's meta as JSON
 FINGERPRINT = "tokenizer_sha256"
 _USED = (
     "matrix_bits",
@@ -193,7 +193,7 @@ def _pack(
     extra: Mapping[str, bytes],
     max_bytes: int | None,
 ) -> tuple[bytes, int]:
-    """The file with every tensor stored exactly that can be, if that fits; else all tensors packed anew."""
+    """The file with every tensor stored exactly that can be, if that fits; else all tensors packed again."""
     contents: dict[str, Content] = {}
     roles = {name: role(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
     exact = 0

@@ -31,7 +31,7 @@ from parbank.quant.roles import Role, role
 KIND = "state dict"
 EXACT = "exact"
 _LARGEST_HALF = 65504.0
-_NARROW = 16  # the least side of a matrix that is worth integers of its own (quant/roles.py)
+_NARROW = 16  # the least side of a matrix that is stored as integers (quant/roles.py)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def pack_state_dict(
 
 
 def unpack_state_dict(artifact: Artifact) -> dict[str, Tensor]:
-    """The tensors by name: weights as float32, what was kept exactly in its own dtype, shared ones as one tensor."""
+    """The tensors by name: weights as float32, exact tensors in their own dtype, shared names as one tensor."""
     if artifact.meta.get("kind") != KIND:
         raise ArtifactError(f"{artifact.source} holds {artifact.meta.get('kind')!r}, not a {KIND}; use parbank.load")
     weights = unpack_tensors(artifact)

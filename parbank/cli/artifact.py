@@ -77,7 +77,7 @@ def _find_data(checkpoint: Path) -> str | None:
 
 
 def inspect(artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .pbk file.")]) -> None:
-    """Show what an artifact holds: config, sections, and every tensor with its bits and bytes.
+    """Show the contents of an artifact: config, sections, and every tensor with its bits and bytes.
 
     bits/weight counts everything a tensor takes. coded is what its integers take, entropy what they would under one
     histogram for all of them: coded is below it where rows and columns differ in spread.

@@ -89,7 +89,7 @@ def _gpu() -> Finding:
 
 
 def _gpu_processes() -> Finding:
-    """A process left over from an earlier run takes memory and time: runs beside one were seen to be 2-3x slower."""
+    """A process left over from an earlier run takes memory and time: runs were 2-3x slower with one."""
     if not shutil.which("nvidia-smi"):
         return Finding("GPU processes", "ok", "no GPU to hold")
     listed = _ask("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
@@ -151,7 +151,7 @@ def _memory() -> Finding:
 
 
 def _free_memory() -> tuple[int, int]:
-    """Bytes that could be had, and all of them. Linux counts what its caches would give back; a container has less."""
+    """Available bytes, and the total. Linux counts reclaimable caches; a container has less."""
     table = Path("/proc/meminfo")
     if not table.exists():
         page = os.sysconf("SC_PAGE_SIZE")

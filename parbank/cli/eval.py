@@ -25,7 +25,7 @@ from parbank.cli.terminal import (
 from parbank.errors import ConfigError
 
 SHOWN_DOCUMENTS = 10
-PICTURES = (".png", ".pdf", ".svg", ".jpg")  # of what matplotlib writes, what people open
+PICTURES = (".png", ".pdf", ".svg", ".jpg")  # common formats that matplotlib writes
 
 
 def _list_methods(wanted: bool) -> None:
@@ -206,7 +206,7 @@ def _score(
     breakdown: bool,
     device: str,
 ) -> dict[str, Any] | None:
-    """The result, on the first rank. What cannot be run, or could not be compared, is refused before the work is done."""
+    """The result, on the first rank. Settings that cannot be run or compared are refused before the work."""
     from parbank import runtime
     from parbank.data.validation import open_validation
     from parbank.eval.breakdown import break_down
@@ -256,7 +256,7 @@ def _score(
 
 
 def _check_picture(path: Path) -> None:
-    """What can be known before a text is scored for it."""
+    """Checks the picture's path before the text is scored."""
     if path.suffix.lower() not in PICTURES:
         raise ConfigError(f"--picture is a file that ends in {', '.join(PICTURES)}, got {path}")
     if path.is_dir():
@@ -307,7 +307,7 @@ _FORMATS = {
 
 
 def _show(result: dict[str, Any], as_json: bool) -> None:
-    """All digits as JSON, those that mean something to a person otherwise."""
+    """All digits as JSON; otherwise the significant ones."""
     if as_json:
         print(json.dumps(result))
         return

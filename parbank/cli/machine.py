@@ -1,4 +1,4 @@
-"""What parbank offers and what this machine can do: `recipes` and `doctor`."""
+"""Recipes and the state of this machine: `recipes` and `doctor`."""
 
 import json
 from typing import Annotated

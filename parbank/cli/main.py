@@ -1,4 +1,4 @@
-"""The command line. Every command is thin: it reads arguments, calls one function, and prints what came back.
+"""The command line. Every command is thin: it reads arguments, calls one function, and prints the result.
 
 A command is a function in the file of its group, named in that file's COMMANDS. A new group is a new file, named in GROUPS.
 """

@@ -13,7 +13,7 @@ from parbank.data.sources import add_options, describe_sources
 from parbank.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_LARGEST = 2**63 - 1  # what a file system can hold, and what fits the integers of other programs
+_LARGEST = 2**63 - 1  # the limit of file systems, and of other programs' integers
 
 
 def read_size(text: str) -> int:

@@ -181,7 +181,7 @@ def _check_split(batch: int, micro: int, world: int) -> None:
     above = _ceil_div(batch, group) * group
     fitting = [above] if above == group else [above - group, above]
     remedy = f"set the batch to {' or '.join(map(str, fitting))} sequences"
-    if batch % world == 0:  # then some micro-batch fits: the largest that is no larger than what was asked for
+    if batch % world == 0:  # then some micro-batch fits: the largest within the limit
         share = batch // world
         smaller = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
         remedy += f", or the micro-batch to {smaller}"

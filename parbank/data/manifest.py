@@ -86,7 +86,7 @@ def _known_digest(known: dict[str, Any], state: str) -> str | None:
 
 
 def _state(path: Path) -> str:
-    """What changes when a file is written or replaced. No program can set the ctime back."""
+    """Values that change when a file is written or replaced. No program can set the ctime back."""
     try:
         stat = os.stat(path)
     except OSError as error:

@@ -59,7 +59,7 @@ class _Slot:
 
     host: torch.Tensor  # the stream's shape, pinned on CUDA; int16 for uint16
     data: np.ndarray  # the same memory, in the stream's dtype
-    batch: torch.Tensor  # on the device: what the consumer sees; int64 for uint16
+    batch: torch.Tensor  # on the device, for the consumer; int64 for uint16
     state: dict[str, Any] = field(default_factory=dict)  # the stream's, just after this batch
     filling_since: float = 0.0
     copied: torch.cuda.Event = field(init=False)  # set on CUDA only, like the next
@@ -96,7 +96,7 @@ class _Loader:
         """Blocks until no copy reads the slot's host buffer."""
 
     def send(self, slot: _Slot) -> None:
-        # numpy, not torch: a torch op here would start a second pool of OpenMP threads beside the model's.
+        # numpy, not torch: a torch op here would start a second pool of OpenMP threads.
         np.copyto(slot.batch.numpy(), slot.data)
 
     def receive(self, slot: _Slot) -> torch.Tensor:
@@ -225,7 +225,7 @@ class Prefetcher:
     torch.int64 [16, 17, 18, 19] {'start': 24}
     [8, 9, 10, 11]
 
-    `state_dict` is the state after the last batch handed out, whatever was made ahead: what a checkpoint needs.
+    `state_dict` is the state after the last batch handed out, without those made ahead, as a checkpoint needs.
 
     The stream belongs to the prefetcher until `close()`, which leaves it just after the last batch handed out. A
     prefetcher that is dropped without `close()` ends its thread when it is collected or the interpreter exits.

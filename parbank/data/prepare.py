@@ -284,7 +284,7 @@ def _take_place(place: Path, folder: Path) -> None:
 
 
 def _remove_prepared(folder: Path) -> None:
-    """Deletes what preparation wrote, then the folder if nothing else is in it."""
+    """Deletes the files of preparation, then the folder if it is empty."""
     for path in _written_files(folder):
         path.unlink(missing_ok=True)
     with suppress(OSError):
@@ -292,7 +292,7 @@ def _remove_prepared(folder: Path) -> None:
 
 
 def _written_files(folder: Path) -> list[Path]:
-    """What an earlier preparation wrote, by its manifest; the manifest last, so that a kill between leaves it readable."""
+    """The files of an earlier preparation, by its manifest; the manifest last, so that a kill in between leaves it readable."""
     manifest = read_manifest(folder)
     if manifest is None:
         return []

@@ -148,7 +148,7 @@ class Tokenizer:
         return lengths
 
     def _decode_block(self, tokens: np.ndarray, previous: np.ndarray) -> bytes:
-        """The last `count_bytes` bytes of each token's piece, side by side: what is counted is what is decoded."""
+        """The last `count_bytes` bytes of each token's piece, concatenated: the counted bytes are the decoded bytes."""
         lengths = self.count_bytes(tokens, previous)
         ends = np.cumsum(lengths)
         begins = self._piece_ends[tokens] - ends  # of each token in the pieces, less its place in the text

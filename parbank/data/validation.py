@@ -39,7 +39,7 @@ class Validation:
     """The space that a published tokenizer adds, where there is one."""
 
     def describe(self) -> dict[str, Any]:
-        """What a result says of its text."""
+        """The description of a text in a result."""
         about = {
             "text": self.text,
             "text_sha256": self.sha256,
@@ -54,7 +54,7 @@ def open_validation(
 ) -> Validation:
     """The validation part of any spec; `text:val=PATH[,PATH...]` gives all of that text.
 
-    The text alone decides which documents validate. Text is read and encoded anew with the model's own tokenizer, so
+    The text alone decides which documents validate. Text is read and encoded again with the model's own tokenizer, so
     that a text far too short to train a tokenizer can be scored; each document's tokens are proved to be its bytes.
     Of shards there are tokens only: their own tokenizer counts the bytes, and a model with another one is refused.
     """

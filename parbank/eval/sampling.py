@@ -171,6 +171,6 @@ def _choose(logits: Tensor, temperature: float, top_k: int, top_p: float, genera
         falling, order = chances.sort(descending=True, stable=True)
         before = (
             falling.cumsum(0) - falling
-        )  # what the likelier tokens have: a token is needed while that is short of p
+        )  # the probability of likelier tokens: a token is needed while that is below p
         chances[order[before >= top_p]] = 0
     return int(torch.multinomial(chances, 1, generator=generator))

@@ -1,4 +1,7 @@
-"""The GPT: embeddings, blocks over parameter banks, and the loss."""
+"""The GPT: embeddings, blocks over parameter banks, and the loss.
+
+The U-net skips, the mix with the first embedding and the zero-initialised outputs come from modded-nanogpt.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -167,7 +170,7 @@ class GPT(nn.Module):
         self.sin.copy_(sin)
 
     def plain_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by parameter name -> by plain per-layer name: what checkpoints and artifacts hold."""
+        """Tensors by parameter name -> by plain per-layer name, as in checkpoints and artifacts."""
         return self.banks.split(tensors, "banks.")
 
     def parameter_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -213,7 +216,7 @@ class GPT(nn.Module):
         return ops.rms_norm(x)
 
     def embed(self, ids: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the first block reads, (B, T, width). `starts` (B, T) marks positions that must not look at the one before."""
+        """The input of the first block, (B, T, width). `starts` (B, T) marks positions that must not see the position before."""
         x = self.token_embedding(ids).to(dtype)
         if self.bigram is not None:
             x = x + self.bigram(ids, starts, dtype)

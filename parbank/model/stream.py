@@ -124,7 +124,7 @@ class Stream:
         only). Use them before the next segment is read: a graph overwrites them."""
         device = self.model.token_embedding.weight.device
         ids = torch.cat([segment.before, segment.ids])[None].long()
-        numbers = (segment.start, BEFORE - min(segment.start, BEFORE))  # the second: what of `ids` is ahead of the text
+        numbers = (segment.start, BEFORE - min(segment.start, BEFORE))  # the second: the part of `ids` before the text
         start, first = (torch.full((), number, device=device) for number in numbers)
         runs = find_runs(segment, self.window, isolated=self.model.config.isolate_documents)
         inputs = [ids, start, first, *runs, *([] if targets is None else [targets])]

@@ -1,4 +1,4 @@
-"""Chooses what an op runs: its Triton kernel, or the plain-PyTorch reference.
+"""Chooses the implementation of an op: its Triton kernel, or the plain-PyTorch reference.
 
 The choice is made when parbank is imported and kept in one module global. `torch.compile` reads it as a guarded
 constant, so `set_backend` is honoured, and traces a public op without a graph break. With kernels the graph holds one

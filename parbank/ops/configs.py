@@ -37,7 +37,7 @@ class Launch:
     """Further launch options of Triton, such as `launch_pdl` or `maxnreg`."""
 
     def kwargs(self) -> dict[str, Any]:
-        """What the launch takes: `kernel[grid](..., **launch.kwargs())`."""
+        """The keywords of a launch: `kernel[grid](..., **launch.kwargs())`."""
         return {**self.blocks, "num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
 
 

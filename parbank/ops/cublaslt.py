@@ -22,7 +22,7 @@ DESC_TRANSA, DESC_TRANSB = 3, 4  # CUBLASLT_MATMUL_DESC_*
 PREF_MAX_WORKSPACE_BYTES, PREF_REDUCTION_SCHEME_MASK = 1, 3  # CUBLASLT_MATMUL_PREF_*
 PREF_MIN_ALIGNMENT_A_BYTES = 5  # and 6, 7 and 8 for B, C and D
 # A long sum may be split. Of the ways to add up the parts (cublasLtReductionScheme_t) only this is let in besides not
-# splitting at all: parts in float32 in the workspace, added in a pass of their own. The others round parts to 16 bits, and
+# splitting at all: parts in float32 in the workspace, added in a separate pass. The others round parts to 16 bits, and
 # the one in place adds them in the output itself.
 REDUCTION_COMPUTE_TYPE = 2
 STATUS = {

@@ -53,7 +53,7 @@ class _FanOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:  # type: ignore[override]
         terms = [grad for grad in grads if grad is not None]
-        # With gradients on, somebody differentiates this backward: plain sums have derivatives of their own.
+        # With gradients on, this backward is differentiated: plain sums have derivatives.
         plain = torch.is_grad_enabled() or not terms or not takes_kernel(*terms)
         return (sum(terms[1:], terms[0]) if terms else None) if plain else sum_tensors(terms), None
 

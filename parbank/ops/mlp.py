@@ -351,7 +351,7 @@ def _mlp_up(x: Tensor, w_up: Tensor, inverse: Tensor | None, scale: float, slope
     schema="(Tensor x, Tensor w_up, Tensor w_down, float slope) -> (Tensor, Tensor, Tensor)",
 )
 def _mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> tuple[Tensor, Tensor, Tensor]:
-    """y, and what backward needs."""
+    """y, and the tensors that backward needs."""
     a, signs = _mlp_up(x, w_up, None, 1.0, slope)
     with as_they_are(x.device):
         return torch.mm(a, w_down.t()).view(*x.shape[:-1], w_down.shape[0]), a, signs

@@ -110,7 +110,7 @@ def _smear_backward(dy: Tensor, x: Tensor, gate: Tensor, starts: Tensor) -> tupl
         return dx, torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
     flat, grad = as_rows(x), as_rows(dy)
     rows, width = flat.shape
-    read = (grad, grad, flat, flat)  # each row, and the one after or before it
+    read = (grad, grad, flat, flat)  # each row, and the row after or before it
     launch, programs = choose_launch("smear_backward", width, rows, x.device, persistent=True, read=read)
     partial = torch.empty((programs, width), dtype=torch.float32, device=x.device)
     with on_device(x.device):

@@ -45,18 +45,18 @@ class Algorithm:
         """Raises ConfigError where an option of this algorithm cannot be used."""
 
     def constants(self, group: Group) -> Hashable:
-        """What a CUDA graph of the step holds by value: when it changes, the step is captured again."""
+        """Values that a CUDA graph of the step stores: when they change, the step is captured again."""
         return ()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an element-wise update reads, as 0-d tensors on the device."""
+    """The settings of an element-wise update, as 0-d tensors on the device."""
 
     lr: Tensor
     weight_decay: Tensor
     factor: Tensor
-    """What every gradient is multiplied by: the clip, the mean over ranks, the loss scale."""
+    """The factor on every gradient: the clip, the mean over ranks, the loss scale."""
     taken: Tensor
     """1.0, or 0.0 for a step that is skipped: then nothing may change, and gradients may be NaN."""
     captured: bool
@@ -72,7 +72,7 @@ class ElementwiseAlgorithm(Algorithm, ABC):
 
     @abstractmethod
     def init_state(self, state: dict[str, Any], param: Tensor) -> None:
-        """Makes what is missing in the state of a parameter."""
+        """Creates the missing state of a parameter."""
 
     def prepare_state(self, state: dict[str, Any], param: Tensor) -> None:
         """`init_state`, and the missing bits of a bfloat16 weight (see `master`)."""
@@ -113,7 +113,7 @@ class ElementwiseAlgorithm(Algorithm, ABC):
 
 @dataclass(frozen=True)
 class Work:
-    """What a matrix algorithm works on in one step: the blocks of a batch that this rank owns."""
+    """The work of a matrix algorithm in one step: the blocks of a batch that this rank owns."""
 
     batch: "Batch"
     pieces: Sequence["Piece"]

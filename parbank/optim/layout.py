@@ -70,7 +70,7 @@ class Member:
     order: tuple[int, ...]
     """The parameter's dimensions from the outermost to the innermost in memory."""
     transposed: tuple[bool, ...]
-    """Per block: whether the logical matrix is the transpose of what is stored."""
+    """Per block: whether the logical matrix is the transpose of the stored one."""
     lr_scale: str | None
 
     def blocks(self, tensor: Tensor) -> Tensor:

@@ -284,7 +284,7 @@ class ParallelMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step; returns what the closure returned."""
+        """One step. Returns the result of the closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

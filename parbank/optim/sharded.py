@@ -44,7 +44,7 @@ class Sharded:
 
 
 def check_sharded(param: Any, group: dict[str, Any], name: str) -> None:
-    """Refuses what cannot be gathered."""
+    """Refuses weights that cannot be gathered."""
     shards = [placement for placement in param.placements if placement.is_shard()]
     if len(shards) != 1 or shards[0].dim != 0 or any(p.is_partial() for p in param.placements):
         raise ConfigError(

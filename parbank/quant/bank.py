@@ -42,7 +42,7 @@ class Bank:
 
     names: tuple[str, ...]
     weights: Tensor
-    """(N, rows, cols): what is left to round, rotated where the bank is."""
+    """(N, rows, cols): the weights to round, rotated if the bank is."""
     hessians: Tensor
     sensitivity: Tensor
     """(N, rows)"""
@@ -153,7 +153,7 @@ class Bank:
         return bits if self.low_rank is None else bits + 16 * sum(factor[0].numel() for factor in self.low_rank)
 
     def contents(self, rounded: Rounded) -> Contents:
-        """What the file stores of each tensor."""
+        """The stored contents of each tensor."""
         found: Contents = {}
         values, scales = rounded.values.cpu(), rounded.scales.cpu()
         for i, name in enumerate(self.names):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 64  # columns between two large products: a step writes what is left of its block, and nothing outside
+BLOCK = 64  # columns between two large products: a step writes only the rest of its block
 
 
 @dataclass(frozen=True)

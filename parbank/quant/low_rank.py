@@ -35,7 +35,7 @@ def correct(
     left, values, right = torch.linalg.svd(weighted @ basis, full_matrices=False)
     tall = left[:, :, :rank] * values[:, None, :rank] / weight
     flat = torch.linalg.solve_triangular(root, right[:, :rank] @ basis.mT, upper=False, left=False)
-    # both sides of a direction get one largest value: far from what float16 cannot hold
+    # both sides of a direction get the same largest value: far from float16's limits
     tiny = torch.finfo(torch.float64).tiny
     balance = (flat.abs().amax(2) / tall.abs().amax(1).clamp(min=tiny)).sqrt()
     live = (tall.abs().amax(1) > 0) & (balance > 0) & balance.isfinite()  # an error of rank below r leaves zeros

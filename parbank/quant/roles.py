@@ -4,7 +4,7 @@ from typing import Literal
 
 Role = Literal["matrix", "embedding", "other"]
 Shape = tuple[int, ...]
-# What GPT-2 calls its tables; every other model at hand has "embed" in the name (embed_tokens, tok_embeddings, ...).
+# The names of GPT-2's tables; other models have "embed" in the name (embed_tokens, tok_embeddings, ...).
 TABLES = ("wte", "wpe")
 
 

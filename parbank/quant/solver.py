@@ -112,7 +112,7 @@ class Solver:
             if self.banks is self.plain:
                 raise
             first = failure
-        self._use(self.plain)  # factors and rotations have a size of their own, which a very small file does not have
+        self._use(self.plain)  # factors and rotations take bytes that a very small file does not have
         try:
             return _Search(self, build, max_bytes).run(choose=False)
         except CannotFit as failure:
@@ -196,7 +196,7 @@ class _Search:
                 break
             if self.over and self.under and abs(self.under[0] - self.over[0]) < _NARROW:
                 break
-        # The last resort is what artifact.sizes.check_fits has promised: at `high` every row is dropped.
+        # The last resort, promised by artifact.sizes.check_fits: at `high` every row is dropped.
         if self.best is None:
             self._try(self.high)
         if self.best is None:

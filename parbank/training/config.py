@@ -40,7 +40,7 @@ class BudgetConfig:
         require(self.max_bytes > 0, f"budget.max_bytes must be positive, got {self.max_bytes}")
 
 
-# PyTorch compiles a function for eight shapes and then gives up: the stages and what follows them.
+# PyTorch compiles a function for eight shapes and then gives up: the stages and the main one.
 MAX_STAGES = 7
 
 
@@ -177,7 +177,7 @@ class RunConfig:
     recipe: str
     """The recipe this started from."""
     data: str = "stdlib"
-    """What to train on, as a data spec such as text:PATH; `parbank train --help` lists the kinds."""
+    """The training data, as a spec such as text:PATH; `parbank train --help` lists the kinds."""
     seed: int = 0
     """Fixes the starting weights and the order of the data."""
     model: ModelConfig = field(default_factory=ModelConfig)

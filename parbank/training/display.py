@@ -36,7 +36,7 @@ class _Output:
             return work(*arguments)
         except (OSError, ValueError) as error:  # ValueError: the file was closed
             self._lost = True
-            with suppress(OSError, ValueError):  # what is still buffered goes nowhere, without an error at exit
+            with suppress(OSError, ValueError):  # drop buffered output, so that there is no error at exit
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._file.fileno())
                 os.close(nowhere)

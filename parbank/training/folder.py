@@ -77,7 +77,7 @@ def _claim(out: Path, resume: bool, folder: RunFolder) -> Iterator[None]:
             (out / UNFINISHED).unlink(missing_ok=True)
     except BaseException:
         if not folder.started:
-            with suppress(OSError):  # a folder that somebody else has put something into meanwhile stays
+            with suppress(OSError):  # keep a folder that other programs have written to meanwhile
                 for path in made:
                     path.rmdir()
         raise

@@ -31,7 +31,7 @@ def load_model(path: Path, device: torch.device) -> LoadedModel:
         raise CheckpointError(
             f"{path} does not exist; give an artifact (.pbk), a checkpoint (step_N.pt), or a run folder"
         )
-    if path.is_file() and not zipfile.is_zipfile(path):  # which is what a whole checkpoint is
+    if path.is_file() and not zipfile.is_zipfile(path):  # a complete checkpoint is one
         raise CheckpointError(
             f"{path} is neither an artifact (.pbk) nor a whole checkpoint (step_N.pt); give one of them"
         )

@@ -124,7 +124,7 @@ def _train(trainer: Trainer, setup: Laps, display: Display) -> Result:
 
 
 def _keep(trainer: Trainer) -> str:
-    """Saves the weights of the last whole step, if no other rank is needed for it, and says how to go on."""
+    """Saves the weights of the last whole step, if no other rank is needed for it, and says how to continue."""
     saved = trainer.try_to_save() if trainer.runtime.world == 1 else None
     kept = f"step {trainer.step} is saved as {saved}" if saved else "older checkpoints are kept"
     return f"{kept}; once the data is back, continue with: {_resume_command(trainer.out)}"

@@ -109,7 +109,7 @@ class Trainer:
         self.clock.stop()
         self._end_if_lost()
         if self.fake is not None:
-            self.fake.turn(False)  # what is scored and packed are the weights themselves
+            self.fake.turn(False)  # the weights themselves are scored and packed
 
     def warm_up(self) -> None:
         """Runs real steps, so that everything is compiled and allocated, and then restores the earlier state."""
@@ -256,7 +256,7 @@ class Trainer:
         )
 
     def try_to_save(self) -> Path | None:
-        """A checkpoint, or a warning where none can be written: the older checkpoint stays, and the run goes on."""
+        """A checkpoint, or a warning where none can be written: the older checkpoint stays, and the run continues."""
         try:
             return self.save()
         except CheckpointError as error:
@@ -331,7 +331,7 @@ class Trainer:
         return BatchStream(
             self.dataset.train,
             sequence_length=batch.sequence_length,
-            # where steps differ the stream counts passes: on a clock nobody knows ahead where a stage's last step ends
+            # if steps differ the stream counts passes: with a clock, the last step of a stage is not known in advance
             batch_sequences=micro * self.runtime.world if batch.stages else batch.sequences,
             micro_sequences=micro,
             rank=self.runtime.rank,

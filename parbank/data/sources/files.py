@@ -22,9 +22,9 @@ from parbank.data.sources.unpack import plain_name
 from parbank.errors import ConfigError, DataError
 
 OPTIONS = ("glob", "field", "skip-bad")
-FIELD = "text"  # what most public data sets call it
+FIELD = "text"  # the usual name in public data sets
 
-# What parbank writes is no text of the user's: a run inside the folder that it trains on must not change its data.
+# Files that parbank wrote are left out: a run inside the folder that it trains on must not change its data.
 _OWN_FOLDERS = ({"config.json", "metrics.jsonl"}, {"manifest.json", "tokenizer.model"})
 
 Read = Callable[[Path, str], Iterator[bytes | DataError]]
@@ -39,7 +39,7 @@ class Kind:
 
     name: str
     files: str
-    """What it reads, for messages."""
+    """A name for its files, for messages."""
     globs: tuple[str, ...]
     """The files of a folder that it takes if no glob is given."""
     read: Read

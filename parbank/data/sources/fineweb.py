@@ -66,7 +66,7 @@ def fineweb_folder(cache: Path) -> Path:
 @dataclass(frozen=True)
 class FinewebRequest:
     shards: int | None
-    """At least so many training shards; None takes those that are there, or fetches one."""
+    """The least number of training shards; None takes the existing ones, or fetches one."""
 
     @property
     def spec(self) -> str:

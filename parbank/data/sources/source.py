@@ -32,13 +32,13 @@ class Corpus:
     name: str
     """Short: begins the names of its shards."""
     spec: str
-    """What was asked for, with absolute paths: two corpora are the same request when their specs are equal."""
+    """The spec with absolute paths: two corpora are the same request when their specs are equal."""
     train: tuple[Path, ...]
     """Empty: there is text to score and none to train on."""
     val: tuple[Path, ...] = ()
     """Empty: validation is chosen from the training documents by a hash of their content."""
     read: Callable[[Path], Iterator[bytes | DataError]] = field(compare=False)
-    """The documents of one file: UTF-8, never empty. A bad line is handed on as its error, so that others can follow it."""
+    """The documents of one file: UTF-8, never empty. A bad line is yielded as its error, so that later lines follow."""
     skip_bad: bool = False
     """Whether bad files and lines are left out, and counted, instead of ending the work."""
 
@@ -83,9 +83,9 @@ class Source:
     form: str
     """How the whole spec is written."""
     help: str
-    """What it is, in a sentence of `--help`."""
+    """Its meaning, for `--help`."""
     parse: Callable[[str], Request]
-    """From what follows the colon to a request."""
+    """Parses the text after the colon into a request."""
     options: tuple[str, ...] = ()
     """The parts `NAME=VALUE` that it takes, among glob, field and skip-bad."""
     tokens: bool = False

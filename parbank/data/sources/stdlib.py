@@ -16,7 +16,7 @@ class StdlibRequest:
     spec: str = "stdlib"
 
     def open(self, cache: Path, say: Say) -> Corpus:
-        """The library's sources, tests included, without what was installed into it."""
+        """The library's sources, tests included, without installed packages."""
         root = Path(sysconfig.get_paths()["stdlib"])
         outside = {"site-packages", "dist-packages", "__pycache__"}
         files = [path for path in root.rglob("*.py") if not outside.intersection(path.relative_to(root).parts)]

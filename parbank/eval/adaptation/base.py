@@ -77,10 +77,10 @@ class Adapter(Protocol):
     """Changes a model's weights by the text it is shown: text whose scores are final, and no other."""
 
     def learn(self, tokens: Tensor, progress: float) -> None:
-        """`tokens` (n + 1,): n targets and what precedes them; progress 0..1 through the text."""
+        """`tokens` (n + 1,): n targets and the token before them; progress 0..1 through the text."""
 
     def reset(self) -> None:
-        """A document begins: forget, if that is what this adapter does."""
+        """A document begins: reset, if this adapter resets per document."""
 
 
 C = TypeVar("C", bound=AdaptConfig)
@@ -103,9 +103,9 @@ class StepwiseAdapter(ABC, Generic[C]):
         self._config, self._context, self._runtime = config, context, runtime
         self._model = model
         self._graphs = Graphs(enabled=graph and runtime.is_cuda and runtime.world == 1)
-        self._weights: list[Tensor]  # of the model: what the loss is differentiated by
+        self._weights: list[Tensor]  # weights of the model that the loss is differentiated by
         self._masks: list[Tensor | None]
-        self._parameters: list[Tensor]  # what the optimizer moves
+        self._parameters: list[Tensor]  # tensors that the optimizer updates
         self._optimizer: torch.optim.Optimizer
         self._begin(model)
 

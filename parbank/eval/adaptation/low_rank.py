@@ -1,4 +1,4 @@
-"""A product of two thin matrices beside each matrix of the model (LoRA, Hu et al. 2021), learnt anew for each document.
+"""A product of two thin matrices beside each matrix of the model (LoRA, Hu et al. 2021), learnt again for each document.
 
 An adapter that restarts with every document must learn faster and from less text than SGD over a whole text: Adam at
 its usual rate, over one window of context at a time.
@@ -18,7 +18,7 @@ from parbank.runtime import Runtime
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankConfig(AdaptConfig):
-    """Low-rank factors beside the matrices learn, anew for each document."""
+    """Low-rank factors beside the matrices learn, from zero for each document."""
 
     name = "low-rank"
     help = "factors beside the matrices, anew for each document"

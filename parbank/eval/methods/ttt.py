@@ -73,7 +73,7 @@ class ScoreFirst(Method):
     scores: PieceMethod = field(default_factory=Streaming)
     """How a chunk is scored before anything is learnt from it."""
     adapt: AdaptConfig = field(default_factory=SgdConfig)
-    """What learns, and how."""
+    """The adapter and its settings."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,7 +19,7 @@ _STEPS = 4
 CODES = 32
 # Which numbers are used, as shifts (rows, columns): none, rows, columns, both, both in steps of half an octave.
 _DIVISIONS = ((5, 5), (0, 5), (5, 0), (0, 0), (1, 1))
-# Neighbouring classes are joined until each has this many weights: fewer don't pay for a model of their own.
+# Neighbouring classes are joined until each has this many weights: fewer do not pay for their own model.
 _MIN_CLASS = 512
 _ROUNDS = 2  # of moving rows and columns: the first saves 0.45% of a demo model, the second 0.2%, a third 0.05%
 _WORTHWHILE = 0.001  # a round that gained less is the last

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.int64]
 
-PRECISION = 24  # bits of a frequency: what constriction's default coder uses
+PRECISION = 24  # bits of a frequency, as in constriction's default coder
 DECAY, EVEN, FULL = 0, 1, 2
 KINDS = 3
 # Histograms are sent as logarithms in quarters of an octave. Rounding by at most an eighth of an octave costs
@@ -30,7 +30,7 @@ _OCTAVES = 18  # from 2^-18 to 1
 LEVELS = _STEPS * _OCTAVES + 1
 _QUARTERS = (32768, 38968, 46341, 55109)  # 2^15 * 2^(i/4), rounded
 _LEVEL_WEIGHTS = np.array([_QUARTERS[level % 4] << level // 4 for level in range(LEVELS)], np.int64)
-_UNSEEN = 0.4  # what a symbol that does not occur counts as
+_UNSEEN = 0.4  # the count of a symbol that does not occur
 # 1 - ratio as (8 + m) * 2^e / 2^20: eighths of an octave, from 8e-6 (flat over any range we have) to 1 - 2^-4.
 _RATIO_BITS = 20
 SHRINKS = np.array([0] + [(8 + m) << e for e in range(17) for m in range(8)], np.int64)
@@ -87,7 +87,7 @@ def step_weights(a: int) -> Array:
 
 
 def bits(counts: Array, weights: Array) -> float:
-    """What symbols with these counts cost."""
+    """The cost of symbols with these counts."""
     present = counts > 0
     return float(-(counts[present] * np.log2((weights[present] + 1) / (1 << PRECISION))).sum())
 
