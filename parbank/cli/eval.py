@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,6 +130,13 @@ def evaluate(
         Path | None,
         typer.Option(metavar="RESULT.json", help="An earlier result; a different text or method is refused."),
     ] = None,
+    audit: Annotated[
+        bool,
+        typer.Option(
+            "--audit",
+            help="Also check, at a sample of the scored positions, that probabilities sum to 1. Implies --eager.",
+        ),
+    ] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Do not replay CUDA graphs: launch by launch.")] = False,
     device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -179,8 +187,8 @@ def evaluate(
         "blocks": _parse_blocks(blocks),
         "rank": rank,
     }
-    chosen = {"graphed": not eager, **flags, **_parse_settings(settings or [])}
-    result = _score(path, data, method, context, chosen, theirs, breakdown, device)
+    chosen = {"graphed": not (eager or audit), **flags, **_parse_settings(settings or [])}
+    result = _score(path, data, method, context, chosen, theirs, breakdown, audit, device)
     if result is None:  # another rank prints
         return
     if theirs is not None:
@@ -204,11 +212,13 @@ def _score(
     settings: dict[str, Any],
     theirs: dict[str, Any] | None,
     breakdown: bool,
+    audit: bool,
     device: str,
 ) -> dict[str, Any] | None:
     """The result, on the first rank. Settings that cannot be run or compared are refused before the work."""
     from parbank import runtime
     from parbank.data.validation import open_validation
+    from parbank.eval.audit import audited
     from parbank.eval.breakdown import break_down
     from parbank.eval.methods import make_method
     from parbank.eval.result import refuse_unlike
@@ -231,10 +241,11 @@ def _score(
         if theirs is not None:
             refuse_unlike(about, theirs, "the result to compare with")
         began = time.perf_counter()
-        with display.progress("scoring") as progress:
+        with display.progress("scoring") as progress, audited(loaded.model) if audit else nullcontext() as watched:
             scored = method.score(loaded.model, validation.tokens, place, progress)
             score = scored.total(loaded.tokenizer)
         seconds = time.perf_counter() - began
+        audit_result = {"audit": watched.finish(place)} if watched is not None else {}
     if not place.is_main:
         return None
     if (idle := method.find_idle(scored.tokens, loaded.model.config)) is not None:
@@ -249,6 +260,7 @@ def _score(
         "data": spec,
         "tokenizer_sha256": loaded.tokenizer.fingerprint,
         **about,
+        **audit_result,
     }
     if breakdown:
         result["breakdown"] = break_down(scored, loaded.tokenizer, method, loaded.model.config)
@@ -314,6 +326,10 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
     shown = {key: _FORMATS.get(key, "{}").format(value) for key, value in result.items() if value is not None}
     if adapt := result.get("adapt"):
         shown["adapt"] = ", ".join(f"{key} {value}" for key, value in adapt.items() if value != ())
+    if audit := result.get("audit"):
+        shown["audit"] = "probabilities at {positions:,} positions sum to 1 within {worst_deviation:.1e}".format(
+            **audit
+        )
     print_pairs(shown)
 
 

@@ -70,3 +70,17 @@ def test_tokens_without_text_are_said_to_be_not_proved(
     answer = call("eval", hostile, "--data", spec)
     assert (answer.code, answer.out) == (2, "")
     assert "tokens of another tokenizer" in answer.err
+
+
+@pytest.mark.parametrize("method", [("chunked",), ("ttt", "--chunk", "128", "--epochs", "1")])
+def test_an_audit_says_how_far_probabilities_are_from_one(
+    call: Call, trained: Path, page: Path, method: tuple[str, ...]
+) -> None:
+    common = ("eval", trained, "--data", f"text:val={page}", "--device", "cpu", "--method", *method)
+    found = json.loads(call(*common, "--audit", "--json").out)
+    assert found["audit"]["positions"] >= 16
+    assert found["audit"]["worst_deviation"] < 1e-4
+    plain = json.loads(call(*common, "--json").out)
+    assert plain["val_bpb"] == found["val_bpb"]
+    assert "audit" not in plain
+    assert "positions sum to 1 within" in call(*common, "--audit").out
