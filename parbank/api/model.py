@@ -18,6 +18,7 @@ from parbank.artifact.safetensors import export_model
 from parbank.artifact.state_dict import KIND as FOREIGN
 from parbank.artifact.state_dict import unpack_state_dict
 from parbank.config import require
+from parbank.data.progress import say_nothing
 from parbank.data.proof import check_tokens
 from parbank.data.shards import TokenSet
 from parbank.data.sources import is_spec
@@ -332,10 +333,6 @@ class Model:
         tokens = self.tokenizer.encode(text)
         check_tokens(self.tokenizer, tokens, text.encode("utf-8"), "the text")
         return TokenSet([np.concatenate([[self.tokenizer.bos_id], tokens]).astype(np.uint16)])
-
-
-def say_nothing(line: str) -> None:
-    """No progress."""
 
 
 def _place(device: str) -> torch.device:

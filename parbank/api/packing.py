@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from parbank.api.model import Model, say_nothing
+from parbank.api.model import Model
 from parbank.api.run import Settings, read_settings
 from parbank.artifact.about import TOKENIZER
 from parbank.artifact.calibrate import calibrate
@@ -16,6 +16,7 @@ from parbank.artifact.module import Batch, Loss, calibrate_module, roles_in, tra
 from parbank.artifact.pack import Packed, pack_weights
 from parbank.artifact.state_dict import pack_state_dict, split_state_dict
 from parbank.config import override
+from parbank.data.progress import say_nothing
 from parbank.errors import ConfigError, DataError
 from parbank.model import GPT
 from parbank.quant.calibration import Calibration

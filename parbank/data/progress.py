@@ -15,6 +15,10 @@ def say_on_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def say_nothing(line: str) -> None:
+    """Silence: a Meter that says nothing shows no bar either."""
+
+
 class Meter:
     """Counts bytes of one phase. `total` may be unknown (None)."""
 
@@ -25,7 +29,7 @@ class Meter:
 
     def __enter__(self) -> "Meter":
         self._began = self._spoke = time.monotonic()
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and self._say is not say_nothing:
             self._bar = _bar()
             self._bar.start()
             self._task = self._bar.add_task(self._label, total=self._total)

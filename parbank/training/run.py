@@ -13,6 +13,7 @@ from typing import Any
 from parbank.artifact.pack import read_tensors
 from parbank.config import override, require, to_dict
 from parbank.data.dataset import Dataset, open_dataset
+from parbank.data.progress import say_nothing
 from parbank.data.proof import NOT_PROVED
 from parbank.data.sources import absolute_spec
 from parbank.errors import ConfigError, DataError
@@ -192,12 +193,10 @@ def _open_data(config: RunConfig, runtime: Runtime, display: Display, resume: bo
     elsewhere = "; if the run's text lies elsewhere now, say where by --data" if resume else ""
 
     def work() -> Dataset:
-        length = config.batch.sequence_length
-        dataset = open_dataset(config.data, vocab_size=config.model.vocab_size, sequence_length=length, say=display.say)
+        length, say = config.batch.sequence_length, display.say if display.enabled else say_nothing
+        dataset = open_dataset(config.data, vocab_size=config.model.vocab_size, sequence_length=length, say=say)
         if dataset.check_text() == NOT_PROVED:
-            display.say(
-                f"note: that the validation tokens of {config.data} are its text is not proved; the result says so"
-            )
+            say(f"note: that the validation tokens of {config.data} are its text is not proved; the result says so")
         return dataset
 
     try:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -31,7 +32,10 @@ def test_quiet_prints_nothing_and_the_default_prints_lines(
 ) -> None:
     monkeypatch.chdir(home)
     options = {"recipe": "nano", "data": "text:books", "steps": 1, "device": "cpu"}
-    parbank.train(out=tmp_path / "quiet", quiet=True, **options)  # type: ignore[arg-type]
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys.stderr, "isatty", lambda: True)  # where preparing text would show a bar
+        terminal.setenv("PARBANK_CACHE", str(tmp_path / "empty"))
+        parbank.train(out=tmp_path / "quiet", quiet=True, **options)  # type: ignore[arg-type]
     assert capfd.readouterr() == ("", "")
     parbank.train(out=tmp_path / "loud", **options)  # type: ignore[arg-type]
     assert "val bpb" in capfd.readouterr().out
