@@ -4,8 +4,8 @@ A new kind is a new file with a SOURCE, and a line in SOURCES. Help, errors, tra
 table.
 """
 
+import os
 from collections.abc import Iterable
-from pathlib import Path
 
 from parbank.data.sources import fineweb, parquet, shards, stdlib, text
 from parbank.data.sources.source import Request, Source
@@ -27,7 +27,7 @@ def find_source(spec: str) -> Source:
     source = SOURCES.get(spec.partition(":")[0])
     if source is None:
         forms = "; ".join(source.form for source in SOURCES.values())
-        meant = f"; did you mean text:{spec}?" if spec and Path(spec).expanduser().exists() else ""
+        meant = f"; did you mean text:{spec}?" if os.path.exists(os.path.expanduser(spec)) else ""
         raise ConfigError(f"unknown data {spec!r}; use {forms}{meant}")
     return source
 

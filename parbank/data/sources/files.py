@@ -72,6 +72,9 @@ class FileRequest:
         both = sorted(set(train) & set(val))
         if both:
             raise DataError(f"{both[0]} is in both train= and val=; a file can only be one of them")
+        for asked, files in ((self.train, train), (self.val, val)):
+            if asked and not files:
+                raise DataError(f"no file of {', '.join(asked)} can be read; check their permissions")
         if self.field != FIELD and not any(map(self.kind.fielded, train + val)):
             raise DataError(f"no file of {self.spec} has fields, so field={self.field} picks nothing; leave it out")
         found.report(say)
@@ -146,26 +149,25 @@ class _Search:
             say(f"passed over: {'; '.join(kinds)}")
 
     def _find(self, pattern: str) -> list[Path]:
-        path = Path(pattern)
-        if path.is_dir():
-            return self._search(path)
-        if path.exists():
-            return [path] if self._is_readable(path) else []
-        matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
+        matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         if not matches:
             what = "matches nothing" if glob.has_magic(pattern) else "does not exist"
             raise DataError(f"{pattern} {what}; give {self._request.kind.files}, folders or globs")
-        return [
-            file
-            for match in matches
-            for file in (self._search(match) if match.is_dir() else [match] if self._is_readable(match) else [])
-        ]
+        return [file for match in matches for file in self._take(Path(match))]
+
+    def _take(self, path: Path) -> list[Path]:
+        """A file that was asked for is taken as it is; of a folder, its files that hold text."""
+        if path.is_dir():
+            return self._search(path)
+        if not path.is_file():
+            raise DataError(f"{path} is a pipe, a device or a broken link; give a file")
+        return [path] if self._is_readable(path) else []
 
     def _search(self, folder: Path) -> list[Path]:
         """The files under a folder that match a glob and hold text; hidden files and folders are left alone."""
         there, matching = 0, []
         for place, folders, names in os.walk(folder, onerror=self._refuse_folder):
-            if any(own <= {*names} for own in _OWN_FOLDERS):
+            if place != str(folder) and any(own <= {*names} for own in _OWN_FOLDERS):
                 folders[:] = []
                 self._pass_over("run or shard folders", place)
                 continue
@@ -207,7 +209,7 @@ class _Search:
 
     def _is_readable(self, path: Path) -> bool:
         """Where bad files are skipped, whether this one can be read at all: preparing takes a hash of every file."""
-        if not self._request.skip_bad or not path.is_file():
+        if not self._request.skip_bad:
             return True
         try:
             with open(path, "rb") as file:

@@ -209,6 +209,8 @@ def test_what_parbank_wrote_is_not_read_as_text(folder: Path) -> None:
     assert f"2 run or shard folders, such as {folder}/runs/demo-1" in said[0]
     (folder / "runs" / "demo-1" / "metrics.jsonl").unlink()
     assert len(open_corpus(f"text:{folder}").files) == len(before) + 2
+    (folder / "runs" / "demo-1" / "metrics.jsonl").touch()
+    assert "config.json" in names(open_corpus(f"text:{folder}/runs/demo-1")), "asked for by its own name"
 
 
 def test_a_glob_narrows_folders_and_nothing_else(folder: Path) -> None:
@@ -260,6 +262,20 @@ def test_bad_files_and_lines_are_skipped_when_asked_for_and_counted(tmp_path: Pa
     refused(r"cannot read .*odd\.txt", str(tmp_path / "odd.txt"), "skip-bad=no")
     refused("skip-bad is yes or no, got 'true'", str(tmp_path), "skip-bad=true", error=ConfigError)
     assert names(open_corpus(f"text:{tmp_path}/odd.txt,{tmp_path}/good.txt,skip-bad=yes")) == ["good.txt"]
+
+
+def test_pipes_broken_links_and_names_too_long(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
+    (tmp_path / "broken").symlink_to(tmp_path / "gone")
+    refused("pipe is a pipe, a device or a broken link", str(tmp_path / "pipe"), "skip-bad=yes")
+    refused("broken is a pipe, a device or a broken link", str(tmp_path / "bro*"))
+    refused("broken is a pipe, a device or a broken link", str(tmp_path / "broken"))
+    refused("does not exist", "x" * 5000)
+    refused("does not exist", "nul\0")
+    (tmp_path / "odd.txt").symlink_to("/proc/self/mem")
+    refused(r"no file of .*odd\.txt can be read", str(tmp_path / "odd.txt"), "skip-bad=yes")
+    with pytest.raises(ConfigError, match="unknown data '~nobody"):
+        parse_spec("~nobody/" + "x" * 5000)
 
 
 def test_a_folder_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
