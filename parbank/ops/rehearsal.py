@@ -48,7 +48,7 @@ class _LoadingPool:
 @contextmanager
 def rehearsal(device: torch.device, threads: int | None = None) -> Iterator[None]:
     """Inside this context, launches of Triton kernels on `device` only compile them. At its end all of them are ready."""
-    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
     from triton.runtime.jit import JITFunction
 
     launch = JITFunction.run
@@ -56,7 +56,8 @@ def rehearsal(device: torch.device, threads: int | None = None) -> Iterator[None
     def ask(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
         return launch(self, *args, warmup=True, **options)
 
-    pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, initializer=torch.cuda.set_device, initargs=(device,))
+    index = torch.cuda.current_device() if device.index is None else device.index  # set_device wants a number
+    pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, initializer=torch.cuda.set_device, initargs=(index,))
     JITFunction.run = ask
     try:
         # Autograd's own threads do not know that a pool is open, so backward runs in this one.
@@ -64,3 +65,4 @@ def rehearsal(device: torch.device, threads: int | None = None) -> Iterator[None
             yield
     finally:
         JITFunction.run = launch
+        active_mode.set(None)  # after a kernel that does not compile, Triton leaves its mode on

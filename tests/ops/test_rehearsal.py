@@ -26,7 +26,9 @@ def test_the_parts_of_triton_it_uses_are_there():
 
 
 @pytest.mark.gpu
-def test_kernels_are_ready_afterwards_and_were_not_launched(device):
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_kernels_are_ready_afterwards_and_were_not_launched(name):
+    device = torch.device(name)
     partial = torch.randn(2, 50, 48, device=device)
     with torch.cuda.device(device):
         _sum_lines_kernel.device_caches.clear()
