@@ -221,7 +221,7 @@ def relative(target: Path, where: Path) -> str:
 
 def stale(about: dict[str, Any]) -> list[str]:
     """Which of the files that a result measured have changed since its commit."""
-    command = ["git", "diff", "--name-only", about["commit"], "--", *about["measured"]]
+    command = ["git", "diff", "--name-only", about["commit"], "--", *about["measured"], ":!benchmarks/results"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if found.returncode:
         return [f"commit {about['commit'][:9]} is not in this repository"]
