@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from parbank.cli.terminal import (
     DeviceOption,
@@ -16,6 +17,7 @@ from parbank.cli.terminal import (
     SkipBadOption,
     data_option,
     print_next,
+    printable,
     read_data,
     size_option,
 )
@@ -113,7 +115,7 @@ def inspect(artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A
         shape = " x ".join(map(str, row.shape)) or "scalar"
         each = f"{row.integer_bits / row.count:.3f}", f"{row.entropy_bits / row.count:.3f}"
         tensors.add_row(
-            row.name,
+            Text(printable(row.name)),  # a foreign file may name a tensor in markup or in escape sequences
             shape,
             row.role,
             str(row.levels or "float16"),

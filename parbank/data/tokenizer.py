@@ -296,6 +296,9 @@ def _train(lines: Iterator[str], vocab_size: int) -> bytes:
         if not found:
             raise DataError(f"SentencePiece cannot train {vocab_size} tokens on this text: {error}") from error
         largest = int(found.group(1))
-        remedy = f"ask for at most {largest} tokens, or give more text" if largest >= MIN_VOCAB else "give more text"
-        raise DataError(f"the text is too short for a vocabulary of {vocab_size} tokens; {remedy}") from None
+        more = "give more text that does not repeat itself"
+        remedy = f"ask for at most {largest} tokens, or {more}" if largest >= MIN_VOCAB else more
+        raise DataError(
+            f"the text is too short for a vocabulary of {vocab_size} tokens, or always the same; {remedy}"
+        ) from None
     return model.getvalue()

@@ -106,7 +106,7 @@ class Scored:
             place = int(np.flatnonzero(~np.isfinite(self.nats))[0])
             raise ParbankError(
                 f"the score is not a number from token {place + 1:,} of {len(self.nats):,} on; the model's weights are broken, or "
-                "adapting to the text made them so: lower --lr"
+                "adapting to the text made them so (with `eval --method ttt`: lower --lr)"
             )
         return Score(bits=nats / math.log(2), tokens=len(self.nats), bytes=size)
 

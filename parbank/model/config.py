@@ -8,6 +8,9 @@ from parbank.config import require
 Activation = Literal["leaky_relu_squared", "relu_squared", "gelu"]
 
 
+MAX_LAYERS = 10_000  # far more than any model has; a damaged config must not build layers for ever
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A GPT over parameter banks. The defaults are a plain transformer; recipes switch the rest on."""
@@ -72,6 +75,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads"):
             require(getattr(self, name) >= 1, f"model.{name} must be at least 1, got {getattr(self, name)}")
+        require(self.layers <= MAX_LAYERS, f"model.layers must be at most {MAX_LAYERS}, got {self.layers}")
         require(
             self.width % self.heads == 0,
             f"model.width ({self.width}) must be a multiple of model.heads ({self.heads}): each head gets an equal share",

@@ -19,6 +19,8 @@ from parbank.errors import CheckpointError
 from parbank.files import remove_leftovers, writing
 
 FORMAT = 1
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RuntimeError)
+"""The errors of reading fields that are missing, of another type, or of another size."""
 _NAME = re.compile(r"step_(\d+)\.pt")
 
 
@@ -80,6 +82,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if state["format"] != FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {state['format']}; this parbank reads format {FORMAT}")
     return state
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def random_state() -> dict[str, Any]:

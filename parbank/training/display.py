@@ -34,6 +34,8 @@ class _Output:
             return None
         try:
             return work(*arguments)
+        except UnicodeEncodeError:  # such as a path that is no UTF-8
+            return work(*(text.encode("ascii", "replace").decode() for text in arguments))
         except (OSError, ValueError) as error:  # ValueError: the file was closed
             self._lost = True
             with suppress(OSError, ValueError):  # drop buffered output, so that there is no error at exit

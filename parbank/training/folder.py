@@ -23,7 +23,7 @@ def load_run_config(out: Path, *assignments: str) -> RunConfig:
     """The config of an earlier run, with changes."""
     try:
         values = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{out} holds no run to resume ({error}); give --out the folder of an earlier run"
         ) from error

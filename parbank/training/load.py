@@ -15,7 +15,7 @@ from parbank.data.tokenizer import Tokenizer
 from parbank.errors import CheckpointError, ParbankError
 from parbank.model import GPT
 from parbank.optim.averaging import Averages
-from parbank.training.checkpoint import find_checkpoint, load_checkpoint
+from parbank.training.checkpoint import MALFORMED, find_checkpoint, first_line, load_checkpoint
 from parbank.training.config import RunConfig, read_config
 
 
@@ -61,14 +61,26 @@ def load_trained(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, RunC
     state = load_checkpoint(file)
     try:
         config = read_config(state["config"])
+        _check_shapes(config, state["model"])
         model = GPT(config.model).to(device)
         model.load_state_dict(state["model"])
         averages = Averages(model, config.average)
         averages.load_state_dict(state["averages"])
         model.load_state_dict(averages.averaged())
         return model, Tokenizer.from_bytes(state["tokenizer"]), config
-    except (ParbankError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{file} does not hold what its config says: {str(error).splitlines()[0]}") from error
+    except (ParbankError, *MALFORMED) as error:
+        raise CheckpointError(f"{file} does not hold what its config says: {first_line(error)}") from error
+
+
+def _check_shapes(config: RunConfig, weights: dict[str, torch.Tensor]) -> None:
+    """Compares shapes on the meta device, before a model of any size takes memory."""
+    with torch.device("meta"):
+        expected = {name: tensor.shape for name, tensor in GPT(config.model).state_dict().items()}
+    found = {name: tensor.shape for name, tensor in weights.items()}
+    if different := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
+        raise ValueError(
+            f"{different[0]!a} is {found.get(different[0])}, its config makes it {expected.get(different[0])}"
+        )
 
 
 def describe_run(config: RunConfig) -> About:

@@ -9,6 +9,7 @@ the clock.
 """
 
 import copy
+import math
 import signal
 import sys
 import time
@@ -32,7 +33,14 @@ from parbank.optim.averaging import Averages
 from parbank.optim.parallel_muon import ParallelMuon
 from parbank.runtime import Runtime, seed_everything, versions
 from parbank.training.budget import Budget, Clock
-from parbank.training.checkpoint import list_checkpoints, random_state, restore_random_state, save_checkpoint
+from parbank.training.checkpoint import (
+    MALFORMED,
+    first_line,
+    list_checkpoints,
+    random_state,
+    restore_random_state,
+    save_checkpoint,
+)
 from parbank.training.compiled import keep_compiled_graphs
 from parbank.training.config import RunConfig, Stage
 from parbank.training.groups import parameter_groups
@@ -307,6 +315,16 @@ class Trainer:
 
     def resume(self, state: dict[str, Any], path: Path) -> None:
         """Continues from a checkpoint of the same run. Another model or other data is refused before anything changes."""
+        try:
+            self._resume(state, path)
+        except MALFORMED as error:
+            raise CheckpointError(
+                f"{path} is malformed ({first_line(error)}); use an older checkpoint, or start anew in another --out"
+            ) from error
+
+    def _resume(self, state: dict[str, Any], path: Path) -> None:
+        if not (type(state["step"]) is int and state["step"] >= 0 and 0 <= state["seconds"] < math.inf):
+            raise ValueError(f"step {state['step']!r} after {state['seconds']!r} seconds")
         if state["dataset"] != self._data_fingerprint:
             raise CheckpointError(
                 f"{path} was trained on other data than {self.config.data!r} now is; resume with the same text and "
