@@ -124,6 +124,12 @@ def is_artifact(path: str | Path) -> bool:
         return False
 
 
+def check_target(path: str | Path) -> None:
+    """Refuses to replace a file that is no artifact, such as a checkpoint named by mistake."""
+    if os.path.lexists(path) and not is_artifact(path):
+        raise ArtifactError(f"{path} exists and is no artifact; choose another name, or delete it yourself")
+
+
 def _read(file: BinaryIO, size: int, source: str) -> Artifact:
     header, version = _read_header(file, size, source)
     meta, table = header["meta"], header["sections"]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from parbank.artifact.about import KIND, TOKENIZER
+from parbank.artifact.container import check_target
 from parbank.artifact.contents import Content, pack_contents
 from parbank.artifact.load import LoadedModel
 from parbank.artifact.pack import pack_tensors
@@ -65,9 +66,12 @@ def export_model(loaded: LoadedModel, target: Path, dtype: str = "float32") -> t
         FINGERPRINT: loaded.tokenizer.fingerprint,
         "tokenizer_file": target.with_suffix(".model").name,
     }
+    beside, pieces = target.with_suffix(".model"), loaded.tokenizer.to_bytes()
+    if beside.exists() and not (beside.is_file() and beside.read_bytes() == pieces):
+        raise ConfigError(f"the tokenizer goes to {beside}, which holds another one; choose another --out")
     write_file(target, _safetensors().torch.save(converted, metadata=about))
-    write_file(target.with_suffix(".model"), loaded.tokenizer.to_bytes())
-    return target.with_suffix(".model"), len(tensors)
+    write_file(beside, pieces)
+    return beside, len(tensors)
 
 
 def import_model(
@@ -80,6 +84,7 @@ def import_model(
     settings: tuple[str, ...] = (),
 ) -> Imported:
     """Reads a safetensors file and its tokenizer, and writes an artifact. Refuses files that do not belong together."""
+    check_target(out)
     if max_bytes is not None and max_bytes < 1:
         raise ConfigError(f"--max-bytes must be positive, got {max_bytes}")
     tensors, about = _read_safetensors(path)

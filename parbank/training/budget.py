@@ -15,6 +15,13 @@ from parbank.training.config import BudgetConfig
 _STALL_SECONDS = 2.0  # a shorter pause (a slow disk, a garbage collection) is not worth a word
 
 
+def suspended_seconds() -> float:
+    """Seconds that this machine has been suspended since it started, where the system says so. Clock leaves them out."""
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
 class Clock:
     """Training seconds: a stopwatch that can start from an earlier run's total."""
 

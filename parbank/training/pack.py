@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from parbank.artifact.calibrate import calibrate
-from parbank.artifact.container import is_artifact
+from parbank.artifact.container import check_target, is_artifact
 from parbank.artifact.model import pack_model
 from parbank.artifact.pack import Packed, unpack_tensors
 from parbank.config import override
@@ -86,6 +86,8 @@ def pack_checkpoint(
         raise ConfigError(f"--max-bytes must be positive, got {max_bytes}")
     if is_artifact(path):
         raise ConfigError(f"{path} is packed already; give the checkpoint it came from, or its run folder")
+    if out is not None:
+        check_target(out)
     runtime, display = runtime or Runtime(device=torch.device("cpu")), display or Display(enabled=False)
     file = find_checkpoint(path)
     model, tokenizer, config = load_trained(file, runtime.device)

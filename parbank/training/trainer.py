@@ -32,7 +32,7 @@ from parbank.ops.rehearsal import can_rehearse, rehearsal
 from parbank.optim.averaging import Averages
 from parbank.optim.parallel_muon import ParallelMuon
 from parbank.runtime import Runtime, seed_everything, versions
-from parbank.training.budget import Budget, Clock
+from parbank.training.budget import Budget, Clock, suspended_seconds
 from parbank.training.checkpoint import (
     MALFORMED,
     first_line,
@@ -104,6 +104,7 @@ class Trainer:
         """Runs until the budget is spent or `stop_signal` is set. Then no step is in flight and the clock is stopped."""
         self.telemetry.restart()
         self.clock.start()
+        suspended = suspended_seconds()
         self._last_save = time.monotonic()
         while (spent := self._agree_to_go_on()) is not None:
             share = self._schedule(spent)
@@ -115,6 +116,8 @@ class Trainer:
         self._report(self.telemetry.collect(drain=True), report)
         self.runtime.synchronize()
         self.clock.stop()
+        if (asleep := suspended_seconds() - suspended) > 1:
+            self.say(f"warning: the machine was suspended for {asleep:.0f} s, which the training clock does not count")
         self._end_if_lost()
         if self.fake is not None:
             self.fake.turn(False)  # the weights themselves are scored and packed

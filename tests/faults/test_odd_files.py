@@ -11,16 +11,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from parbank.artifact.safetensors import export_model, import_model
 from parbank.cli.main import app
 from parbank.config import override
 from parbank.data.tokenizer import Tokenizer
-from parbank.errors import CheckpointError, DataError
+from parbank.errors import ArtifactError, CheckpointError, ConfigError, DataError
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
 from parbank.training.display import Display
 from parbank.training.folder import load_run_config
-from parbank.training.load import load_trained
+from parbank.training.load import load_model, load_trained
 from parbank.training.pack import pack_checkpoint
 from parbank.training.run import run
 
@@ -98,6 +99,23 @@ def test_a_tensor_name_is_shown_and_not_obeyed(finished: Path, monkeypatch: pyte
 def test_a_text_of_one_letter_is_not_called_short_alone() -> None:
     with pytest.raises(DataError, match="or always the same; give more text that does not repeat itself"):
         Tokenizer.train(["a" * 300_000], 320)
+
+
+def test_a_file_of_another_kind_is_not_replaced(finished: Path, tmp_path: Path) -> None:
+    checkpoint = find_checkpoint(finished)
+    before = checkpoint.read_bytes()
+    with pytest.raises(ArtifactError, match="exists and is no artifact; choose another name"):
+        pack_checkpoint(finished, 60_000, checkpoint)
+    assert checkpoint.read_bytes() == before
+    loaded = load_model(finished, PLACE.device)
+    export_model(loaded, tmp_path / "a.safetensors")
+    export_model(loaded, tmp_path / "a.safetensors")  # the same tokenizer: fine
+    (tmp_path / "a.model").write_bytes(b"mine")
+    with pytest.raises(ConfigError, match=r"a\.model, which holds another one"):
+        export_model(loaded, tmp_path / "a.safetensors")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ArtifactError, match=r"notes\.txt exists and is no artifact"):
+        import_model(tmp_path / "a.safetensors", tmp_path / "notes.txt")
 
 
 def test_packing_says_what_it_cost(finished: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,29 @@ def test_a_full_disk_in_a_save_says_so_and_keeps_the_older_one(tmp_path: Path, m
 
 def _full(handle: int) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_a_stopped_run_that_cannot_be_saved_is_an_error(text_spec: str, tmp_path: Path) -> None:
+    for name in (UNFINISHED, "checkpoint"):
+        (tmp_path / name).write_text("")
+    command = [*TRAIN, "--recipe", "nano", "--minutes", "5", "--data", text_spec, "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        while "step 1 " not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=180)[0]
+    assert process.returncode == 2, said
+    assert "error: cannot write the checkpoint" in said
+    assert "Traceback" not in said
+
+
+def test_a_suspended_machine_is_named(text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter((7.0, 67.0))
+    monkeypatch.setattr("parbank.training.trainer.suspended_seconds", lambda: next(seconds))
+    said = io.StringIO()
+    run(nano(text_spec), PLACE, tmp_path / "run", display=Display(file=said))
+    assert "warning: the machine was suspended for 60 s" in said.getvalue()
 
 
 def test_a_pause_is_noticed_and_a_slow_step_is_not() -> None:
