@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from parbank.api.model import Model, load
+from parbank.data.proof import check_tokens
 from parbank.errors import ConfigError
 from parbank.eval.score import tokens_together
 from parbank.runtime import Runtime
@@ -112,7 +113,10 @@ class ParbankLM(LM):
         return answers
 
     def _encode(self, text: str) -> list[int]:
-        return [int(token) for token in self.model.tokenizer.encode(text)]
+        """The tokens of a text, proved to stand for exactly its bytes."""
+        tokens = self.model.tokenizer.encode(text)
+        check_tokens(self.model.tokenizer, tokens, text.encode("utf-8"), "the text of a request")
+        return [int(token) for token in tokens]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
         """All tokens, and the place of the continuation's first.

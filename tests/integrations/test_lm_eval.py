@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import parbank
-from parbank.errors import ConfigError
+from parbank.data.tokenizer import Tokenizer
+from parbank.errors import ConfigError, DataError
+from tests.data.attacks import letters_to_a
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the packages that the harness imports
@@ -200,3 +202,10 @@ def test_arguments(model: parbank.Model) -> None:
     assert ParbankLM(model).tokenizer_name.startswith("parbank-")
     with pytest.raises(ConfigError, match="no argument 'pretrained'; it takes model, device"):
         ParbankLM(model, pretrained="x")
+
+
+def test_a_tokenizer_that_rewrites_the_text_gets_no_score(model: parbank.Model) -> None:
+    lines = Path(json.__file__).read_text(encoding="utf-8").splitlines()
+    hostile = parbank.Model(model.module, Tokenizer.from_bytes(letters_to_a(lines)), context=64)
+    with pytest.raises(DataError, match="its tokens are not its text"):
+        ParbankLM(hostile).loglikelihood_rolling([SimpleNamespace(args=("some words",))])
