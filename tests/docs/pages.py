@@ -37,9 +37,9 @@ def _reason(page: Path, info: str) -> str | None:
 
 
 def prose_lines(page: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, without tables."""
+    """Lines with their numbers, without tables, pictures and targets of links, which cannot be broken."""
     for number, line in enumerate(page.read_text().splitlines(), 1):
-        if not line.startswith("|"):
+        if not re.match(r"\||!\[|\[[^\]]+\]: ", line):
             yield number, line
 
 
