@@ -1,5 +1,6 @@
 """Files of weights: `pack`, `inspect`, `export` and `import`."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from parbank.cli.terminal import (
     read_data,
     size_option,
 )
+from parbank.errors import ParbankError
 
 
 def pack(
@@ -61,6 +63,8 @@ def pack(
         target, packed = pack_checkpoint(
             checkpoint, max_bytes, out, settings=tuple(settings or ()), data=data, runtime=place, display=display
         )
+    if not place.is_main:
+        return
     print(
         f"{target}: {packed.size:,} bytes of {max_bytes:,}; matrices as integers -{packed.matrix_q}..{packed.matrix_q}"
     )
@@ -74,8 +78,10 @@ def _find_data(checkpoint: Path) -> str | None:
     from parbank.training.folder import load_run_config
 
     folders = (checkpoint, checkpoint.parent, checkpoint.parent.parent)
-    run = next((folder for folder in folders if (folder / "config.json").is_file()), None)
-    return load_run_config(run).data if run is not None else None
+    for folder in folders:
+        with contextlib.suppress(ParbankError):  # no run's folder, or another program's config.json
+            return load_run_config(folder).data
+    return None
 
 
 def inspect(artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .pbk file.")]) -> None:

@@ -63,5 +63,8 @@ def test_pack_ends_with_a_command_that_scores_the_file(
         assert score == ["eval", str(tmp_path / "it's small.pbk"), "--data", text_spec]
         assert call(*score, "--device", "cpu").code == 0
     (copy := tmp_path / "alone.pt").write_bytes(given.read_bytes())
+    (tmp_path / "config.json").write_text('{"model_type": "of another program"}')
+    answer = call("pack", copy, "--max-bytes", "45kB", "--out", tmp_path / "c.pbk")
+    assert next_commands(answer.out) == [["eval", str(tmp_path / "c.pbk"), "--data", "text:val=PATH"]]
     answer = call("pack", copy, "--max-bytes", "45kB", "--out", tmp_path / "b.pbk", "--data", text_spec)
     assert next_commands(answer.out) == [["eval", str(tmp_path / "b.pbk"), "--data", text_spec]]
