@@ -10,7 +10,7 @@ from parbank.data.dataset import describe, open_dataset
 from parbank.data.prepare import MANIFEST, prepare_text
 from parbank.data.shards import write_shard
 from parbank.errors import DataError
-from tests.data.test_overlap import noise
+from tests.data.test_text_overlap import noise
 
 
 def words(seed: int, size: int) -> str:
