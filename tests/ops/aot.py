@@ -1,9 +1,10 @@
 """Compiles kernels ahead of time for GPUs that are not here, and reads what they take: registers, spills, shared memory.
 
 `build` runs in processes of its own, because the tests' process interprets its kernels and Triton decides that when a
-kernel is decorated.
+kernel is decorated. They serve until the tests end: starting one takes longer than most compilations.
 """
 
+import atexit
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +47,33 @@ class Built:
 
 
 def build(jobs: Sequence[Job]) -> list[Built]:
-    """Compiles every job on all cores; an error names the job."""
-    workers = min(os.cpu_count() or 1, len(jobs), 8)
-    shares = [jobs[index::workers] for index in range(workers)]
-    with ThreadPoolExecutor(workers) as pool:
-        parts = list(pool.map(_build_share, shares))
-    return [parts[index % workers][index // workers] for index in range(len(jobs))]
+    """Compiles every job on all cores that are this process's share; an error names the job."""
+    share = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    workers = [_worker(number) for number in range(max(1, min(share, len(jobs), 8)))]
+    with ThreadPoolExecutor(len(workers)) as pool:
+        parts = list(pool.map(_build_share, workers, [jobs[n :: len(workers)] for n in range(len(workers))]))
+    return [parts[index % len(workers)][index // len(workers)] for index in range(len(jobs))]
 
 
-def _build_share(jobs: Sequence[Job]) -> list[Built]:
+@cache
+def _worker(number: int) -> "subprocess.Popen[str]":
+    """A process that reads lists of jobs, one a line, and writes their results likewise. It ends with its input."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"
-    run = subprocess.run(
-        [sys.executable, __file__],
-        input=json.dumps([asdict(job) for job in jobs]),
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if run.returncode:
-        raise RuntimeError(f"ahead-of-time compilation failed:\n{run.stdout[-2000:]}\n{run.stderr[-6000:]}")
-    return [Built(**built) for built in json.loads(run.stdout.splitlines()[-1])]
+    command, pipe = [sys.executable, __file__], subprocess.PIPE
+    worker = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
+    atexit.register(worker.communicate)  # which closes its input
+    return worker
+
+
+def _build_share(worker: "subprocess.Popen[str]", jobs: Sequence[Job]) -> list[Built]:
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    print(json.dumps([asdict(job) for job in jobs]), file=worker.stdin, flush=True)
+    results = json.loads(worker.stdout.readline() or '"the process has ended"')
+    if isinstance(results, str):
+        raise RuntimeError(f"ahead-of-time compilation failed: {results}")
+    return [Built(**built) for built in results]
 
 
 def _compile(job: Job) -> Built:
@@ -104,16 +111,17 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _main() -> None:
+def _build_here(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, int]] | str:
+    """What the jobs take, or which one does not compile, and why."""
     results = []
-    for values in json.load(sys.stdin):
-        job = Job(**values)
+    for job in jobs:
         try:
-            results.append(asdict(_compile(job)))
+            results.append(asdict(_compile(Job(**job))))
         except Exception as error:
-            raise RuntimeError(f"{job} does not compile: {error}") from error
-    print(json.dumps(results))
+            return f"{job} does not compile: {type(error).__name__}: {error}"
+    return results
 
 
 if __name__ == "__main__":
-    _main()
+    for line in sys.stdin:
+        print(json.dumps(_build_here(json.loads(line))), flush=True)
