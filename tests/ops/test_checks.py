@@ -51,6 +51,7 @@ def calls(device: torch.device) -> dict[str, Call]:
         "remove_own_value": ({"y": made(1, 4, 2, 8), "v": made(1, 4, 1, 8)}, {}),
         "stream_qkv": ({"x": made(1, 4, 8), **weights, "gain": made(2), **tables}, {"heads": 2}),
         "stream_attention": ({"x": made(1, 4, 8), **weights, "gain": made(2), **tables}, {"heads": 2}),
+        "fan_out": ({"x": made(4, 8)}, {"copies": 3}),
         "add_linear": ({"c": made(4, 8), "x": made(4, 5), "w": made(8, 5)}, {}),
         "residual_mlp": ({"x": made(4, 8), "w_up": made(16, 8), "w_down": made(8, 16)}, {"slope": 0.5}),
         "causal_attention": ({"q": made(1, 4, 2, 16), "k": made(1, 4, 1, 16), "v": made(1, 4, 1, 16)}, {}),
