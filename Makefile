@@ -24,7 +24,7 @@ test: dev check
 
 # the wheel in an empty environment, the source distribution, adapters to other packages, planted faults; 25 minutes at most
 integrations: $(VENV)/installed-integrations
-	timeout 1500 $(BIN)/python -m pytest -n 2 --dist loadfile -m integration --durations=10 tests/integrations
+	timeout --signal=INT 1500 $(BIN)/python -m pytest -n 2 --dist loadfile -m integration --durations=10 tests/integrations
 
 check: dev
 	$(BIN)/ruff check .
