@@ -187,7 +187,7 @@ def test_an_empty_state_dict_packs() -> None:
 def test_it_says_when_nothing_was_calibrated() -> None:
     lines: list[str] = []
     pack_solved(TENSORS, QuantConfig(), Calibration(), max_bytes=40_000, say=lines.append)
-    assert "no training text at hand" in lines[0]
+    assert "no training text: packing by the weights alone" in lines[0]
 
 
 def test_a_tensor_without_a_hessian_is_named() -> None:
