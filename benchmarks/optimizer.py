@@ -1,6 +1,6 @@
 """What an optimizer step costs: ParallelMuon beside torch.optim.Muon and microsoft/dion, eager and as CUDA graphs.
 
-    python benchmarks/optimizer.py [--quick] [--only muon section] [--models "golf" ...] [--out DIR]
+    python benchmarks/optimizer.py [--quick] [--only muon section] [--models "golf" ...] [--claim NAME] [--out DIR]
 
 One timer for all: the wall time from calling step() on an idle device until the device is idle again. Gradients are random
 and are filled anew before each call, outside the time. Two cases for each model:
@@ -223,6 +223,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--only", nargs="*", default=["muon", "section"], choices=["muon", "section"])
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--claim", default="optimizer", help="the result's folder")
     arguments = start(parser)
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch sees none")
@@ -239,7 +240,7 @@ def main() -> None:
             run_section(name, banks, small, settings, rows)
         torch._dynamo.reset()
         path = write(
-            "optimizer",
+            arguments.claim,
             rows,
             out=arguments.out,
             settings=settings_of(arguments),

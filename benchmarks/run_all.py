@@ -46,7 +46,7 @@ BENCHMARKS = {
     ),
     "peer_golf": Benchmark(
         "peers/golf_train.py --data {data} --seed {seed}",
-        4.0,
+        4.5,
         "the published recipe's own script on our tokens, with our windows and schedules",
     ),
     "quantisation": Benchmark(
@@ -55,7 +55,12 @@ BENCHMARKS = {
         "bytes against bits per byte, at caps",
     ),
     "step": Benchmark("step.py --quick", 3.0, "forward + backward and optimizer section, beside the published recipe"),
-    "optimizer": Benchmark("optimizer.py", 3.0, "ParallelMuon beside dion and torch.optim.Muon, three models"),
+    "optimizer": Benchmark(
+        'optimizer.py --models golf "GPT-2 small"', 4.5, "ParallelMuon beside dion and torch.optim.Muon, two models"
+    ),
+    "optimizer_large": Benchmark(
+        "optimizer.py --models 1.3B --only muon --quick --claim optimizer_large", 2.5, "the same, 1.3B parameters"
+    ),
     "newton_schulz": Benchmark(
         "ops.py --only newton_schulz --quick --claim newton_schulz",
         0.8,
