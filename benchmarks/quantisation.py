@@ -116,7 +116,7 @@ class Bench:
         return found.bpb
 
     def build(self, contents: Contents, coder: str = "ans") -> bytes:
-        roles, extra = {name: self.roles[name] for name in contents}, {TOKENIZER: self.tokenizer.to_bytes()}
+        roles, extra = {name: self.roles[name] for name in contents}, {TOKENIZER: self.tokenizer.model_bytes}
         return pack_contents(contents, roles, describe_run(self.config).to_meta(), extra, coder=coder)
 
     def record(self, method: str, contents: Contents, began: float, *, coder: str = "ans", note: str = "") -> Result:
@@ -248,7 +248,7 @@ def capped_rows(bench: Bench, caps: list[int]) -> dict[str, RowMaker]:
 
     def store(method: str, cap: int) -> None:
         began, config = time.perf_counter(), replace(ROWS, coder="lzma")
-        extra = {TOKENIZER: bench.tokenizer.to_bytes()}
+        extra = {TOKENIZER: bench.tokenizer.model_bytes}
         try:
             packed = pack_tensors(
                 bench.tensors, config, max_bytes=cap, meta=describe_run(bench.config).to_meta(), extra_sections=extra

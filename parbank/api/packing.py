@@ -94,7 +94,7 @@ def _pack_own(
             measured = calibrate_module(module, calibration, module.state_dict(), loss=loss)
         elif quant.calibration_tokens:
             measured = _calibrate_on_text(model, module, calibration, quant.calibration_tokens)
-    sections = {TOKENIZER: model.tokenizer.to_bytes()}
+    sections = {TOKENIZER: model.tokenizer.model_bytes}
     return pack_weights(
         module.state_dict(), quant, measured, max_bytes=max_bytes, meta=model.meta, extra_sections=sections
     )
@@ -137,7 +137,7 @@ def _pack_foreign(
         raise ConfigError("a state dict cannot be calibrated, since nothing runs it; give the module itself")
     meta, sections = {}, {}
     if isinstance(model, Model):
-        meta, sections = {"context": model.context}, {TOKENIZER: model.tokenizer.to_bytes()}
+        meta, sections = {"context": model.context}, {TOKENIZER: model.tokenizer.model_bytes}
     measured = Calibration()
     if isinstance(module, nn.Module):
         split = split_state_dict(module.state_dict(), roles_in(module), transposed_in(module))

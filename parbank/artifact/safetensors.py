@@ -66,7 +66,7 @@ def export_model(loaded: LoadedModel, target: Path, dtype: str = "float32") -> t
         FINGERPRINT: loaded.tokenizer.fingerprint,
         "tokenizer_file": target.with_suffix(".model").name,
     }
-    beside, pieces = target.with_suffix(".model"), loaded.tokenizer.to_bytes()
+    beside, pieces = target.with_suffix(".model"), loaded.tokenizer.model_bytes
     if beside.exists() and not (beside.is_file() and beside.read_bytes() == pieces):
         raise ConfigError(f"the tokenizer goes to {beside}, which holds another one; choose another --out")
     write_file(target, _safetensors().torch.save(converted, metadata=about))

@@ -138,7 +138,7 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
                 for name, entries in (("train", train), ("val", val))
             }
     (place / "spool").unlink()
-    write_file(place / TOKENIZER, tokenizer.to_bytes())
+    write_file(place / TOKENIZER, tokenizer.model_bytes)
     manifest = {
         "made_by": "parbank",
         "format": FORMAT,

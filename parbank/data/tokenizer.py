@@ -8,7 +8,7 @@ Other models are read too, such as the published FineWeb model, which puts a spa
 are counted as exactly; their text is restored as far as the model kept it.
 
 Another kind of tokenizer is added here and nowhere else: the rest of parbank makes one by `train`, `load` and `from_bytes`,
-and stores the bytes of `to_bytes` without looking at them. `from_bytes` has to tell the kinds apart.
+and stores its `model_bytes` without looking at them. `from_bytes` has to tell the kinds apart.
 """
 
 import hashlib
@@ -46,6 +46,8 @@ _BLOCK = 1 << 16  # tokens decoded together: their indices stay in the cache
 class Tokenizer:
     """Converts text to tokens and back, and counts the bytes of each token."""
 
+    model_bytes: bytes
+    """The SentencePiece model, which `from_bytes` reads."""
     vocab_size: int
     bos_id: int
     fingerprint: str
@@ -56,11 +58,11 @@ class Tokenizer:
     """Whether it puts a space before each document, as the published FineWeb model does. That space counts no byte."""
 
     def __init__(self, model: bytes) -> None:
-        self._model = bytes(model)
-        self._sp = _load(self._model)
+        self.model_bytes = bytes(model)
+        self._sp = _load(self.model_bytes)
         self.vocab_size = self._sp.vocab_size()
         self.bos_id = self._sp.bos_id()
-        self.fingerprint = hashlib.sha256(self._model).hexdigest()
+        self.fingerprint = hashlib.sha256(self.model_bytes).hexdigest()
         if self.vocab_size > MAX_VOCAB:
             raise DataError(
                 f"the tokenizer has {self.vocab_size} tokens; shards hold 16 bits a token, so at most {MAX_VOCAB}"
@@ -102,9 +104,6 @@ class Tokenizer:
             raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
-
-    def to_bytes(self) -> bytes:
-        return self._model
 
     def encode(self, text: str) -> np.ndarray:
         """The tokens of a text as uint16, without BOS."""

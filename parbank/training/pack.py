@@ -59,7 +59,7 @@ def pack_run(
     return pack_model(
         model.state_dict(),
         describe_run(config),
-        tokenizer.to_bytes(),
+        tokenizer.model_bytes,
         config.quant,
         calibration,
         max_bytes=config.budget.max_bytes if max_bytes is None else max_bytes,

@@ -13,7 +13,7 @@ def check_size(config: RunConfig, display: Display, tokenizer: Tokenizer | None 
         describe_run(config),
         config.quant,
         config.budget.max_bytes,
-        tokenizer=None if tokenizer is None else tokenizer.to_bytes(),
+        tokenizer=None if tokenizer is None else tokenizer.model_bytes,
         count_code=config.budget.count_code,
         say=display.say,
     )

@@ -282,7 +282,7 @@ class Trainer:
             return None
         about = {
             "config": to_dict(self.config),
-            "tokenizer": self.dataset.tokenizer.to_bytes(),
+            "tokenizer": self.dataset.tokenizer.model_bytes,
             "versions": versions(),
             "dataset": self._data_fingerprint,
         }

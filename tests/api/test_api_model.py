@@ -139,7 +139,7 @@ def test_export_and_import_lose_nothing(model: parbank.Model, tmp_path: Path) ->
     from parbank.artifact.safetensors import import_model
 
     path = model.export(tmp_path / "model.safetensors")
-    assert path.with_suffix(".model").read_bytes() == model.tokenizer.to_bytes()
+    assert path.with_suffix(".model").read_bytes() == model.tokenizer.model_bytes
     import_model(path, tmp_path / "again.pbk")
     assert parbank.load(tmp_path / "again.pbk", device="cpu").score(TEXT) == model.score(TEXT)
     half = model.export(tmp_path / "half.safetensors", dtype="bfloat16")

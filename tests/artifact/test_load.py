@@ -42,7 +42,7 @@ def packed(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Pa
         QuantConfig(),
         max_bytes=200_000,
         meta=About(model=config, context=64, data="stdlib", recipe="nano", seed=1).to_meta(),
-        extra_sections={TOKENIZER: tokenizer.to_bytes()},
+        extra_sections={TOKENIZER: tokenizer.model_bytes},
     ).write(path)
     return path
 
@@ -176,6 +176,6 @@ def test_a_tokenizer_of_another_size_is_refused(packed: Path, tmp_path: Path, te
     other = open_dataset(text_spec, vocab_size=300, say=lambda line: None).tokenizer
     artifact = read_artifact(packed)
     path = tmp_path / "swapped.pbk"
-    write_artifact(path, artifact.meta, artifact.sections | {TOKENIZER: other.to_bytes()})
+    write_artifact(path, artifact.meta, artifact.sections | {TOKENIZER: other.model_bytes})
     with pytest.raises(ArtifactError, match=r"swapped\.pbk .*differ in .vocabulary, BOS.: .320, 1. and .300, 1."):
         load_artifact(path, CPU)

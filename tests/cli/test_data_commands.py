@@ -45,7 +45,7 @@ def test_fetch_puts_fineweb_where_training_finds_it(
     hub = tmp_path / "hub"
     for place in (TOKENIZER_AT, f"{SHARDS_AT}/x"):
         (hub / place).parent.mkdir(parents=True)
-    (hub / TOKENIZER_AT).write_bytes(data.tokenizer.to_bytes())
+    (hub / TOKENIZER_AT).write_bytes(data.tokenizer.model_bytes)
     tokens = data.train.read(0, 20_000)
     for name, part in (("train_000000", tokens[:9000]), ("train_000001", tokens[9000:]), ("val_000000", tokens[:5000])):
         write_shard(hub / SHARDS_AT / f"fineweb_{name}.bin", np.array(part))

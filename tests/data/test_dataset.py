@@ -139,7 +139,7 @@ def test_several_shards_are_one_stream(data: Dataset, copy: Path) -> None:
 
 def test_shards_of_another_tokenizer_are_refused_by_name(copy: Path) -> None:
     small = Tokenizer.train([" ".join(f"{i} {i * i} item" for i in range(3000))], 300)
-    (copy / "tokenizer.model").write_bytes(small.to_bytes())
+    (copy / "tokenizer.model").write_bytes(small.model_bytes)
     with pytest.raises(DataError, match=r"text_train_000000\.bin holds token \d+, but the tokenizer has 300"):
         open_shards(copy)
 

@@ -82,7 +82,7 @@ def test_result_depends_on_content_not_on_names_order_or_packing(tmp_path: Path)
     prepare(tmp_path / "all.jsonl", tmp_path / "in" / "000.txt", out=tmp_path / "two")
     one, two = open_shards(tmp_path / "one"), open_shards(tmp_path / "two")
     assert one.fingerprint == two.fingerprint
-    assert one.tokenizer.to_bytes() == two.tokenizer.to_bytes()
+    assert one.tokenizer.model_bytes == two.tokenizer.to_bytes()
 
 
 def test_validation_is_chosen_by_content_and_stays_when_documents_are_added(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_signs_sentencepiece_could_mangle(tokenizer: Tokenizer, text: str) -> No
 
 def test_the_same_text_gives_the_same_model(tokenizer: Tokenizer) -> None:
     again = Tokenizer.train(iter(SOURCES), 512)
-    assert again.to_bytes() == tokenizer.to_bytes()
+    assert again.model_bytes == tokenizer.model_bytes
     assert again.fingerprint == tokenizer.fingerprint
     assert Tokenizer.train(SOURCES[1:], 512).fingerprint != tokenizer.fingerprint
 
@@ -115,7 +115,7 @@ def test_model_has_the_size_asked_for_and_learns_newlines_and_indentation(tokeni
 
 
 def test_bytes_round_trip(tokenizer: Tokenizer) -> None:
-    again = Tokenizer.from_bytes(tokenizer.to_bytes())
+    again = Tokenizer.from_bytes(tokenizer.model_bytes)
     assert np.array_equal(again.encode(SOURCES[0]), tokenizer.encode(SOURCES[0]))
 
 
@@ -199,7 +199,7 @@ def test_bytes_that_are_no_model_are_refused(model: bytes, tmp_path: Path) -> No
 
 def test_truncated_model_and_missing_file_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(DataError):
-        Tokenizer.from_bytes(tokenizer.to_bytes()[:1001])
+        Tokenizer.from_bytes(tokenizer.model_bytes[:1001])
     with pytest.raises(DataError, match=r"none\.model.*No such file"):
         Tokenizer.load(tmp_path / "none.model")
 

@@ -76,7 +76,7 @@ def test_the_same_bytes_cut_into_other_documents_are_told_apart(
     for cuts in ((), (3,), (7,), (3, 7)):
         folder = tmp_path / str(cuts)
         folder.mkdir()
-        (folder / "t.model").write_bytes(dataset.tokenizer.to_bytes())
+        (folder / "t.model").write_bytes(dataset.tokenizer.model_bytes)
         parts = [text[a:b] for a, b in zip((0, *cuts), (*cuts, None))]
         tokens = [t for part in parts for t in (dataset.tokenizer.bos_id, *dataset.tokenizer.encode(part))]
         for split in ("train", "val"):
@@ -147,7 +147,7 @@ def test_files_that_cannot_be_read_are_named(dataset: Dataset, tmp_path: Path) -
 
 def test_shards_that_hold_half_a_character_are_scored_as_they_are(dataset: Dataset, tmp_path: Path) -> None:
     """A published shard may end inside a character. Its own tokenizer counts its bytes."""
-    (tmp_path / "t.model").write_bytes(dataset.tokenizer.to_bytes())
+    (tmp_path / "t.model").write_bytes(dataset.tokenizer.model_bytes)
     bos = dataset.tokenizer.bos_id
     broken = next(t for t in range(320) if dataset.tokenizer.decode_bytes([t]) == b"\xc3")
     for split in ("train", "val"):

@@ -155,7 +155,7 @@ def rank_score(tokens: np.ndarray, tokenizer_model: bytes) -> list[tuple[float, 
 
 def test_two_ranks_score_what_one_does(model: GPT, dataset: Dataset) -> None:
     tokens = dataset.val.read(0, 1000)
-    first, second = run_distributed_test(rank_score, 2, args=(tokens, dataset.tokenizer.to_bytes()))
+    first, second = run_distributed_test(rank_score, 2, args=(tokens, dataset.tokenizer.model_bytes))
     assert first == second
     for length, (bits, count, size) in zip((CONTEXT, 1000), first):
         alone = score(model, tokens[:length], dataset.tokenizer, 32)
