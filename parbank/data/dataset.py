@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from parbank.data.manifest import read_manifest, verify_folder
+from parbank.data.manifest import hash_shards, read_manifest, verify_folder
 from parbank.data.prepare import ensure_prepared
 from parbank.data.progress import Say, say_on_stderr
 from parbank.data.proof import NOT_PROVED, PROVED
@@ -26,8 +26,8 @@ _BLOCK = 1 << 22  # tokens looked at together when a whole stream is counted or 
 class Dataset:
     """Tokens to train on and to score, read from the disk when they are needed.
 
-    Hashes and byte counts take a pass over the tokens and are computed on first use, always from the tokens
-    themselves, so that they hold for files from any program.
+    Byte counts take a pass over the tokens and are computed on first use, always from the tokens themselves, so that
+    they hold for files from any program.
     """
 
     train: TokenSet
@@ -36,16 +36,13 @@ class Dataset:
     name: str
     """The spec it was opened with."""
     folder: Path
-    text_sha256: str | None = None
-    """Of the validation text, as it was when its tokens were proved to be its bytes; none where there were tokens only."""
+    fingerprint: str
+    """sha256 over the tokenizer and every shard: datasets with equal fingerprints train and score the same."""
+    text: str = NOT_PROVED
+    """Whether the validation tokens are proved to be the text: `proved`, or `not proved` where there is no text, or where it
+    was prepared by a parbank that did not prove it."""
     overlap: float | None = None
     """The share of the validation bytes that training has too, in long runs; none where it was not measured."""
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """sha256 over the tokenizer and every shard: datasets with equal fingerprints train and score the same."""
-        parts = [self.tokenizer.fingerprint, "train", *self.train.digests(), "val", *self.val.digests()]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     @cached_property
     def val_bytes(self) -> int:
@@ -65,18 +62,6 @@ class Dataset:
     def val_text(self) -> bytes:
         """The validation text, documents joined without a separator: the input of zlib, xz and zstd."""
         return b"".join(self._decoded(self.val))
-
-    def check_text(self) -> str:
-        """Whether the validation tokens are proved to be the text: `proved`, or `not proved` where there is no text, or
-        where it was prepared by a parbank that did not prove it. Tokens of another text are refused."""
-        if self.text_sha256 is None:
-            return NOT_PROVED
-        if self.text_sha256 != self.val_text_sha256:
-            raise DataError(
-                f"the validation tokens in {self.folder} are not those of the text that was prepared there; delete that folder, "
-                "and the text is prepared again"
-            )
-        return PROVED
 
     def require_length(self, sequence_length: int) -> None:
         """Refuses data with less than one sequence, plus the next token as the last target, in either split."""
@@ -106,8 +91,8 @@ class Dataset:
 def open_dataset(
     spec: str, *, vocab_size: int, sequence_length: int = 0, cache: Path | None = None, say: Say = say_on_stderr
 ) -> Dataset:
-    """Opens any spec of parbank.data.sources. Text is prepared in the cache unless it is there already. A split with less
-    than one sequence of `sequence_length` tokens is refused."""
+    """Opens any spec of parbank.data.sources. Text is prepared in the cache unless it is there already. Refuses a split with
+    less than one sequence of `sequence_length` tokens, and validation tokens of another text than was prepared."""
     dataset = _open(spec, vocab_size, Path(cache) if cache is not None else default_cache(), say)
     dataset.require_length(sequence_length)
     return dataset
@@ -121,7 +106,15 @@ def _open(spec: str, vocab_size: int, cache: Path, say: Say) -> Dataset:
     folder = cache / f"{opened.name}-{vocab_size}-{key}"
     manifest = ensure_prepared(opened, folder, vocab_size=vocab_size, say=say)
     dataset = open_shards(folder, vocab_size=vocab_size, name=spec)
-    return replace(dataset, text_sha256=manifest["val"].get("text_sha256"))
+    expected = manifest["val"].get("text_sha256")
+    if expected is None:
+        return dataset
+    if expected != dataset.val_text_sha256:
+        raise DataError(
+            f"the validation tokens in {folder} are not those of the text that was prepared there; delete that folder, and the "
+            "text is prepared again"
+        )
+    return replace(dataset, text=PROVED)
 
 
 def open_shards(folder: Path, *, vocab_size: int | None = None, name: str | None = None) -> Dataset:
@@ -135,17 +128,27 @@ def open_shards(folder: Path, *, vocab_size: int | None = None, name: str | None
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the model was asked to have {vocab_size}; "
             f"add --set model.vocab_size={tokenizer.vocab_size}"
         )
-    train, val = (
-        read_shards(_find_shards(folder, split), vocab_size=tokenizer.vocab_size) for split in ("train", "val")
-    )
+    paths = [_find_shards(folder, split) for split in ("train", "val")]
+    train, val = (read_shards(own, vocab_size=tokenizer.vocab_size) for own in paths)
     manifest = read_manifest(folder) or {}
     if manifest:
         verify_folder(folder, manifest)
     measured = manifest.get("overlap")
-    overlap = measured.get("share") if isinstance(measured, dict) else None
     return Dataset(
-        train=train, val=val, tokenizer=tokenizer, name=name or f"shards:{folder}", folder=folder, overlap=overlap
+        train=train,
+        val=val,
+        tokenizer=tokenizer,
+        name=name or f"shards:{folder}",
+        folder=folder,
+        fingerprint=_hash_all(tokenizer, *paths),
+        overlap=measured.get("share") if isinstance(measured, dict) else None,
     )
+
+
+def _hash_all(tokenizer: Tokenizer, train: list[Path], val: list[Path]) -> str:
+    digests = hash_shards([*train, *val])
+    parts = [tokenizer.fingerprint, "train", *digests[: len(train)], "val", *digests[len(train) :]]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def describe(folder: Path) -> dict[str, Any]:

@@ -55,13 +55,13 @@ def verify_folder(folder: Path, manifest: dict[str, Any]) -> None:
         length = shard_length(folder / shard["name"])
         if length != shard["tokens"]:
             raise DataError(f"{folder / shard['name']} holds {length} tokens, {shard['tokens']} were written; {again}")
-    for shard, digest in zip(shards, _digests([folder / shard["name"] for shard in shards])):
+    for shard, digest in zip(shards, hash_shards([folder / shard["name"] for shard in shards])):
         if digest != shard["sha256"]:
             raise DataError(f"{folder / shard['name']} is not what was written (its sha256 differs); {again}")
 
 
-def _digests(paths: Sequence[Path]) -> list[str]:
-    """sha256 of the tokens of each shard, from the side file where the shard is unchanged."""
+def hash_shards(paths: Sequence[Path]) -> list[str]:
+    """sha256 of the tokens of each shard of a folder, from the side file where the shard is unchanged."""
     folder = paths[0].parent.resolve()
     name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]
     side = default_cache() / "verified" / f"{name}.json"

@@ -26,7 +26,7 @@ HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 SHARD_TOKENS = 100_000_000  # the size of the published shards: 200 MB a file
 TOKEN = np.dtype("<u2")
-_BLOCK = 1 << 22  # tokens that are checked or hashed together
+_BLOCK = 1 << 22  # tokens that are checked together
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
@@ -157,11 +157,6 @@ class TokenSet:
             index += 1
         return out
 
-    def digests(self) -> list[str]:
-        """sha256 of each shard's tokens, without the header."""
-        with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-            return list(pool.map(_digest, self.shards))
-
 
 @dataclass(frozen=True)
 class ShardInfo:
@@ -230,13 +225,6 @@ def _header(count: int) -> bytes:
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = MAGIC, VERSION, count
     return header.tobytes()
-
-
-def _digest(tokens: np.ndarray | ShardFile) -> str:
-    digest = hashlib.sha256()
-    for block in _blocks(tokens):
-        digest.update(np.ascontiguousarray(block, dtype=TOKEN).view(np.uint8).data)
-    return digest.hexdigest()
 
 
 def _blocks(tokens: np.ndarray | ShardFile) -> Iterator[np.ndarray]:

@@ -195,7 +195,7 @@ def _open_data(config: RunConfig, runtime: Runtime, display: Display, resume: bo
     def work() -> Dataset:
         length, say = config.batch.sequence_length, display.say if display.enabled else say_nothing
         dataset = open_dataset(config.data, vocab_size=config.model.vocab_size, sequence_length=length, say=say)
-        if dataset.check_text() == NOT_PROVED:
+        if dataset.text == NOT_PROVED:
             say(f"note: that the validation tokens of {config.data} are its text is not proved; the result says so")
         return dataset
 

@@ -30,7 +30,7 @@ def summarise(
         "val_bpb_before_packing": before.bpb,
         "val_bytes": after.bytes,
         "val_tokens": after.tokens,
-        "text": dataset.check_text(),
+        "text": dataset.text,
         "val_overlap": dataset.overlap,
         "dataset": dataset.fingerprint,
         "max_bytes": config.budget.max_bytes,

@@ -63,7 +63,6 @@ class Trainer:
     def __init__(self, config: RunConfig, runtime: Runtime, dataset: Dataset, out: Path) -> None:
         self.config, self.runtime, self.dataset, self.out = config, runtime, dataset, out
         check_device(config.train.fp8, runtime.device)
-        self._data_fingerprint = dataset.fingerprint  # a pass over all tokens: now, and not while the clock runs
         seed_everything(config.seed)
         self.model = GPT(config.model).to(runtime.device)
         quant = config.quant
@@ -284,7 +283,7 @@ class Trainer:
             "config": to_dict(self.config),
             "tokenizer": self.dataset.tokenizer.model_bytes,
             "versions": versions(),
-            "dataset": self._data_fingerprint,
+            "dataset": self.dataset.fingerprint,
         }
         return save_checkpoint(self.out / "checkpoint", {**about, **state}, keep=self.config.train.keep_checkpoints)
 
@@ -328,7 +327,7 @@ class Trainer:
     def _resume(self, state: dict[str, Any], path: Path) -> None:
         if not (type(state["step"]) is int and state["step"] >= 0 and 0 <= state["seconds"] < math.inf):
             raise ValueError(f"step {state['step']!r} after {state['seconds']!r} seconds")
-        if state["dataset"] != self._data_fingerprint:
+        if state["dataset"] != self.dataset.fingerprint:
             raise CheckpointError(
                 f"{path} was trained on other data than {self.config.data!r} now is; resume with the same text and "
                 "tokenizer, or start again in another --out"

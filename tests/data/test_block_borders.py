@@ -35,7 +35,7 @@ def _tokens(tokenizer: Tokenizer) -> np.ndarray:
 def test_of_a_dataset(tokenizer: Tokenizer, tokens: np.ndarray, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset, "_BLOCK", block)
     stream = TokenSet([tokens])
-    data = Dataset(train=stream, val=stream, tokenizer=tokenizer, name="made here", folder=Path())
+    data = Dataset(train=stream, val=stream, tokenizer=tokenizer, name="made here", folder=Path(), fingerprint="")
     assert data.val_text() == "".join(DOCUMENTS).encode()
     assert data.val_bytes == len("".join(DOCUMENTS).encode())
 

@@ -61,10 +61,10 @@ def test_validation_tokens_are_those_of_the_text_or_refused(tmp_path: Path) -> N
     document = write_documents(tmp_path / "text", [9000, 9000])
     opened = open_dataset(f"text:{document[0]}", vocab_size=300, cache=tmp_path, say=lambda line: None)
     manifest = json.loads((opened.folder / MANIFEST).read_text())
-    assert opened.check_text() == "proved"
+    assert opened.text == "proved"
     assert manifest["val"]["text_sha256"] == hashlib.sha256(opened.val_text()).hexdigest()
     shards = open_dataset(f"shards:{opened.folder}", vocab_size=300, say=lambda line: None)
-    assert shards.check_text() == "not proved"
+    assert shards.text == "not proved"
 
     tokens = opened.val.read(0, len(opened.val))
     tokens[5] = tokens[5] + 1 if tokens[5] < 299 else tokens[5] - 1
@@ -72,9 +72,8 @@ def test_validation_tokens_are_those_of_the_text_or_refused(tmp_path: Path) -> N
     write_shard(opened.folder / shard["name"], tokens)
     shard["sha256"] = hashlib.sha256(tokens.astype("<u2").tobytes()).hexdigest()  # else it would be prepared again
     (opened.folder / MANIFEST).write_text(json.dumps(manifest))
-    again = open_dataset(f"text:{document[0]}", vocab_size=300, cache=tmp_path, say=lambda line: None)
     with pytest.raises(DataError, match="are not those of the text that was prepared there"):
-        again.check_text()
+        open_dataset(f"text:{document[0]}", vocab_size=300, cache=tmp_path, say=lambda line: None)
 
 
 def test_data_from_before_it_was_proved_is_opened_and_says_so(tmp_path: Path) -> None:
@@ -86,5 +85,5 @@ def test_data_from_before_it_was_proved_is_opened_and_says_so(tmp_path: Path) ->
     said: list[str] = []
     older = open_dataset(spec, vocab_size=300, cache=tmp_path, say=said.append)
     assert said == [], "it is not prepared again"
-    assert (older.check_text(), older.overlap) == ("not proved", None)
+    assert (older.text, older.overlap) == ("not proved", None)
     assert older.fingerprint == opened.fingerprint

@@ -59,10 +59,10 @@ def make_tokens(count: int) -> np.ndarray:
 
 
 def make_dataset(folder: Path) -> Dataset:
-    """The trainer only hashes the tokenizer: it has the right size, and no token comes from it."""
+    """The trainer only saves the tokenizer: it has the right size, and no token comes from it."""
     tokenizer = Tokenizer.train([" ".join(f"{n:x}" for n in range(4096))], VOCAB)
     tokens = make_tokens(12_000)  # less than the 30 steps of 512 tokens use: a second epoch begins
-    return Dataset(TokenSet([tokens]), TokenSet([tokens[:2000]]), tokenizer, "golden", folder)
+    return Dataset(TokenSet([tokens]), TokenSet([tokens[:2000]]), tokenizer, "golden", folder, "golden")
 
 
 def train(config: RunConfig, folder: Path) -> list[float]:
