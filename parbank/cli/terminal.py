@@ -91,10 +91,12 @@ def read_options(glob: Sequence[str] | None, field: str | None, skip_bad: bool) 
 def read_data(data: str | None, glob: Sequence[str] | None, field: str | None, skip_bad: bool) -> str | None:
     """The data spec with its options as parts of it, so that a run folder identifies the text."""
     options = read_options(glob, field, skip_bad)
-    if data is None and options:
+    if not options:
+        return data
+    if data is None:
         names = ", ".join(dict.fromkeys("--" + option.partition("=")[0] for option in options))
         raise ConfigError(f"{names} without --data; say which text it is for, such as --data text:my_folder")
-    return None if data is None else add_options(data, options)
+    return add_options(data, options)
 
 
 def print_next(*commands: Sequence[object]) -> None:
