@@ -18,12 +18,13 @@ from parbank.ops import reference
 
 @dataclass(frozen=True)
 class Context:
-    """Tensors that all layers of a forward pass share."""
+    """The inputs that all layers of a forward pass share."""
 
     cos: Tensor  # (T, rope_dims / 2), float32
     sin: Tensor
     mask: Tensor | None  # (B, 1, T, T), true where attention may look; None means plain causal
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # in place of `attend`: see stream.py
+    fp8_mlp: bool = False  # the MLPs multiply in FP8
 
 
 def rope_tables(length: int, dims: int, base: float) -> tuple[Tensor, Tensor]:

@@ -68,11 +68,11 @@ class Block(nn.Module):
             y = ops.add_linear(stream, attended, weights["output"])
         else:
             y = stream + _gained(F.linear(attended, weights["output"]), gains[0])
-        return self._add_mlp(y, weights, gains[1]), x, values
+        return self._add_mlp(y, weights, gains[1], context.fp8_mlp), x, values
 
-    def _add_mlp(self, x: Tensor, weights: dict[str, Tensor], gain: Tensor | None) -> Tensor:
+    def _add_mlp(self, x: Tensor, weights: dict[str, Tensor], gain: Tensor | None, eight: bool) -> Tensor:
         slope = self.config.activation_slope if self.config.activation == "leaky_relu_squared" else 0.0
-        gelu, eight = self.config.activation == "gelu", fp8.takes_fp8("mlp")
+        gelu = self.config.activation == "gelu"
         if not gelu and not eight and gain is None:
             return ops.residual_mlp(x, weights["up"], weights["down"], slope, self.scale)
         normed = ops.rms_norm(x, scale=self.scale)
@@ -122,6 +122,8 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         c = self.config = config
+        self.fp8: fp8.Parts = "off"
+        """The parts that multiply in FP8 in training mode. In eval mode no part does."""
         self.token_embedding = make_table(c.vocab_size, c.width)
         self.bigram = BigramEmbedding(c.bigram_buckets, c.bigram_width, c.width) if c.bigram_buckets else None
         self.smear = SmearGate(c.width) if c.smear else None
@@ -184,7 +186,7 @@ class GPT(nn.Module):
     def read_out(self, x: Tensor, targets: Tensor | None, reduction: str = "mean") -> Tensor:
         """The loss, or the logits, from the normed output of the last block."""
         head = (self.token_embedding if self.head is None else self.head).weight.to(x.dtype)
-        if targets is not None and fp8.takes_fp8("head"):
+        if targets is not None and self._takes_fp8("head"):
             return ops.softcap_cross_entropy(fp8.linear(x, head), targets, self.config.softcap, reduction=reduction)
         if targets is not None and self.config.vocab_size < CHUNKED_HEAD_VOCAB:
             return ops.softcap_cross_entropy(F.linear(x, head), targets, self.config.softcap, reduction=reduction)
@@ -203,7 +205,8 @@ class GPT(nn.Module):
         if ids.shape[1] > MAX_POSITIONS:
             raise ConfigError(f"a window of {ids.shape[1]} tokens is longer than the model's {MAX_POSITIONS} positions")
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
-        context = Context(cos, sin, _document_mask(starts) if c.isolate_documents else None)
+        mask = _document_mask(starts) if c.isolate_documents else None
+        context = Context(cos, sin, mask, fp8_mlp=self._takes_fp8("mlp"))
         matrices = self.matrices(x)
         x, *embedded = ops.fan_out(x, c.layers + 1) if c.residual_mix else (x,) * (c.layers + 1)
         first = None
@@ -233,6 +236,9 @@ class GPT(nn.Module):
                     assert gain is not None  # block_gains makes both
                     gains[names[matrix]] = gain
         return self.banks.matrices(x.dtype, gains)
+
+    def _takes_fp8(self, part: str) -> bool:
+        return self.training and part in self.fp8
 
     def _compute_dtype(self, device: torch.device) -> torch.dtype:
         if torch.is_autocast_enabled(device.type):

@@ -14,13 +14,9 @@ tokens. It would need transposed copies of both factors, and its rounding errors
 The rounding is plain PyTorch around PyTorch's scaled product, so that Inductor fuses it with the activation and its
 derivative. A NaN makes its whole row NaN, and the optimizer skips the step.
 
-`use_fp8` selects the parts of a model that use these products, in training passes only. Without CUDA the same numbers
-are multiplied in float32.
+A model says which of its parts use these products (`GPT.fp8`). Without CUDA the same numbers are multiplied in float32.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -30,7 +26,6 @@ from parbank.errors import ConfigError
 from parbank.ops import reference
 
 Parts = Literal["off", "mlp", "head", "mlp+head"]
-Part = Literal["mlp", "head"]
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -40,36 +35,8 @@ MIN_CAPABILITY = (8, 9)  # the first NVIDIA GPUs that multiply in 8 bits
 MULTIPLE = 16  # of every side of a matrix: the hardware reads 16 bytes at a time
 
 
-@dataclass
-class _State:
-    """A module global that Dynamo reads as a constant and guards, as in backend.py."""
-
-    mlp: bool = False
-    head: bool = False
-
-
-_state = _State()
-
-
-@contextmanager
-def use_fp8(parts: Parts) -> Iterator[None]:
-    """The named parts of a model multiply in FP8 in forward passes inside this context. Backward may run outside."""
-    before = _state.mlp, _state.head
-    _state.mlp, _state.head = "mlp" in parts, "head" in parts
-    try:
-        yield
-    finally:
-        _state.mlp, _state.head = before
-
-
-def takes_fp8(part: Part) -> bool:
-    return _state.mlp if part == "mlp" else _state.head
-
-
 def check_device(parts: Parts, device: torch.device) -> None:
-    """Refuses a setting of train.fp8 that the device cannot run."""
-    if parts == "off":
-        return
+    """Refuses FP8 on a device that cannot run it. `parts` is not "off"."""
     what = f"train.fp8={parts} needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell), but "
     rest = "; leave it off (--set train.fp8=off)"
     if device.type != "cuda":

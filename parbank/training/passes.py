@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from parbank.graphs import Graphs, Places, addresses
-from parbank.ops.fp8 import Parts, use_fp8
 from parbank.precision import autocast
 
 
@@ -26,11 +25,9 @@ class Passes:
         count: int,
         *,
         graph: bool,
-        fp8: Parts = "off",
     ) -> None:
-        """`count` passes make a step; each loss and gradient is divided by it. `fp8`: the parts that use FP8."""
+        """`count` passes make a step; each loss and gradient is divided by it."""
         self._forward, self._device, self._count = forward, device, count
-        self._fp8: Parts = fp8
         self._parameters = list(model.parameters())
         self._total = torch.zeros((), device=device)
         self._graphs = Graphs(enabled=graph and device.type == "cuda")
@@ -59,7 +56,7 @@ class Passes:
         self._run(batch)
 
     def _run(self, batch: Tensor) -> None:
-        with autocast(self._device), use_fp8(self._fp8):
+        with autocast(self._device):
             loss = self._forward(batch[:, :-1], batch[:, 1:]) / self._count
         self._differentiate(loss)
         self._total += loss.detach()

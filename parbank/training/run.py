@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parbank.artifact.pack import read_tensors
-from parbank.config import override, require, to_dict
+from parbank.config import override, to_dict
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.progress import say_nothing
 from parbank.data.proof import NOT_PROVED
@@ -21,17 +21,15 @@ from parbank.eval.compression import compressor_bpb
 from parbank.eval.score import Score
 from parbank.eval.windows import score_chunked
 from parbank.files import write_json
-from parbank.model.gpt import MAX_POSITIONS
-from parbank.ops.fp8 import check_device
-from parbank.runtime import Runtime, check_seed
+from parbank.runtime import Runtime
 from parbank.training.checkpoint import load_checkpoint
+from parbank.training.checks import check_settings, check_size
 from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.display import Display
 from parbank.training.folder import open_folder
 from parbank.training.pack import calibrate_model, pack_run
 from parbank.training.reports import introduce, train_with_reports
-from parbank.training.sizes import check_size
 from parbank.training.summary import summarise, summarise_packed
 from parbank.training.trainer import Trainer
 from parbank.training.warmup import compile_aside
@@ -75,7 +73,7 @@ def run(
     setup = Laps()
     display = display or Display(enabled=runtime.is_main and not quiet)
     config = replace(config, data=absolute_spec(config.data))
-    _check_settings(config, runtime)
+    check_settings(config, runtime)
     check_size(config, display)
     with open_folder(out, resume, runtime) as folder:
         use_compile_cache()
@@ -176,16 +174,6 @@ def _wait_for(compressed: Future[dict[str, float]], display: Display) -> dict[st
     except (MemoryError, OSError, lzma.LZMAError) as error:
         display.say(f"note: the text could not be compressed for comparison ({type(error).__name__}: {error})")
         return {}
-
-
-def _check_settings(config: RunConfig, runtime: Runtime) -> None:
-    """Refuses settings that this machine or the model cannot run, before anything is read or written."""
-    check_seed(config.seed)
-    check_device(config.train.fp8, runtime.device)
-    require(
-        config.batch.sequence_length <= MAX_POSITIONS,
-        f"batch.sequence_length is {config.batch.sequence_length}; a model has {MAX_POSITIONS} positions at most",
-    )
 
 
 def _open_data(config: RunConfig, runtime: Runtime, display: Display, resume: bool) -> Dataset:

@@ -27,7 +27,6 @@ from parbank.data.dataset import Dataset
 from parbank.data.prefetch import Prefetcher
 from parbank.errors import CheckpointError, DataError, TrainingError
 from parbank.model import GPT
-from parbank.ops.fp8 import check_device
 from parbank.ops.rehearsal import can_rehearse, rehearsal
 from parbank.optim.averaging import Averages
 from parbank.optim.parallel_muon import ParallelMuon
@@ -62,9 +61,9 @@ class Trainer:
 
     def __init__(self, config: RunConfig, runtime: Runtime, dataset: Dataset, out: Path) -> None:
         self.config, self.runtime, self.dataset, self.out = config, runtime, dataset, out
-        check_device(config.train.fp8, runtime.device)
         seed_everything(config.seed)
         self.model = GPT(config.model).to(runtime.device)
+        self.model.fp8 = config.train.fp8
         quant = config.quant
         self.fake = None
         if quant.qat_share:
@@ -83,9 +82,7 @@ class Trainer:
         self.stream = self._make_stream()
         self.stages = config.batch.plan()
         count = self.passes_in(self.stages[-1])
-        self.passes = Passes(
-            forward, self.model, runtime.device, count, graph=config.train.cuda_graph, fp8=config.train.fp8
-        )
+        self.passes = Passes(forward, self.model, runtime.device, count, graph=config.train.cuda_graph)
         self.batches = Prefetcher(self.stream, device=runtime.device, depth=config.batch.prefetch)
         self.clock = Clock()
         self.budget = Budget(config.budget, config.batch.batch_tokens, self.clock)

@@ -16,6 +16,7 @@ from parbank.eval.score import tokens_together
 from parbank.eval.windows import score_windows
 from parbank.ops.rehearsal import can_rehearse
 from parbank.runtime import Runtime
+from parbank.training.checks import check_settings
 from parbank.training.compiled import Lookups, compile_folder, count_lookups, has_kernels
 from parbank.training.config import RunConfig
 from parbank.training.trainer import Trainer
@@ -38,6 +39,7 @@ class Warmed:
 def warm_up(config: RunConfig, runtime: Runtime, say: Say) -> Warmed | None:
     """Trains and scores on random tokens in the shapes of a run, so that all its code is compiled and kept. None on a
     CPU, where nothing is compiled. On several GPUs every rank must call it: code is kept per GPU."""
+    check_settings(config, runtime)
     if not runtime.is_cuda:
         say(
             f"nothing to compile for {config.recipe} on this device ({runtime.device}): there parbank runs as plain PyTorch, and "

@@ -24,13 +24,13 @@ from parbank.eval.windows import score_chunked
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
+from parbank.training.checks import check_size
 from parbank.training.config import RunConfig
 from parbank.training.display import Display
 from parbank.training.folder import load_run_config
 from parbank.training.load import load_model
 from parbank.training.pack import pack_checkpoint
 from parbank.training.run import Result, run
-from parbank.training.sizes import check_size
 
 PLACE = Runtime(device=torch.device("cpu"))
 ROOT = Path(__file__).parents[2]

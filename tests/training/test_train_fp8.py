@@ -11,13 +11,14 @@ from parbank.config import override
 from parbank.data.dataset import Dataset
 from parbank.errors import ConfigError
 from parbank.model import GPT
-from parbank.ops.fp8 import MIN_CAPABILITY, Parts, use_fp8
+from parbank.ops.fp8 import MIN_CAPABILITY, Parts
 from parbank.recipes import RECIPES, get_recipe
 from parbank.runtime import Runtime
 from parbank.training.passes import Passes
 from parbank.training.run import run
 from parbank.training.telemetry import Reading
 from parbank.training.trainer import Trainer
+from parbank.training.warmup import warm_up
 
 CPU = torch.device("cpu")
 
@@ -34,7 +35,8 @@ def make(*changes: str) -> GPT:
 
 def gradients(model: GPT, fp8: Parts) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
-    passes = Passes(model, model, CPU, 1, graph=False, fp8=fp8)
+    model.fp8 = fp8
+    passes = Passes(model, model, CPU, 1, graph=False)
     passes.start()
     passes.add(torch.randint(0, 320, (2, 33), generator=torch.Generator().manual_seed(1)))
     return passes.loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -71,9 +73,9 @@ def test_the_mlp_alone_leaves_the_head_alone() -> None:
 def test_what_is_scored_knows_nothing_of_it(activation: str) -> None:
     model = make(f"model.activation={activation}")
     ids = torch.randint(0, 320, (2, 17), generator=torch.Generator().manual_seed(2))
-    before = model(ids[:, :-1], ids[:, 1:])
-    gradients(model, "mlp+head")
-    assert torch.equal(model(ids[:, :-1], ids[:, 1:]), before)
+    before = model.eval()(ids[:, :-1], ids[:, 1:])
+    gradients(model.train(), "mlp+head")
+    assert torch.equal(model.eval()(ids[:, :-1], ids[:, 1:]), before)
 
 
 def test_the_compiler_notices_the_switch() -> None:
@@ -84,8 +86,8 @@ def test_the_compiler_notices_the_switch() -> None:
     ids = torch.randint(0, 320, (2, 17), generator=torch.Generator().manual_seed(2))
     losses = []
     for each in parts * 2:
-        with use_fp8(each):
-            losses.append(compiled(ids[:, :-1], ids[:, 1:]).item())
+        model.fp8 = each
+        losses.append(compiled(ids[:, :-1], ids[:, 1:]).item())
     assert counter.frame_count == 2
     assert losses[:2] == losses[2:]
     assert losses[0] != losses[1]
@@ -101,13 +103,13 @@ def test_a_bad_number_reaches_the_loss_and_the_gradients() -> None:
     assert not torch.isfinite(found["token_embedding.weight"]).any()
 
 
-def test_a_cpu_is_refused_before_any_work(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_cpu_is_refused_before_any_work(tmp_path: Path) -> None:
     config = override(get_recipe("nano"), "train.fp8=mlp", "data=text:/nowhere/at/all")
     with pytest.raises(ConfigError, match=r"capability 8\.9"):
         run(config, Runtime(device=CPU), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=r"capability 8\.9"):
-        Trainer(config, Runtime(device=CPU), dataset, tmp_path / "run")
+        warm_up(config, Runtime(device=CPU), print)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 import parbank
 from parbank.config import override
 from parbank.model import GPT
-from parbank.ops.fp8 import Parts, use_fp8
+from parbank.ops.fp8 import Parts
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training import warmup
@@ -123,9 +123,9 @@ def test_pytorch_agrees_to_cache_the_models_graph(fp8: Parts, clean: Path) -> No
         return graph
 
     model = GPT(get_recipe("nano").model)
+    model.fp8 = fp8
     tokens = torch.randint(0, 320, (2, 65), generator=torch.Generator().manual_seed(0))
-    with use_fp8(fp8):
-        torch.compile(model, dynamic=False, backend=keep)(tokens[:, :-1], tokens[:, 1:])
+    torch.compile(model, dynamic=False, backend=keep)(tokens[:, :-1], tokens[:, 1:])
     (graph,) = graphs
     before = config.unsafe_marked_cacheable_functions
     try:
