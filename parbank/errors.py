@@ -4,6 +4,9 @@ Each message says what was wrong, what was given, what is allowed, and what to d
 a traceback. Any other exception is a bug in parbank and keeps its traceback.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ParbankError(Exception):
     """Base of every error that a user can cause and fix."""
@@ -40,3 +43,21 @@ class DeviceError(ParbankError):
 
 class TrainingError(ParbankError):
     """Training that cannot continue."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that this machine's memory is used up. PyTorch has no type of its own for that."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "bad_alloc" in str(error))
+    )
+
+
+@contextmanager
+def enough_memory(kind: type[ParbankError], path: object) -> Iterator[None]:
+    """Inside this context, too little memory to read a file is an error of `kind` that names the file."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise kind(f"there is not enough memory to read {path}; end other programs, or use a larger machine") from error

@@ -14,7 +14,7 @@ import typer
 
 from parbank import __version__
 from parbank.cli import artifact, data, eval, machine, sample, train
-from parbank.errors import ConfigError, ParbankError
+from parbank.errors import ConfigError, ParbankError, is_out_of_memory
 
 GROUPS = (train, eval, sample, artifact, data, machine)  # in the order of `parbank --help`
 
@@ -57,6 +57,8 @@ def _explain(error: Exception) -> str | None:
     if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
         remedy = "lower batch.micro_batch_tokens (the result stays the same), or use a smaller model"
         return f"{where}out of memory on the device; {remedy}. --debug shows where"
+    if is_out_of_memory(error):
+        return f"{where}this machine has too little memory; end other programs, or use a smaller model. --debug shows where"
     if isinstance(error, OSError):
         return f"{where}{error}; check the path, its permissions and the free space. --debug shows where"
     return None

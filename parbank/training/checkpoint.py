@@ -2,25 +2,28 @@
 one readable.
 
 A checkpoint holds everything a run needs to continue exactly (weights, optimizer, averages, data position, random
-states, clock) and everything `eval` and `pack` need (config, tokenizer). Files are read with torch.load's
-weights_only, which runs no pickled code.
+states, clock) and everything `eval` and `pack` need (config, tokenizer). A file carries a digest of its bytes (seal.py).
+It is read with torch.load's weights_only, which runs no pickled code.
 """
 
+import math
 import random
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from parbank.errors import CheckpointError
+from parbank.errors import CheckpointError, enough_memory
 from parbank.files import remove_leftovers, writing
+from parbank.training.seal import SealingWriter, check_archive
 
 FORMAT = 1
+SEALED = "sealed"  # the field that says that the file has a digest, so that a digest cannot go missing
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RuntimeError)
 """The errors of reading fields that are missing, of another type, or of another size."""
+_AGAIN = "use an older one, or train again"
 _NAME = re.compile(r"step_(\d+)\.pt")
 
 
@@ -29,8 +32,10 @@ def save_checkpoint(folder: Path, state: dict[str, Any], *, keep: int) -> Path:
     path = folder / f"step_{state['step']:08d}.pt"
     try:
         with writing(path) as file:
-            torch.save({"format": FORMAT, **state}, file)
-    except (OSError, RuntimeError) as error:  # torch.save wraps whatever ends a write in a RuntimeError
+            sealing = SealingWriter(file)
+            torch.save({"format": FORMAT, SEALED: True, **state}, sealing)
+            sealing.seal()
+    except (OSError, RuntimeError, MemoryError) as error:  # torch.save wraps whatever ends a write in a RuntimeError
         if isinstance(error.__context__, KeyboardInterrupt | SystemExit):
             raise error.__context__ from None
         raise CheckpointError(
@@ -66,22 +71,38 @@ def find_checkpoint(path: Path) -> Path:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Reads one file onto the CPU. Anything but a complete parbank checkpoint is an error that names the file."""
     try:
-        if zipfile.is_zipfile(path):  # torch.load does not look at the checksums that torch.save writes
-            with zipfile.ZipFile(path) as archive:
-                if damaged := archive.testzip():
-                    raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with enough_memory(CheckpointError, path):
+            sealed = check_archive(path)
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}") from None
     except Exception as error:  # torch.load has no one error for damaged files
-        raise CheckpointError(
-            f"{path} is damaged or not a checkpoint ({type(error).__name__}); use an older one, or train again"
-        ) from error
+        raise CheckpointError(f"{path} is damaged or not a checkpoint ({first_line(error)}); {_AGAIN}") from error
     if not isinstance(state, dict) or "format" not in state or "model" not in state:
         raise CheckpointError(f"{path} is a PyTorch file, but not a parbank checkpoint")
     if state["format"] != FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {state['format']}; this parbank reads format {FORMAT}")
+    if state.pop(SEALED, False) and not sealed:
+        raise CheckpointError(f"{path} is damaged: its digest is missing; {_AGAIN}")
+    _check_tensors(state, path)
     return state
+
+
+def _check_tensors(state: dict[str, Any], path: Path) -> None:
+    """Refuses tensors that together claim more numbers than the file has: copies of them could take any memory."""
+    left, waiting, seen = path.stat().st_size, [state], set()
+    while waiting:
+        value: Any = waiting.pop()
+        if isinstance(value, dict | list | tuple | set) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, torch.Tensor):
+            whole = value.layout is torch.strided and value.device.type == "cpu"
+            left -= value.nbytes if whole else math.inf
+            if left < 0:
+                raise CheckpointError(f"{path} is damaged: its tensors claim more numbers than it holds; {_AGAIN}")
 
 
 def first_line(error: BaseException) -> str:

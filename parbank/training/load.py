@@ -4,6 +4,7 @@ import json
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from parbank.artifact.container import is_artifact
 from parbank.artifact.load import LoadedModel, load_artifact
 from parbank.data.sources import remembered_spec
 from parbank.data.tokenizer import Tokenizer
-from parbank.errors import CheckpointError, ParbankError
+from parbank.errors import CheckpointError, ParbankError, enough_memory
 from parbank.model import GPT
 from parbank.optim.averaging import Averages
 from parbank.training.checkpoint import MALFORMED, find_checkpoint, first_line, load_checkpoint
@@ -60,16 +61,23 @@ def load_trained(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, RunC
     file = find_checkpoint(path)
     state = load_checkpoint(file)
     try:
-        config = read_config(state["config"])
-        _check_shapes(config, state["model"])
-        model = GPT(config.model).to(device)
-        model.load_state_dict(state["model"])
-        averages = Averages(model, config.average)
-        averages.load_state_dict(state["averages"])
-        model.load_state_dict(averages.averaged())
-        return model, Tokenizer.from_bytes(state["tokenizer"]), config
+        with enough_memory(CheckpointError, file):
+            return _rebuild(state, device)
+    except CheckpointError:
+        raise
     except (ParbankError, *MALFORMED) as error:
         raise CheckpointError(f"{file} does not hold what its config says: {first_line(error)}") from error
+
+
+def _rebuild(state: dict[str, Any], device: torch.device) -> tuple[GPT, Tokenizer, RunConfig]:
+    config = read_config(state["config"])
+    _check_shapes(config, state["model"])
+    model = GPT(config.model).to(device)
+    model.load_state_dict(state["model"])
+    averages = Averages(model, config.average)
+    averages.load_state_dict(state["averages"])
+    model.load_state_dict(averages.averaged())
+    return model, Tokenizer.from_bytes(state["tokenizer"]), config
 
 
 def _check_shapes(config: RunConfig, weights: dict[str, torch.Tensor]) -> None:
