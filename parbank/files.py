@@ -1,11 +1,13 @@
 """Atomic file writes, locks on folders, and the cache folder for everything that can be rebuilt."""
 
+import fcntl
+import glob
 import json
 import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,25 +42,49 @@ def write_file(path: str | Path, data: bytes) -> int:
 def writing(path: str | Path) -> Iterator[BinaryIO]:
     """A file that gets its name when the block has succeeded and every byte is on the disk. Raises OSError."""
     target = Path(path)
-    # A random name in the same folder: os.replace is atomic only within a file system, and two writers never share it.
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     target.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(target.parent, glob.escape(target.name))
+    temporary, file = _open_temporary(target)
     try:
-        with open(temporary, "xb") as file:
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+            os.replace(temporary, target)  # while the file is locked: without its lock it would be a leftover
     except BaseException:  # Ctrl-C too: a half-written file must not stay behind
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
 
 
+def _open_temporary(target: Path) -> tuple[Path, BinaryIO]:
+    """A new file beside the target, locked for as long as it is open."""
+    while True:
+        # A random name in the same folder: os.replace is atomic only within a file system, and two writers never share it.
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+        file = open(temporary, "xb")  # noqa: SIM115 (closed by `writing`)
+        if _lock(file) is not False and temporary.exists():
+            return temporary, file
+        file.close()  # another process took it for a leftover before it was locked
+
+
 def remove_leftovers(folder: Path, pattern: str) -> None:
-    """Deletes the temporary files of killed writers of `pattern`. Only for a folder that no other process writes to."""
+    """Deletes the temporary files of killed writers of `pattern`: those that no process holds locked."""
     for temporary in folder.glob(f".{pattern}.{'[0-9a-f]' * 12}.tmp"):
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError), open(temporary, "rb") as file:
+            if _lock(file):
+                temporary.unlink(missing_ok=True)
+
+
+def _lock(file: BinaryIO) -> bool | None:
+    """Whether this process now has the lock on a file; None where the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def write_json(path: str | Path, value: Any) -> int:
