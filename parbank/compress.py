@@ -31,10 +31,10 @@ def compress(data: bytes) -> bytes | None:
     return packed if len(data) <= _limit(packed) else None
 
 
-def expand(packed: bytes, size: int | None, *, source: str) -> bytes:
-    """Undoes `compress`. Stops as soon as the output exceeds the announced size or the limit. `source` names the place
-    in errors."""
-    limit = _limit(packed) if size is None else size
+def expand(packed: bytes, size: int | None, *, most: int | None = None, source: str) -> bytes:
+    """Undoes `compress`. Stops as soon as the output exceeds the announced size, `most`, or the limit. `source` names the
+    place in errors."""
+    limit = min(_limit(packed), most or _limit(packed)) if size is None else size
     if limit > _limit(packed):
         raise ArtifactError.damaged(source, f"it claims to hold {limit:,} bytes in {len(packed):,}")
     decoder = lzma.LZMADecompressor(format=lzma.FORMAT_RAW, filters=FILTERS)

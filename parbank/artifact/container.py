@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from parbank.errors import ArtifactError
+from parbank.errors import ArtifactError, enough_memory
 from parbank.files import write_file
 
 # A byte outside ASCII and both line ends: a transfer in text mode visibly breaks the magic.
@@ -26,6 +26,8 @@ FORMAT_VERSION = 2  # what is written; the container is the same since version 1
 READABLE_VERSIONS = (1, 2)
 # A golf model needs about 3 KB; the limit bounds the memory that a damaged or hostile length can allocate.
 MAX_HEADER_BYTES = 1 << 20
+# JSON of a few bytes a value grows some thirtyfold as Python objects. A state dict of 10,000 tensors needs 100,000 values.
+MAX_JSON_VALUES = 200_000
 DIGEST_BYTES = 16
 _PREFIX = struct.Struct(f"<8sII{DIGEST_BYTES}s")  # magic, version, header length, digest of the three and the header
 _NAME = re.compile(r"[A-Za-z0-9._/-]{1,200}\Z")
@@ -69,10 +71,10 @@ def encode_artifact(meta: Mapping[str, Any], sections: Mapping[str, bytes]) -> b
         table.append({"name": name, "offset": offset, "size": len(data), "checksum": _digest(data).hex()})
         offset += len(data)
     header = _to_json({"meta": dict(meta), "sections": table})
-    if len(header) > MAX_HEADER_BYTES:
+    if len(header) > MAX_HEADER_BYTES or count_json(header) > MAX_JSON_VALUES:
         raise ArtifactError(
-            f"the artifact's header would be {len(header):,} bytes, at most {MAX_HEADER_BYTES:,} are allowed; "
-            f"move large values out of the meta into a section"
+            f"the artifact's header would be {len(header):,} bytes with about {count_json(header):,} values, at most "
+            f"{MAX_HEADER_BYTES:,} and {MAX_JSON_VALUES:,} are allowed; move large values out of the meta into a section"
         )
     return b"".join([_prefix(header), header, *sections.values()])
 
@@ -99,7 +101,7 @@ def read_artifact(path: str | Path) -> Artifact:
             )
         if not stat.S_ISREG(mode):
             raise ArtifactError(f"{source} is not a regular file; give the path of a .pbk file")
-        with open(path, "rb") as file:
+        with open(path, "rb") as file, enough_memory(ArtifactError, path):
             return _read(file, os.fstat(file.fileno()).st_size, source)
     except FileNotFoundError:
         raise ArtifactError(
@@ -175,6 +177,8 @@ def _read_header(file: BinaryIO, size: int, source: str) -> tuple[dict[str, Any]
     text = file.read(length)
     if len(text) != length or _digest(prefix[:-DIGEST_BYTES] + text) != digest:
         _refuse(source, "its header does not match its checksum")
+    if count_json(text) > MAX_JSON_VALUES:
+        _refuse(source, f"its header holds more than {MAX_JSON_VALUES:,} values")
     try:
         header = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError):
@@ -182,6 +186,11 @@ def _read_header(file: BinaryIO, size: int, source: str) -> tuple[dict[str, Any]
     if not isinstance(header, dict) or set(header) != {"meta", "sections"}:
         _refuse(source, "its header is malformed")
     return header, version
+
+
+def count_json(text: bytes) -> int:
+    """The most values that a JSON text can hold, found without parsing it."""
+    return 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
 def _check_table(table: list[Any], source: str) -> int:

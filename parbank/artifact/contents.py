@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from parbank.artifact.container import Artifact, encode_artifact
+from parbank.artifact.container import MAX_JSON_VALUES, Artifact, count_json, encode_artifact
 from parbank.artifact.streams import (
     decode_bytes,
     decode_halves,
@@ -24,8 +24,8 @@ from parbank.artifact.streams import (
     encode_scales,
 )
 from parbank.errors import ArtifactError
-from parbank.quant.coders.base import FREE_WEIGHTS, MAX_WEIGHTS_PER_BYTE, entropy_bits
-from parbank.quant.integers import Halves, Quantised
+from parbank.quant.coders.base import FREE_SCALES, FREE_WEIGHTS, MAX_WEIGHTS_PER_BYTE, entropy_bits
+from parbank.quant.integers import MAX_ROTATION, Halves, Quantised
 from parbank.quant.roles import Role, Shape
 
 Content = Quantised | Halves
@@ -159,7 +159,8 @@ def describe_content(name: str, content: Content, role: Role) -> Spec:
 
 _RULES = (
     f"allowed are 2-D tensors with q from 1 to {MAX_Q}, (rows, groups) scales with groups dividing the columns, a rotation "
-    f"of 0 or a power of two dividing the columns, and factors (rows, rank) and (rank, cols) of at most {MAX_RANK}"
+    f"of 0 or a power of two up to {MAX_ROTATION:,} dividing the columns, and factors (rows, rank) and (rank, cols) of at "
+    f"most {MAX_RANK}"
 )
 
 
@@ -168,7 +169,7 @@ def _is_sound(spec: Spec) -> bool:
     if len(spec.shape) != 2 or 0 in spec.shape or not 1 <= spec.q <= MAX_Q or spec.groups < 1:
         return False
     cols, rotation = spec.shape[1], spec.rotation
-    power = rotation & (rotation - 1) == 0 and (not rotation or cols % rotation == 0)
+    power = rotation & (rotation - 1) == 0 and rotation <= MAX_ROTATION and (not rotation or cols % rotation == 0)
     return power and cols % spec.groups == 0 and 0 <= spec.rank <= min(MAX_RANK, *spec.shape)
 
 
@@ -188,14 +189,21 @@ def read_specs(artifact: Artifact) -> list[Spec]:
             f"{artifact.source} holds no weights (sections: {sorted(artifact.sections)}); give a packed model"
         )
     specs = _read_table(artifact)
-    count = sum(spec.count for spec in specs if spec.q)
-    size = sum(len(data) for name, data in artifact.sections.items() if name.startswith(INTEGERS))
-    if count > max(FREE_WEIGHTS, MAX_WEIGHTS_PER_BYTE * size):
-        raise ArtifactError.damaged(artifact.source, f"it claims to hold {count:,} weights in {size:,} bytes")
+    integers = sum(spec.count for spec in specs if spec.q)
+    _check_claim(artifact, integers, INTEGERS)
+    _check_claim(artifact, integers + sum(spec.halves for spec in specs), PREFIX)
+    _check_claim(artifact, sum(spec.scales for spec in specs), SCALES, free=FREE_SCALES)
     if not _may_multiply(artifact.sections, specs):
         what = "its low-rank factors claim to make more of its weights than their size allows"
         raise ArtifactError.damaged(artifact.source, what)
     return specs
+
+
+def _check_claim(artifact: Artifact, count: int, prefix: str, free: int = FREE_WEIGHTS) -> None:
+    """Refuses more numbers than the sections of a name can hold, before memory is taken for them."""
+    size = sum(len(data) for name, data in artifact.sections.items() if name.startswith(prefix))
+    if count > max(free, MAX_WEIGHTS_PER_BYTE * size):
+        raise ArtifactError.damaged(artifact.source, f"it claims to hold {count:,} weights in {size:,} bytes")
 
 
 def read_contents(artifact: Artifact) -> list[Stored]:
@@ -285,8 +293,9 @@ def _check_sections(artifact: Artifact, specs: list[Spec], needed: set[str]) -> 
 
 def _read_table(artifact: Artifact) -> list[Spec]:
     try:
-        text = decode_bytes(artifact.sections[TABLE], None, source=f"{artifact.source} ({TABLE})")
-        if len(text) > _MAX_TABLE_BYTES:
+        source = f"{artifact.source} ({TABLE})"
+        text = decode_bytes(artifact.sections[TABLE], None, most=_MAX_TABLE_BYTES, source=source)
+        if len(text) > _MAX_TABLE_BYTES or count_json(text) > MAX_JSON_VALUES:
             raise ValueError("too long")
         rows = json.loads(text)
         if not isinstance(rows, list) or (artifact.version > 1 and len(rows) > _MAX_TENSORS):

@@ -9,10 +9,10 @@ import torch
 from parbank.artifact.about import KIND, TOKENIZER
 from parbank.artifact.container import Artifact, read_artifact
 from parbank.artifact.contents import read_specs
-from parbank.artifact.pack import unpack_tensors
+from parbank.artifact.pack import each_tensor
 from parbank.config import from_dict
 from parbank.data.tokenizer import Tokenizer
-from parbank.errors import ArtifactError, ParbankError
+from parbank.errors import ArtifactError, ParbankError, enough_memory
 from parbank.model import GPT, ModelConfig
 from parbank.model.gpt import MAX_POSITIONS
 
@@ -37,7 +37,8 @@ def load_artifact(path: Path, device: torch.device) -> LoadedModel:
     """Reads, verifies and rebuilds. Any mismatch is an ArtifactError that names the file."""
     artifact = read_artifact(path)
     try:
-        return _rebuild(artifact, device)
+        with enough_memory(ArtifactError, path):
+            return _rebuild(artifact, device)
     except ArtifactError:
         raise
     except KeyError as error:
@@ -75,7 +76,9 @@ def _rebuild(artifact: Artifact, device: torch.device) -> LoadedModel:
         raise _unusable(artifact, f"the shape of {name} is {here}, its config makes it {there}")
     model = model.to_empty(device=device)
     model.fill_tables()
-    model.load_state_dict(unpack_tensors(artifact))
+    weights = model.state_dict()  # views of the model's memory: one tensor at a time is held twice
+    for name, tensor in each_tensor(artifact):
+        weights[name].copy_(tensor)
     return LoadedModel(
         model=model, tokenizer=tokenizer, context=context, data=data, meta=meta, source=Path(artifact.source)
     )

@@ -5,7 +5,7 @@ exceeds the cap, the matrices get smaller ranges, one level at a time if needed,
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,12 +179,15 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def unpack_tensors(artifact: Artifact) -> dict[str, torch.Tensor]:
     """The float32 tensors that `pack_tensors` stored, with their names and shapes."""
-    tensors = {}
+    return dict(each_tensor(artifact))
+
+
+def each_tensor(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same one by one. Every stream is read and checked before the first."""
     for stored in read_contents(artifact):
         content = stored.content
         weights = dequantise(content) if isinstance(content, Quantised) else content.astype(np.float32)
-        tensors[stored.spec.name] = torch.from_numpy(weights.reshape(stored.spec.shape))
-    return tensors
+        yield stored.spec.name, torch.from_numpy(weights.reshape(stored.spec.shape))
 
 
 def describe_tensors(artifact: Artifact) -> list[TensorRow]:

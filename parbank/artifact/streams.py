@@ -79,7 +79,7 @@ def encode_halves(halves: Halves) -> bytes:
 def decode_halves(stream: bytes, count: int, *, source: str) -> Halves:
     """Undoes `encode_halves`."""
     planes = np.frombuffer(decode_bytes(stream, 2 * count, source=source), np.uint8).reshape(2, count)
-    halves = np.ascontiguousarray(planes.T).view("<f2").reshape(count).astype(np.float16)
+    halves = np.ascontiguousarray(planes.T).view("<f2").reshape(count).astype(np.float16, copy=False)
     if not np.isfinite(halves).all():
         raise ArtifactError.damaged(source, "it holds numbers that are not finite")
     return halves
@@ -93,11 +93,11 @@ def encode_bytes(data: bytes) -> bytes:
     return bytes([_RAW]) + data
 
 
-def decode_bytes(stream: bytes, size: int | None, *, source: str) -> bytes:
-    """Undoes `encode_bytes`. Without an expected size, accepts anything within the expansion limit."""
+def decode_bytes(stream: bytes, size: int | None, *, most: int | None = None, source: str) -> bytes:
+    """Undoes `encode_bytes`. Without an expected size, accepts anything up to `most` and within the expansion limit."""
     coding, body = _open(stream, source)
     if coding == _LZMA:
-        return expand(body, size, source=source)
+        return expand(body, size, most=most, source=source)
     if coding == _RAW and size in (None, len(body)):
         return body
     raise ArtifactError.damaged(source, "its bytes are not in a known coding of the right size")

@@ -17,6 +17,7 @@ from parbank.quant.coders.base import Integers
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]
 _SLICE = 1 << 16  # weights that `dequantise` works on at a time: the sums of so many stay in the cache of one core
+MAX_ROTATION = 1 << 18  # columns; a rotation of so many takes a reader 12 MB
 
 
 @dataclass(frozen=True)
@@ -77,21 +78,34 @@ def dequantise(quantised: Quantised) -> Floats:
     """The weights that evaluation uses, bit for bit the same on every machine.
 
     integer * scale is one rounding. The rotation is undone by additions in float64 in a fixed order and an exact
-    power of two. The low-rank product is summed rank by rank in float64. A few rows at a time stay in the cache.
+    power of two. The low-rank product is summed rank by rank in float64. A few rows at a time, or whole blocks of a long
+    row, stay in the cache.
     """
     rows, cols = quantised.values.shape
     weights, step = np.empty((rows, cols), np.float32), max(_SLICE // max(cols, 1), 1)
-    for start in range(0, rows, step):
-        here = slice(start, start + step)
-        values, scales = quantised.values[here], quantised.scales[here].astype(np.float32)
-        if not quantised.rotation and quantised.low_rank is None:
-            weights[here] = _multiply(values, scales)
-            continue
-        wide = _turn_back(values, scales, quantised.rotation)
-        if quantised.low_rank is not None:
-            _add_product(wide, quantised.low_rank[0][here], quantised.low_rank[1])
-        weights[here] = wide
+    block = max(quantised.rotation, 1)
+    width = max(_SLICE // block, 1) * block
+    for top in range(0, rows, step):
+        for left in range(0, cols, width):
+            here, columns = slice(top, top + step), slice(left, left + width)
+            values, scales = quantised.values[here, columns], _scales_of(quantised, here, columns)
+            if not quantised.rotation and quantised.low_rank is None:
+                weights[here, columns] = _multiply(values, scales)
+                continue
+            wide = _turn_back(values, scales, quantised.rotation)
+            if quantised.low_rank is not None:
+                _add_product(wide, quantised.low_rank[0][here], quantised.low_rank[1][:, columns])
+            weights[here, columns] = wide
     return weights
+
+
+def _scales_of(quantised: Quantised, rows: slice, columns: slice) -> Floats:
+    """The scales of some rows: those of the groups, or one for each column where only some of the columns are taken."""
+    scales, cols = quantised.scales[rows].astype(np.float32), quantised.values.shape[1]
+    start, stop, _ = columns.indices(cols)
+    if scales.shape[1] == 1 or stop - start == cols:
+        return scales
+    return scales[:, np.arange(start, stop) // (cols // scales.shape[1])]
 
 
 def _add_product(wide: npt.NDArray[np.float64], left: Halves, right: Halves) -> None:

@@ -31,9 +31,9 @@ from parbank.quant.integers import Quantised
 
 DATA = Path(__file__).parent / "data"
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "500"))
-# What a reader may take for a file of a few kilobytes: it may hold 8 Mi weights (docs/reference/artifact.md); a number is 1 byte
-# as an integer, 2 as a symbol, up to 24 in the sums of a rotation of one long row, and 4 as a weight.
-MAX_MEMORY = 400 << 20
+# What a reader may take for a file of a few kilobytes: it may hold 8 Mi weights (docs/reference/artifact.md), each 1 byte as an
+# integer and 4 as a weight; a rotation of 2^18 columns takes 12 MB more.
+MAX_MEMORY = 64 << 20
 MAX_SECONDS = 10  # a thousand times what the whole file takes; a busy machine has its moments
 fuzz = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -258,13 +258,16 @@ def bomb(rows, cols, rotation, rank=0, groups=1):
         ((4096, 20480, 4096), False),
         ((4096, 20480, 4096, 256), False),
         ((4096, 2048, 2048, 256), False),
-        ((4096, 2048, 2048, 32), True),
-        ((1, 1 << 23, 1 << 23, 0, 2), True),
+        ((4000, 2048, 2048, 32), True),
+        ((1, 1 << 23, 1 << 23, 0, 2), False),
+        ((1, 1 << 23, 1 << 18, 0, 2), True),
+        ((1 << 10, 1 << 13, 1 << 13, 0, 1), True),
+        ((1 << 20, 1 << 3, 0, 0, 1), True),
     ],
 )
 def test_weights_that_lzma_makes_from_nothing_cost_little(shape, believed):
     data = bomb(*shape)
-    assert len(data) < 15_000
+    assert len(data) < 15_000 or shape[0] == 1 << 20  # scales of ones are not compressed
     tracemalloc.start()
     began = time.monotonic()
     found, error = attempt(lambda: unpack_tensors(decode_artifact(data, source="evil.pbk")))
@@ -273,7 +276,7 @@ def test_weights_that_lzma_makes_from_nothing_cost_little(shape, believed):
     assert peak < MAX_MEMORY
     assert seconds < MAX_SECONDS
     assert (found is not None) == believed
-    assert believed or "claim" in error
+    assert believed or "claim" in error or "malformed" in error
 
 
 def test_the_streams_of_version_1_share_one_allowance():

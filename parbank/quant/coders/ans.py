@@ -17,15 +17,16 @@ import numpy.typing as npt
 
 from parbank.errors import ArtifactError
 from parbank.quant.coders import models
-from parbank.quant.coders.base import MAX_WEIGHTS_PER_BYTE, Coder, Integers
+from parbank.quant.coders.base import FREE_SCALES, MAX_WEIGHTS_PER_BYTE, Coder, Integers
 from parbank.quant.coders.division import CODES, divide, find_classes
 from parbank.quant.coders.models import Array, Piece, describe_numbers, flat_piece, flat_weights, piece_bits
 
 Halves = npt.NDArray[np.float16]
+Codes = npt.NDArray[np.uint8]
 
 # Numbers that a stream may hold in any case; more need a byte for every MAX_WEIGHTS_PER_BYTE. The writer keeps to it: a
 # stream under an eighth of a bit a weight is written again with models that cannot go so low (models.py).
-_FREE_EXPANSION = 1 << 20
+_FREE_EXPANSION = FREE_SCALES
 _SCALE_LIMIT = 0x7C00  # float16 patterns below it are finite and not negative
 _FINE = 6  # lowest bits of a scale, sent as they are: below 1/16 of an octave there is nothing to model
 _COARSE = _SCALE_LIMIT >> _FINE
@@ -35,6 +36,7 @@ _MAX_DISTINCT = 512  # scales on a grid: more distinct values than this are no g
 _END, _END_RANGE = 2748, 4096
 
 Pull = Callable[[Array, int], npt.NDArray[np.int32]]  # weights, count -> symbols
+_CHUNK = 1 << 18  # symbols that are read at a time: a symbol takes 4 bytes until it is stored in 1 or 2
 
 
 def encode_tensors(tensors: Sequence[tuple[Integers, int]]) -> bytes:
@@ -98,15 +100,17 @@ def decode_scales(stream: bytes, counts: Sequence[int], *, source: str) -> list[
     found: list[tuple[Halves, float]] = []
     with _popping(stream, source) as (pull, left):
         listed = _pull_flat(pull, 2)
-        distinct = pull(flat_weights(_SCALE_LIMIT), 1 + _pull_flat(pull, _MAX_DISTINCT)) if listed else np.zeros(0)
+        distinct = np.zeros(0, np.uint16)
+        if listed:
+            distinct = pull(flat_weights(_SCALE_LIMIT), 1 + _pull_flat(pull, _MAX_DISTINCT)).astype(np.uint16)
         for count in counts:
             before = left()
             if listed:
-                patterns = distinct[_read_numbers(pull, count, len(distinct))]
+                patterns = distinct[_read_numbers(pull, count, len(distinct), np.uint16)]
             else:
-                coarse = _read_numbers(pull, count, _COARSE)
-                patterns = coarse << _FINE | _read_numbers(pull, count, 1 << _FINE)
-            found.append((patterns.astype(np.uint16).view(np.float16), float(before - left())))
+                coarse = _read_numbers(pull, count, _COARSE, np.uint16)
+                patterns = coarse << _FINE | _read_numbers(pull, count, 1 << _FINE, np.uint16)
+            found.append((patterns.view(np.float16), float(before - left())))
     return found
 
 
@@ -130,28 +134,50 @@ def _read_tensor(pull: Pull, rows: int, cols: int, q: int) -> Integers:
     count = int(classes.max()) + 1
     weights = [_read_model(pull, n, q) for _ in range(count)]
     if count == 1:
-        return (pull(weights[0], rows * cols) - q).astype(np.int8).reshape(rows, cols)
-    values = np.empty((rows, cols), np.int8)
-    where = classes.astype(np.uint8)[row_codes[:, None] + col_codes[None, :]]
+        return _pull_many(pull, weights[0], rows * cols, -q, np.int8).reshape(rows, cols)
+    values, where = np.empty(rows * cols, np.int8), _place_classes(classes, row_codes, col_codes)
     for index, model in enumerate(weights):
-        mask = where == index
-        values[mask] = (pull(model, int(np.count_nonzero(mask))) - q).astype(np.int8)
-    return values
+        for start in range(0, values.size, _CHUNK):
+            here = slice(start, start + _CHUNK)
+            mask = where[here] == index
+            values[here][mask] = (pull(model, int(np.count_nonzero(mask))) - q).astype(np.int8)
+    return values.reshape(rows, cols)
 
 
-def _read_codes(pull: Pull, count: int) -> Array:
-    return _read_numbers(pull, count, CODES) if _pull_flat(pull, 2) else np.zeros(count, np.int64)
+def _place_classes(classes: Array, row_codes: Codes, col_codes: Codes) -> npt.NDArray[np.uint8]:
+    """The class of every weight, row by row."""
+    small = classes.astype(np.uint8)
+    where = np.empty((len(row_codes), len(col_codes)), np.uint8)
+    step = max(_CHUNK // len(col_codes), 1)
+    for top in range(0, len(row_codes), step):
+        for left in range(0, len(col_codes), _CHUNK):
+            sums = row_codes[top : top + step, None] + col_codes[None, left : left + _CHUNK]
+            where[top : top + step, left : left + _CHUNK] = small[sums]
+    return where.reshape(-1)
 
 
-def _read_numbers(pull: Pull, count: int, limit: int) -> Array:
+def _read_codes(pull: Pull, count: int) -> Codes:
+    return _read_numbers(pull, count, CODES, np.uint8) if _pull_flat(pull, 2) else np.zeros(count, np.uint8)
+
+
+def _read_numbers(pull: Pull, count: int, limit: int, dtype: Any) -> npt.NDArray[Any]:
+    """`count` numbers below `limit`, which `dtype` can hold."""
     if not count:
-        return np.zeros(0, np.int64)
+        return np.zeros(0, dtype)
     low = _pull_flat(pull, limit)
     n = 1 + _pull_flat(pull, limit - low)
     if n == 1:
-        return np.full(count, low, np.int64)
+        return np.full(count, low, dtype)
     centre = _pull_flat(pull, n)
-    return pull(_read_model(pull, n, centre), count).astype(np.int64) + low
+    return _pull_many(pull, _read_model(pull, n, centre), count, low, dtype)
+
+
+def _pull_many(pull: Pull, weights: Array, count: int, low: int, dtype: Any) -> npt.NDArray[Any]:
+    """The next symbols plus `low`, in little more memory than the result takes."""
+    found = np.empty(count, dtype)
+    for start in range(0, count, _CHUNK):
+        found[start : start + _CHUNK] = pull(weights, min(_CHUNK, count - start)) + low
+    return found
 
 
 def _describe_fine(patterns: Array) -> list[Piece]:

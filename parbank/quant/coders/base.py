@@ -13,7 +13,11 @@ Decode = Callable[..., list[tuple[Integers, float]]]
 # The limits of a reader, so that a few hostile bytes cannot take much memory or time: this many weights in any case, or this
 # many per byte. Writers respect them.
 FREE_WEIGHTS = 1 << 23
+FREE_SCALES = 1 << 20
 MAX_WEIGHTS_PER_BYTE = 64
+
+
+_CHUNK = 1 << 20  # values that are counted at a time: NumPy makes 8 bytes of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +37,16 @@ class Coder:
     coder cannot tell, a share of them. `source` names the place in errors."""
 
 
+def count_values(values: npt.NDArray[np.integer], size: int) -> npt.NDArray[np.int64]:
+    """How often each of 0..size-1 occurs."""
+    flat, counts = values.ravel(), np.zeros(size, np.int64)
+    for start in range(0, flat.size, _CHUNK):
+        counts += np.bincount(flat[start : start + _CHUNK], minlength=size)
+    return counts
+
+
 def entropy_bits(values: Integers) -> float:
     """Bits of all values under their own histogram: the bound of a coder without context."""
-    counts = np.bincount(values.ravel().view(np.uint8), minlength=1)
+    counts = count_values(values.ravel().view(np.uint8), 256)
     counts = counts[counts > 0]
     return float(-(counts * np.log2(counts / max(values.size, 1))).sum())

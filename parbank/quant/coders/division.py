@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from parbank.quant.coders.base import Integers
+from parbank.quant.coders.base import Integers, count_values
 from parbank.quant.coders.models import PRECISION, Array, Piece, choose_model, describe_numbers, flat_piece, piece_bits
 
 # Numbers of rows and of columns: steps to an octave of spread, and how many. A spread wrong by an eighth of an octave
@@ -130,7 +130,7 @@ def _describe_codes(codes: Array) -> list[Piece]:
 
 def find_classes(rows: Array, cols: Array) -> Array:
     """The class of each sum of a row's and a column's number: neighbours joined until each class is large enough."""
-    sizes = np.convolve(np.bincount(rows, minlength=CODES), np.bincount(cols, minlength=CODES))
+    sizes = np.convolve(count_values(rows, CODES), count_values(cols, CODES))
     classes, current, filled = np.zeros(len(sizes), np.int64), 0, 0
     rest = int(sizes.sum())
     for index, size in enumerate(sizes.tolist()):

@@ -53,7 +53,7 @@ def to_integers(symbols: Symbols, rows: int, cols: int, q: int, source: str) -> 
     """Undoes `to_symbols`."""
     if symbols.size and int(symbols.max()) > 2 * q:
         raise ArtifactError.damaged(source, f"it holds an integer outside -{q}..{q}")
-    return (symbols.astype(np.int16) - q).astype(np.int8).reshape(rows, cols)
+    return (symbols - np.uint8(q)).view(np.int8).reshape(rows, cols)  # modulo 256, which is what int8 counts by
 
 
 def _pack(symbols: Symbols, width: int) -> bytes:
