@@ -186,6 +186,8 @@ def check_vocab(vocab_size: int) -> None:
 
 
 def _load(model: bytes) -> Any:
+    if _count_pieces(model) > MAX_VOCAB:
+        raise DataError(f"the tokenizer has too many tokens; shards hold 16 bits a token, so at most {MAX_VOCAB}")
     processor = sentencepiece.SentencePieceProcessor()
     try:
         loaded = bool(model) and processor.LoadFromSerializedProto(model) is not False and processor.vocab_size() > 0
@@ -196,6 +198,35 @@ def _load(model: bytes) -> Any:
             f"not a SentencePiece model ({len(model)} bytes); give the .model file the shards were made with"
         )
     return processor
+
+
+def _count_pieces(model: bytes) -> int:
+    """The tokens of a model, counted before SentencePiece takes some 200 bytes for each: a megabyte can name half a million.
+    Stops where the bytes are no protobuf message (SentencePiece then says so), and above the largest vocabulary."""
+    count = place = 0
+    try:
+        while place < len(model) and count <= MAX_VOCAB:
+            tag, place = _read_varint(model, place)
+            if tag & 7 == 2:  # bytes with their length before them; field 1 is a piece
+                size, place = _read_varint(model, place)
+                place += size
+                count += tag >> 3 == 1
+            elif tag & 7 == 0:
+                _, place = _read_varint(model, place)
+            else:
+                place += {1: 8, 5: 4}[tag & 7]
+    except (IndexError, KeyError):
+        pass
+    return count
+
+
+def _read_varint(data: bytes, place: int) -> tuple[int, int]:
+    """A number of 7 bits a byte, the lowest first, and the place after it."""
+    value = shift = 0
+    while data[place] >= 0x80:
+        value |= (data[place] & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+    return value | data[place] << shift, place + 1
 
 
 def _piece_bytes(processor: Any, token: int) -> bytes:
