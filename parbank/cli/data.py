@@ -79,10 +79,14 @@ def fetch(
         Path | None, typer.Option(help="Where to; the cache if not given, where --data fineweb finds it.")
     ] = None,
     source: Annotated[str | None, typer.Option(help="A hub repository or a local folder laid out like it.")] = None,
+    revision: Annotated[
+        str, typer.Option(help="A commit of the repository; by default that of the files in the folder, or the newest.")
+    ] = "",
 ) -> None:
     """Fetch a published data set.
 
-    Complete files are not fetched again; an interrupted download continues.
+    Complete files are not fetched again; an interrupted download continues. fetched.json in the folder keeps the revision
+    and the sha256 of every file: a later fetch gets the same files, or an error.
 
     Examples:
 
@@ -98,7 +102,7 @@ def fetch(
         raise ConfigError(f"there is no published data set {name!r} here; there is: fineweb")
     usual = fineweb_folder(default_cache())
     folder = out or usual
-    files = fetch_fineweb(folder, shards=shards, source=source or REPOSITORY)
+    files = fetch_fineweb(folder, shards=shards, source=source or REPOSITORY, revision=revision)
     for file in files:
         print(f"{file.stat().st_size:>13,} bytes  {file.name}")
     use = "fineweb" if folder == usual else f"shards:{folder}"

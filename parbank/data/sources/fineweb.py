@@ -3,23 +3,33 @@ file, into one folder.
 
 They come from the Hugging Face hub, through the optional package huggingface_hub, or from a local folder with the
 repository's layout: a mirror, a shared disk, or a test.
+
+The first fetch into a folder resolves the branch to a commit. `fetched.json` (pins.py) keeps that commit and the sha256 of
+every file, so that later fetches get the same data or an error. Files from the hub must also have the hash that the hub
+gives for them.
 """
 
+import hashlib
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from parbank.data.progress import Meter, Say, say_on_stderr
+from parbank.data.sources.pins import Pins, hash_file
 from parbank.data.sources.source import Source
 from parbank.errors import ConfigError, DataError
+from parbank.files import locked
 
 # The public parameter-golf data set, and where in it the 1024-token export lies.
 REPOSITORY = "willdepueoai/parameter-golf"
 SHARDS_AT = "datasets/datasets/fineweb10B_sp1024"
 TOKENIZER_AT = "datasets/tokenizers/fineweb_1024_bpe.model"
+BRANCH = "main"  # resolved to a commit at the first fetch
 _HALF_WAY = ".fetching"
+_LOCK = ".fetch.lock"
 _COPY_BYTES = 16 << 20
 
 
@@ -28,33 +38,47 @@ class _Source(Protocol):
 
     name: str
 
+    def resolve(self, revision: str) -> str:
+        """The commit of a revision, or of the branch, which the other methods then use; empty if there are no commits."""
+
     def files(self) -> list[str]: ...
+
+    def fault(self, file: str, path: Path) -> str:
+        """How a fetched file differs from the source's own hash of it; empty if it does not, or if there is no hash."""
 
     def fetch(self, file: str, place: Path, say: Say) -> Path:
         """Fetches one file to a path under `place` and returns the path. Resumes an interrupted download."""
 
 
 def fetch_fineweb(
-    out: Path, *, shards: int = 1, source: str | Path = REPOSITORY, say: Say = say_on_stderr
+    out: Path, *, shards: int = 1, source: str | Path = REPOSITORY, revision: str = "", say: Say = say_on_stderr
 ) -> list[Path]:
     """`data fetch fineweb`: the tokenizer, all validation shards and the first `shards` training shards, into `out`.
 
     Valid files are skipped; interrupted downloads resume. `source` is a folder, or the name of a repository on the
-    hub.
+    hub. `revision` is a commit of it; by default the commit that the folder was fetched from, or the newest for a new
+    folder. A second process waits for the first.
     """
     out = Path(out)
     if shards < 1:
         raise DataError(f"{shards} shards cannot be fetched; ask for 1 or more")
     origin = _open_source(source)
-    wanted = _choose(origin, shards)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        fetched = [_fetch_file(origin, file, out, say) for file in wanted]
-        shutil.rmtree(out / _HALF_WAY, ignore_errors=True)
+        with locked(out / _LOCK, out, wait=say):
+            pins = Pins.read(out)
+            commit = origin.resolve(pins.agree(origin.name, revision))
+            wanted = _choose(origin, shards)
+            pins.start(origin.name, commit)
+            fetched = [_fetch_file(origin, file, out, pins, say) for file in wanted]
+            shutil.rmtree(out / _HALF_WAY, ignore_errors=True)
     except OSError as error:
         raise DataError(
             f"cannot write to {out}: {error.strerror or error}; choose another folder, or make room"
         ) from error
+    finally:
+        with suppress(OSError):  # a folder that was made for nothing is empty
+            out.rmdir()
     return fetched
 
 
@@ -103,18 +127,24 @@ def _choose(origin: _Source, shards: int) -> list[str]:
     return [TOKENIZER_AT, *val, *train[:shards]]
 
 
-def _fetch_file(origin: _Source, file: str, out: Path, say: Say) -> Path:
+def _fetch_file(origin: _Source, file: str, out: Path, pins: Pins, say: Say) -> Path:
     target = out / Path(file).name
-    if target.exists() and _fault(target, out) is None:
+    if target.exists() and (_fault(target, out) or pins.check(target, target.name)) is None:
+        if target.name not in pins.files:  # fetched by a parbank that kept no hashes
+            pins.add(target)
         return target
     arrived = origin.fetch(file, out / _HALF_WAY, say)
-    fault = _fault(arrived, out)
-    if fault is not None:
+    fault = origin.fault(file, arrived) or _fault(arrived, out)
+    if fault:
         arrived.unlink()
         raise DataError(
             f"{file} from {origin.name} arrived damaged and was deleted; run the same command again. ({fault})"
         )
+    if changed := pins.check(arrived, target.name):
+        arrived.unlink()
+        raise DataError(f"{origin.name} has changed: {changed}; give the source it came from, or use another folder")
     os.replace(arrived, target)
+    pins.add(target)
     return target
 
 
@@ -137,7 +167,15 @@ class _Folder:
     """A local folder laid out like the repository."""
 
     def __init__(self, root: Path) -> None:
-        self.name, self._root = str(root), root
+        self.name, self._root = str(root.resolve()), root
+
+    def resolve(self, revision: str) -> str:
+        if revision:
+            raise DataError(f"{self.name} is a folder and has no revision {revision}; leave --revision out")
+        return ""
+
+    def fault(self, file: str, path: Path) -> str:
+        return ""
 
     def files(self) -> list[str]:
         return [path.relative_to(self._root).as_posix() for path in self._root.rglob("*") if path.is_file()]
@@ -168,18 +206,40 @@ class _Hub:
             raise DataError(
                 "fetching FineWeb needs the package huggingface_hub; install it with pip install 'parbank[fineweb]'"
             ) from None
-        self._hub: Any = huggingface_hub
+        self._api: Any = huggingface_hub.HfApi()
+        self._revision = BRANCH
+
+    def resolve(self, revision: str) -> str:
+        try:
+            self._revision = str(self._api.dataset_info(self.name, revision=revision or BRANCH).sha)
+        except Exception as error:  # the client raises errors of three libraries, by version
+            raise self._explain(f"revision {revision or BRANCH}", error) from error
+        return self._revision
 
     def files(self) -> list[str]:
         try:
-            return list(self._hub.HfApi().list_repo_files(self.name, repo_type="dataset"))
-        except Exception as error:  # the client raises errors of three libraries, by version
+            return list(self._api.list_repo_files(self.name, repo_type="dataset", revision=self._revision))
+        except Exception as error:  # as above
             raise self._explain("its list of files", error) from error
+
+    def fault(self, file: str, path: Path) -> str:
+        try:
+            about = self._api.get_paths_info(self.name, [file], repo_type="dataset", revision=self._revision)[0]
+        except Exception as error:  # as above
+            raise self._explain(f"the hash of {file}", error) from error
+        if about.lfs is not None:
+            found, promised = hash_file(path), about.lfs.sha256
+        else:  # a small file, which git itself holds
+            data = path.read_bytes()
+            found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+            promised = about.blob_id
+        return "" if found == promised else f"its hash is {found}, the hub has {promised}"
 
     def fetch(self, file: str, place: Path, say: Say) -> Path:
         say(f"fetching {Path(file).name} from {self.name}")
         try:
-            return Path(self._hub.hf_hub_download(self.name, file, repo_type="dataset", local_dir=str(place)))
+            where = {"repo_type": "dataset", "revision": self._revision, "local_dir": str(place)}
+            return Path(self._api.hf_hub_download(self.name, file, **where))
         except Exception as error:  # as above
             raise self._explain(file, error) from error
 

@@ -1,19 +1,15 @@
 """Fetching the published shards, against a local folder that stands in for the hub."""
 
-import inspect
-import io
+import hashlib
+import json
 import shutil
 import sys
 import types
 from pathlib import Path
 
-import huggingface_hub
-import numpy as np
 import pytest
-import sentencepiece
 
 from parbank.data.dataset import open_dataset, open_shards
-from parbank.data.shards import write_shard
 from parbank.data.sources import fineweb
 from parbank.data.sources.fineweb import SHARDS_AT, TOKENIZER_AT, FinewebRequest, fetch_fineweb
 from parbank.data.tokenizer import Tokenizer
@@ -21,27 +17,6 @@ from parbank.data.validation import open_validation
 from parbank.errors import ConfigError, DataError
 
 DOCUMENTS = [f"Document {i} is about a thing, and the {i * i} things beside it." for i in range(200)]
-
-
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three training shards and one of validation, under the names and with the kind of tokenizer the real ones have."""
-    root = tmp_path_factory.mktemp("hub")
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(DOCUMENTS), model_writer=model, vocab_size=330, model_type="bpe", byte_fallback=True,
-        minloglevel=2, num_threads=1,
-    )  # fmt: skip
-    (root / TOKENIZER_AT).parent.mkdir(parents=True)
-    (root / TOKENIZER_AT).write_bytes(model.getvalue())
-    (root / SHARDS_AT).mkdir(parents=True)
-    (root / "datasets" / "manifest.json").write_text("{}")
-    tokenizer = Tokenizer.load(root / TOKENIZER_AT)
-    for index in range(4):
-        stream = [np.append(tokenizer.bos_id, tokenizer.encode(text)) for text in DOCUMENTS[index::4]]
-        name = "fineweb_val_000000.bin" if index == 3 else f"fineweb_train_{index:06d}.bin"
-        write_shard(root / SHARDS_AT / name, np.concatenate(stream))
-    return root
 
 
 @pytest.fixture
@@ -56,6 +31,7 @@ def names(folder: Path) -> list[str]:
 def test_fetched_shards_open_and_their_bytes_are_exact(hub: Path, tmp_path: Path, said: list[str]) -> None:
     fetch_fineweb(tmp_path / "out", shards=2, source=hub, say=said.append)
     assert names(tmp_path / "out") == [
+        "fetched.json",
         "fineweb_1024_bpe.model",
         "fineweb_train_000000.bin",
         "fineweb_train_000001.bin",
@@ -107,6 +83,7 @@ def test_a_damaged_source_is_refused_by_name(hub: Path, tmp_path: Path, said: li
     with pytest.raises(DataError, match=r"fineweb_train_000000\.bin from .* arrived damaged .*too long"):
         fetch_fineweb(tmp_path / "out", source=broken, say=said.append)
     assert not list((tmp_path / "out").glob("*_train_*"))
+    assert not list((tmp_path / "out" / ".fetching").glob("*"))
     (broken / TOKENIZER_AT).unlink()
     with pytest.raises(DataError, match="does not hold"):
         fetch_fineweb(tmp_path / "out", source=broken, say=said.append)
@@ -153,33 +130,39 @@ def test_only_the_published_tokenizer_scores_it_and_its_leading_space_is_named(h
 def test_the_hub_is_asked_for_the_published_files(
     hub: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client is replaced by one that serves the folder; that the real one takes the same arguments is checked below."""
+    """The client is replaced by one that serves the folder; test_fineweb_pins.py uses the real one."""
     asked: list[str] = []
 
     class Api:
-        def list_repo_files(self, repo_id: str, *, repo_type: str) -> list[str]:
-            assert (repo_id, repo_type) == ("willdepueoai/parameter-golf", "dataset")
+        def dataset_info(self, repo_id: str, *, revision: str) -> types.SimpleNamespace:
+            return types.SimpleNamespace(sha="c0ffee")
+
+        def list_repo_files(self, repo_id: str, *, repo_type: str, revision: str) -> list[str]:
+            assert (repo_id, repo_type, revision) == ("willdepueoai/parameter-golf", "dataset", "c0ffee")
             return [path.relative_to(hub).as_posix() for path in hub.rglob("*") if path.is_file()]
 
-    def download(repo_id: str, filename: str, *, repo_type: str, local_dir: str) -> str:
-        asked.append(filename)
-        if len(asked) == 2:
-            raise ConnectionError("the cable was pulled")
-        target = Path(local_dir, filename)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(hub / filename, target)
-        return str(target)
+        def get_paths_info(
+            self, repo_id: str, paths: list[str], *, repo_type: str, revision: str
+        ) -> list[types.SimpleNamespace]:
+            digest = hashlib.sha256((hub / paths[0]).read_bytes()).hexdigest()
+            return [types.SimpleNamespace(lfs=types.SimpleNamespace(sha256=digest))]
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=Api, hf_hub_download=download))
+        def hf_hub_download(self, repo_id: str, filename: str, *, repo_type: str, revision: str, local_dir: str) -> str:
+            asked.append(filename)
+            if len(asked) == 2:
+                raise ConnectionError("the cable was pulled")
+            target = Path(local_dir, filename)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(hub / filename, target)
+            return str(target)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=Api))
     with pytest.raises(DataError, match=r"cable was pulled.*run the same command again"):
         fetch_fineweb(tmp_path / "out", shards=1, say=said.append)
     fetch_fineweb(tmp_path / "out", shards=1, say=said.append)
     val, train = f"{SHARDS_AT}/fineweb_val_000000.bin", f"{SHARDS_AT}/fineweb_train_000000.bin"
     assert asked == [TOKENIZER_AT, val, val, train]
-    assert names(tmp_path / "out") == ["fineweb_1024_bpe.model", "fineweb_train_000000.bin", "fineweb_val_000000.bin"]
-
-
-def test_the_real_client_takes_these_arguments() -> None:
-    inspect.signature(huggingface_hub.hf_hub_download).bind("o/n", "file", repo_type="dataset", local_dir="d")
-    inspect.signature(huggingface_hub.HfApi.list_repo_files).bind(None, "o/n", repo_type="dataset")
+    kept = ["fetched.json", "fineweb_1024_bpe.model", "fineweb_train_000000.bin", "fineweb_val_000000.bin"]
+    assert names(tmp_path / "out") == kept
+    assert json.loads((tmp_path / "out" / "fetched.json").read_text())["revision"] == "c0ffee"
     assert fineweb.REPOSITORY == "willdepueoai/parameter-golf"
