@@ -10,7 +10,7 @@ import math
 import random
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ def save_checkpoint(folder: Path, state: dict[str, Any], *, keep: int) -> Path:
     try:
         with writing(path) as file:
             sealing = SealingWriter(file)
-            torch.save({"format": FORMAT, SEALED: True, **state}, sealing)
+            torch.save({"format": FORMAT, SEALED: True, **state}, cast(BinaryIO, sealing))
             sealing.seal()
     except (OSError, RuntimeError, MemoryError) as error:  # torch.save wraps whatever ends a write in a RuntimeError
         if isinstance(error.__context__, KeyboardInterrupt | SystemExit):
@@ -92,7 +92,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def _check_tensors(state: dict[str, Any], path: Path) -> None:
     """Refuses tensors that together claim more numbers than the file has: copies of them could take any memory."""
-    left, waiting, seen = path.stat().st_size, [state], set()
+    left: float = path.stat().st_size
+    waiting, seen = [state], set()
     while waiting:
         value: Any = waiting.pop()
         if isinstance(value, dict | list | tuple | set) and id(value) not in seen:

@@ -6,6 +6,7 @@ sum at a weight defines its class. Then rows and columns move to the integer und
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -128,7 +129,7 @@ def _describe_codes(codes: Array) -> list[Piece]:
     return [*flat_piece(int(used), 2), *(describe_numbers(codes, CODES) if used else [])]
 
 
-def find_classes(rows: Array, cols: Array) -> Array:
+def find_classes(rows: npt.NDArray[Any], cols: npt.NDArray[Any]) -> Array:
     """The class of each sum of a row's and a column's number: neighbours joined until each class is large enough."""
     sizes = np.convolve(count_values(rows, CODES), count_values(cols, CODES))
     classes, current, filled = np.zeros(len(sizes), np.int64), 0, 0
