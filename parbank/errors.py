@@ -41,6 +41,10 @@ class DeviceError(ParbankError):
     """A requested device or process group that does not exist."""
 
 
+class RankError(ParbankError):
+    """Ranks that differ from each other, or a rank that is lost."""
+
+
 class TrainingError(ParbankError):
     """Training that cannot continue."""
 

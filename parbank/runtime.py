@@ -11,17 +11,21 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import metadata
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from parbank.errors import ConfigError, DeviceError
+from parbank.errors import ConfigError, DeviceError, RankError
+from parbank.watch import Watch
 
 T = TypeVar("T")
 LARGEST_SEED = 2**63 - 1  # the limit of PyTorch's generators
+_RENDEZVOUS = timedelta(minutes=5)  # to start Python and import torch, also from a slow network drive
+_LONGEST_WAIT = timedelta(days=7)  # for a rank that works: `watch` finds one that is lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,24 +68,41 @@ class Runtime:
         if self.world > 1:
             self.agree([0.0])
 
-    def in_turn(self, work: Callable[[], T]) -> T:
-        """The first rank works while the others wait; then the others work. So the others find files that the first rank
-        made.
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in order of rank. They travel pickled, through host memory."""
+        if self.world == 1:
+            return [value]
+        values: list[T | None] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return cast(list[T], values)
 
-        If the first rank fails, it raises its error, and the others exit silently.
+    def together(self, work: Callable[[], T]) -> T:
+        """Work that every rank does. If it fails on one rank, it fails on all.
+
+        A rank that failed raises its error. If the first rank is one of them, the others exit silently, since it says why.
         """
-        result, error = None, None
-        if self.is_main:
-            try:
-                result = work()
-            except Exception as failure:
-                error = failure
-        (failed,) = self.agree([float(error is not None)])
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as failure:
+            error = failure
+        failures = self.gather(None if error is None else str(error))
         if error is not None:
             raise error
-        if failed:
+        if failures[0] is not None:
             raise SystemExit(2)
-        return result if self.is_main else work()  # type: ignore[return-value]
+        for rank, said in enumerate(failures):
+            if said is not None:
+                raise RankError(f"rank {rank} failed: {said}")
+        return cast(T, result)
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """The first rank works while the others wait; then the others work. So the others find files that the first rank
+        made. If a rank fails, all end, as in `together`."""
+        first = self.together(lambda: work() if self.is_main else None)
+        others = self.together(lambda: None if self.is_main else work())
+        return cast(T, first if self.is_main else others)
 
     def synchronize(self) -> None:
         """Waits for the device. For measuring and saving only, never inside the loop."""
@@ -112,7 +133,8 @@ def pick_device(name: str | None) -> torch.device:
 
 @contextlib.contextmanager
 def start(device: str | None = None) -> Iterator[Runtime]:
-    """Joins the process group that torchrun set up, or runs alone. Leaves the group at the end, also after an error.
+    """Joins the process group that torchrun set up, or runs alone. Leaves the group at the end, also after an error. A rank
+    that is lost ends the others by a RankError.
 
     With GPUs the group has two backends: nccl for tensors on the device, and gloo for host numbers that ranks agree
     on (the clock, a stop signal), which must not wait for the GPU.
@@ -134,11 +156,23 @@ def start(device: str | None = None) -> Iterator[Runtime]:
             )
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
     try:
-        yield Runtime(device=chosen, rank=dist.get_rank(), world=dist.get_world_size())
+        store, rank, world = next(dist.rendezvous("env://", timeout=_RENDEZVOUS))
+    except dist.DistError as error:
+        raise RankError(
+            f"not all of the {world} ranks have come within {_RENDEZVOUS}; see why the others did not start"
+        ) from error
+    store.set_timeout(_LONGEST_WAIT)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    group = dist.PrefixStore("group", store)
+    dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=_LONGEST_WAIT)
+    watch = Watch(rank, world, dist.PrefixStore("watch", store))
+    try:
+        with watch.guard():
+            yield Runtime(device=chosen, rank=rank, world=world)
     finally:
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # may hang if a rank is lost: the watch then ends this process
+        watch.close()
 
 
 def check_seed(seed: int) -> None:

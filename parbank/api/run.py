@@ -49,7 +49,8 @@ def train(
 
     recipe: demo (if not given), sprint, golf or nano. `data` is a spec: stdlib, text:PATH, shards:DIR, fineweb.
     minutes, steps, tokens: the budget, one of the three. `max_bytes` is the cap on the file.
-    out: the run's folder; runs/RECIPE-TIME if not given. `resume` continues the run in `out`.
+    out: the run's folder; runs/RECIPE-TIME if not given. `resume` continues the run in `out`; given a recipe too, it starts
+    the run if there is none.
     settings: changes to the recipe, {"model.layers": 6} or ["model.layers=6"]; `parbank recipes NAME` prints all of them.
     quiet: print nothing. Else a terminal gets a progress bar, a file or a pipe gets lines.
 
@@ -61,12 +62,17 @@ def train(
         >>> run.summary["steps"], run.summary["artifact_bytes"] <= 200_000
         (4, True)
     """
-    config = configure(
-        recipe=recipe, data=data, minutes=minutes, steps=steps, tokens=tokens, max_bytes=max_bytes, seed=seed,
-        settings=settings, resume_from=_resumed(out, recipe) if resume else None,
-    )  # fmt: skip
+
+    def read_options() -> RunConfig:
+        return configure(
+            recipe=recipe, data=data, minutes=minutes, steps=steps, tokens=tokens, max_bytes=max_bytes, seed=seed,
+            settings=settings, resume_from=_resumed(out, recipe) if resume else None,
+        )  # fmt: skip
+
     with runtime.start(device) as place:
-        folder = _new_folder(config.recipe, place) if out is None else Path(out)
+        config = place.together(read_options)
+        new = _new_folder(config.recipe, place)  # ranks that differ in --out must not differ in their collectives
+        folder = new if out is None else Path(out)
         result = run(config, place, folder, resume=resume, quiet=quiet)
     if result.summary is None:
         _leave(result)
@@ -92,6 +98,10 @@ def configure(
     changes += read_settings(settings)
     if resume_from is not None:
         config = load_run_config(resume_from, *changes)
+        if recipe not in (None, config.recipe):
+            raise ConfigError(
+                f"the run in {resume_from} has the recipe {config.recipe}, not {recipe}; choose another --out"
+            )
     else:
         config = override(get_recipe(recipe or "demo"), *changes)
     return override(config, f"data={json.dumps(absolute_spec(config.data))}")
@@ -158,10 +168,13 @@ def _budget_changes(minutes: float | None, steps: int | None, tokens: int | None
     return [f"budget.{name}={value}" for name, value in budget.items()] if given else []
 
 
-def _resumed(out: str | os.PathLike[str] | None, recipe: str | None) -> Path:
-    if out is None or recipe is not None:
-        raise ConfigError("--resume continues an earlier run: give its folder by --out, and no --recipe")
-    return Path(out)
+def _resumed(out: str | os.PathLike[str] | None, recipe: str | None) -> Path | None:
+    """The folder of the run to continue; None if there is no run yet and a recipe says how to start it, so that one command
+    can start a run and restart it."""
+    if out is None:
+        raise ConfigError("--resume continues an earlier run: give its folder by --out")
+    folder = Path(out)
+    return folder if recipe is None or (folder / "config.json").exists() else None
 
 
 def _new_folder(recipe: str, place: Runtime) -> Path:

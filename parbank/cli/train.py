@@ -58,7 +58,9 @@ def train(
             "--set", metavar="a.b=v", help="Change one setting; repeatable. `parbank recipes NAME` prints all of them."
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out; with --recipe, start it if there is none.")
+    ] = False,
 ) -> None:
     """Train a model, score it, and pack it into one file.
 

@@ -11,7 +11,7 @@ from parbank.config import override
 from parbank.errors import CheckpointError, ConfigError
 from parbank.files import locked, remove_leftovers, write_json
 from parbank.runtime import Runtime
-from parbank.training.checkpoint import find_checkpoint, list_checkpoints
+from parbank.training.checkpoint import list_checkpoints
 from parbank.training.config import RunConfig, read_config
 
 LOCK = ".run.lock"
@@ -25,7 +25,7 @@ def load_run_config(out: Path, *assignments: str) -> RunConfig:
         values = json.loads((out / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{out} holds no run to resume ({error}); give --out the folder of an earlier run"
+            f"{out} holds no run to resume ({error}); give --out the folder of an earlier run, or add --recipe to start one there"
         ) from error
     return override(read_config(values), *assignments)
 
@@ -35,7 +35,7 @@ class RunFolder:
     """A folder that this run holds."""
 
     checkpoint: Path | None
-    """The checkpoint to resume from."""
+    """The checkpoint to resume from; none if the run starts at its beginning."""
     started: bool = False
     """Set when training begins. Until then a failure deletes the folder again, if it was created here."""
 
@@ -46,7 +46,7 @@ def open_folder(out: Path, resume: bool, runtime: Runtime) -> Iterator[RunFolder
     with ExitStack() as stack:
         folder = RunFolder(None)
         runtime.in_turn(lambda: stack.enter_context(_claim(out, resume, folder)) if runtime.is_main else None)
-        folder.checkpoint = find_checkpoint(out) if resume else None
+        folder.checkpoint = _newest(out) if resume else None
         yield folder
 
 
@@ -66,7 +66,7 @@ def _claim(out: Path, resume: bool, folder: RunFolder) -> Iterator[None]:
             _check_contents(out, resume)  # again: another run may have ended since
             for name in WRITTEN:
                 remove_leftovers(out, name)
-            if not resume:
+            if not (resume and _newest(out)):
                 write_json(out / UNFINISHED, {"made_by": "parbank"})
             try:
                 yield
@@ -83,14 +83,19 @@ def _claim(out: Path, resume: bool, folder: RunFolder) -> Iterator[None]:
         raise
 
 
+def _newest(out: Path) -> Path | None:
+    """The checkpoint to resume from. A run that ended before its first checkpoint has none, and starts anew."""
+    found = list_checkpoints(out / "checkpoint") or list_checkpoints(out)
+    return found[-1] if found else None
+
+
 def _check_contents(out: Path, resume: bool) -> None:
     """A new run needs an empty folder, or that of a run which ended before its first checkpoint."""
-    if resume:
-        find_checkpoint(out)
-        return
-    if not out.is_dir():
+    if not out.is_dir() or (resume and _newest(out)):
         return
     names = {path.name for path in out.iterdir()} - {LOCK, Path(LOCK).with_suffix(".json").name}
+    if resume and "summary.json" in names:
+        raise CheckpointError(f"the run in {out} has ended, and its checkpoints are gone; choose another --out")
     if list_checkpoints(out / "checkpoint") or "summary.json" in names:
         raise ConfigError(f"{out} already holds a run; continue it by --resume, or choose another --out")
     if names and (UNFINISHED not in names or "model.pbk" in names):

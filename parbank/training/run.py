@@ -22,6 +22,7 @@ from parbank.eval.score import Score
 from parbank.eval.windows import score_chunked
 from parbank.files import write_json
 from parbank.runtime import Runtime
+from parbank.training.agreement import compare_settings, compare_state
 from parbank.training.checkpoint import load_checkpoint
 from parbank.training.checks import check_settings, check_size
 from parbank.training.compiled import use_compile_cache
@@ -72,6 +73,7 @@ def run(
     which prints nothing if `quiet`."""
     setup = Laps()
     display = display or Display(enabled=runtime.is_main and not quiet)
+    compare_settings(config, runtime, resume=resume)
     config = replace(config, data=absolute_spec(config.data))
     check_settings(config, runtime)
     check_size(config, display)
@@ -89,6 +91,9 @@ def run(
             if folder.checkpoint is not None:
                 trainer.resume(load_checkpoint(folder.checkpoint), folder.checkpoint)
                 display.say(f"resuming from {folder.checkpoint} at step {trainer.step}")
+            elif resume:
+                display.say(f"no checkpoint in {out} to resume from; the run starts at its beginning")
+            compare_state(trainer, folder.checkpoint)
             folder.started = True
             return _train(trainer, setup, display)
         finally:
@@ -123,8 +128,8 @@ def _train(trainer: Trainer, setup: Laps, display: Display) -> Result:
 
 
 def _keep(trainer: Trainer) -> str:
-    """Saves the weights of the last whole step, if no other rank is needed for it, and says how to continue."""
-    saved = trainer.try_to_save() if trainer.runtime.world == 1 else None
+    """Saves the weights of the last whole step and says how to continue. Every rank must call it."""
+    saved = trainer.try_to_save()
     kept = f"step {trainer.step} is saved as {saved}" if saved else "older checkpoints are kept"
     return f"{kept}; once the data is back, continue with: {_resume_command(trainer.out)}"
 

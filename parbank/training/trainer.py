@@ -185,17 +185,27 @@ class Trainer:
         """
         count, before = self.passes_in(stage), self.batches.state_dict()
         self.passes.start(count)
+        failure: DataError | None = None
         try:
             for _ in range(count):
                 self.passes.add(cut_windows(self.batches.next(), stage.sequence_length))
-        except DataError:
-            self.batches.rewind(before)  # to the end of the last whole step: a checkpoint can be saved there
-            raise
+        except DataError as error:
+            failure = error
+        self._end_if_unread(failure, before)
         loss = self.passes.loss
         # 0 * inf is NaN: a non-finite loss makes a gradient non-finite, so that the optimizer's check covers both
         grads = (p.grad for p in self.model.parameters() if p.grad is not None)
         min(grads, key=Tensor.numel).add_(0 * loss)
         return loss
+
+    def _end_if_unread(self, failure: DataError | None, before: dict[str, Any]) -> None:
+        """Raises an error on all ranks if one of them could not read its data. All are then at the end of the last whole step,
+        where a checkpoint can be saved."""
+        if not any(self.runtime.agree([float(failure is not None)])):
+            return
+        self.batches.rewind(before)
+        failures = self.runtime.gather(None if failure is None else str(failure))
+        raise DataError(next(said for said in failures if said is not None)) from failure
 
     def passes_in(self, stage: Stage) -> int:
         """Micro-batches a rank runs in one step of a stage."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -62,7 +63,7 @@ def test_the_keywords_are_the_options_of_the_command() -> None:
     [
         ({"minutes": 1, "steps": 2}, "give one of"),
         ({"resume": True}, "give its folder by --out"),
-        ({"resume": True, "out": "x", "recipe": "nano"}, "no --recipe"),
+        ({"resume": True, "recipe": "nano"}, "give its folder by --out"),
         ({"settings": "model.layers=6"}, "a table or a list"),
         ({"settings": {"model.layrs": 6}}, "did you mean model.layers"),
         ({"recipe": "nan"}, "did you mean nano"),
@@ -71,6 +72,34 @@ def test_the_keywords_are_the_options_of_the_command() -> None:
 def test_bad_arguments_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parbank.train(device="cpu", **options)
+
+
+def test_one_command_starts_a_run_and_continues_it(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As torchrun's restarts need it: the same words each time."""
+    monkeypatch.chdir(home)
+    out = tmp_path / "run"
+
+    def train(steps: int, recipe: str = "nano") -> str:
+        parbank.train(recipe=recipe, data="text:books", steps=steps, out=out, resume=True, device="cpu")
+        return capfd.readouterr().out
+
+    def forget(name: str) -> None:
+        shutil.rmtree(out / "checkpoint")
+        for path in (out / "summary.json", out / "model.pbk"):
+            path.unlink()
+        (out / name).write_text("")
+
+    assert f"no checkpoint in {out} to resume from; the run starts at its beginning" in train(1)
+    assert "at step 1" in train(2)
+    with pytest.raises(ConfigError, match="has the recipe nano, not demo; choose another --out"):
+        train(2, recipe="demo")
+    forget(".unfinished")  # as a run that was killed before its first checkpoint leaves it
+    assert "the run starts at its beginning" in train(1)
+    forget("notes.txt")
+    with pytest.raises(ConfigError, match="is not empty"):
+        train(1)
 
 
 def test_ctrl_c_saves_and_resume_goes_on(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

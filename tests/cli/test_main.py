@@ -48,7 +48,7 @@ ROOT = Path(__file__).parents[2]
         ("train --recipe nano --device tpu", "'tpu'", "auto, cpu, cuda"),
         ("train --resume", "--resume", "--out"),
         ("train --resume --out missing", "missing holds no run", "folder of an earlier run"),
-        ("train --resume --out missing --recipe nano", "--resume", "no --recipe"),
+        ("train --resume --out missing", "holds no run to resume", "add --recipe to start one there"),
         ("eval", "ARTIFACT_OR_CHECKPOINT", "--help"),
         ("eval missing", "missing does not exist", "run folder"),
         ("eval missing.pbk", "missing.pbk does not exist", "RUN_FOLDER/model.pbk"),

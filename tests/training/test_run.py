@@ -270,9 +270,12 @@ def test_nothing_to_resume(tmp_path: Path, finished: tuple[Path, Result]) -> Non
     with pytest.raises(CheckpointError, match="holds no run to resume"):
         load_run_config(tmp_path)
     (tmp_path / "config.json").write_bytes((out / "config.json").read_bytes())
-    with pytest.raises(CheckpointError, match="ended before it wrote a checkpoint; start it again"):
+    with pytest.raises(ConfigError, match=r"is not empty \(config\.json\)"):
         run(load_run_config(tmp_path), PLACE, tmp_path, resume=True, display=quiet())
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    (tmp_path / "summary.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="has ended, and its checkpoints are gone"):
+        run(load_run_config(tmp_path), PLACE, tmp_path, resume=True, display=quiet())
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "summary.json"}
 
 
 def test_a_run_whose_text_has_moved_says_how_to_name_it(finished: tuple[Path, Result]) -> None:
