@@ -18,6 +18,17 @@ def make_table(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding(rows, width, _weight=weight) if weight.is_meta else nn.Embedding(rows, width)
 
 
+def look_up(table: nn.Embedding, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a table in `dtype`, (..., width).
+
+    On a GPU the table is cast, not the rows: it is far smaller than a batch, and PyTorch adds up the gradients of a row
+    in float32. On a CPU it would add them up in `dtype`.
+    """
+    if ids.is_cuda:
+        return F.embedding(ids, table.weight.to(dtype))
+    return table(ids).to(dtype)
+
+
 class BigramEmbedding(nn.Module):
     """An embedding of the pair (previous token, this token), hashed into a fixed number of buckets.
 
@@ -36,7 +47,7 @@ class BigramEmbedding(nn.Module):
         previous = F.pad(ids[:, :-1], (1, 0))
         hashed = (HASH_CURRENT * ids ^ HASH_PREVIOUS * previous) % (self.buckets - 1)
         rows = torch.where(starts, self.buckets - 1, hashed)
-        narrow = self.embedding(rows).to(dtype)
+        narrow = look_up(self.embedding, rows, dtype)
         if use_triton(narrow):
             # Folded into the projection, as the blocks' gains are: the scale's gradient is then a sum over a matrix, and
             # not over every token and channel.
@@ -68,5 +79,9 @@ class ValueEmbedding(nn.Module):
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
         """The addition to each layer's values, (B, T, kv_width), by layer."""
-        shared = F.linear(self.embedding(ids).to(dtype), self.projection.to(dtype)) * self.scale.to(dtype)
+        narrow = look_up(self.embedding, ids, dtype)
+        if use_triton(narrow):  # both scales folded into the projection, as above: two small products cost less
+            scales = self.scale * self.layer_scales
+            return {n: F.linear(narrow, (scales[slot] * self.projection).to(dtype)) for n, slot in self.slots.items()}
+        shared = F.linear(narrow, self.projection.to(dtype)) * self.scale.to(dtype)
         return {layer: shared * self.layer_scales[slot].to(dtype) for layer, slot in self.slots.items()}

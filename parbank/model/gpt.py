@@ -17,7 +17,7 @@ from parbank.errors import ConfigError
 from parbank.model.attention import Attention, Context, rope_tables
 from parbank.model.banks import Banks
 from parbank.model.config import ModelConfig
-from parbank.model.embeddings import BigramEmbedding, SmearGate, ValueEmbedding, make_table
+from parbank.model.embeddings import BigramEmbedding, SmearGate, ValueEmbedding, look_up, make_table
 from parbank.ops import fp8
 from parbank.ops.backend import use_triton
 
@@ -220,7 +220,7 @@ class GPT(nn.Module):
 
     def embed(self, ids: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
         """The input of the first block, (B, T, width). `starts` (B, T) marks positions that must not see the position before."""
-        x = self.token_embedding(ids).to(dtype)
+        x = look_up(self.token_embedding, ids, dtype)
         if self.bigram is not None:
             x = x + self.bigram(ids, starts, dtype)
         x = ops.rms_norm(x)
