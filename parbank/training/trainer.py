@@ -317,10 +317,21 @@ class Trainer:
         self.step, self.skipped = state["step"], state["skipped"]
         self.clock.set(state["seconds"])
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._load_optimizer(state["optimizer"])
         self.averages.load_state_dict(state["averages"])
         self.batches.rewind(state["data"])
         restore_random_state(state["random"])
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        """Momenta come from the checkpoint; learning rates and decay from this run's config, which --set may have changed."""
+        self.optimizer.load_state_dict(state)
+        for group, wanted in zip(self.optimizer.param_groups, parameter_groups(self.model, self.config.optim)):
+            if group["algorithm"] != wanted["algorithm"]:
+                raise CheckpointError(
+                    f"the checkpoint was trained by {group['algorithm']}, and the config asks for {wanted['algorithm']}; resume "
+                    "with the algorithm it was started with, or start again in another --out"
+                )
+            group.update({name: value for name, value in wanted.items() if name not in ("params", "lr")})
 
     def resume(self, state: dict[str, Any], path: Path) -> None:
         """Continues from a checkpoint of the same run. Another model or other data is refused before anything changes."""

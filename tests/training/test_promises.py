@@ -13,6 +13,7 @@ import torch
 from parbank.config import override
 from parbank.data.batches import BatchStream
 from parbank.data.dataset import Dataset
+from parbank.errors import CheckpointError
 from parbank.recipes import get_recipe
 from parbank.training.checkpoint import load_checkpoint
 from parbank.training.config import RunConfig
@@ -33,12 +34,12 @@ def on_the_clock() -> RunConfig:
     return nano("budget.steps=none", f"budget.minutes={SECONDS / 60}", "optim.warmdown=0.5", "optim.warmup_steps=0")
 
 
-def resumed(trainer: Trainer) -> Trainer:
-    """Another trainer that goes on from a file of this one."""
+def resumed(trainer: Trainer, *settings: str) -> Trainer:
+    """Another trainer that goes on from a file of this one, with changed settings."""
     path = trainer.save()
     trainer.close()
     assert path is not None
-    other = Trainer(trainer.config, CPU, trainer.dataset, trainer.out)
+    other = Trainer(override(trainer.config, *settings), CPU, trainer.dataset, trainer.out)
     other.resume(load_checkpoint(path), path)
     return other
 
@@ -86,6 +87,17 @@ def test_the_learning_rate_follows_the_clock_and_not_the_steps(dataset: Dataset,
     assert shares == pytest.approx([1, 1, 1, 0.9, 0.5, 0.2, 1], abs=1e-9)
     assert rates == pytest.approx(shares)
     assert trainer.step == len(moments), "when the clock is out, so is the run"
+
+
+def test_a_resumed_run_takes_changed_rates_and_refuses_another_algorithm(dataset: Dataset, tmp_path: Path) -> None:
+    first = Trainer(nano(), CPU, dataset, tmp_path)
+    readings_of(first, 1)
+    second = resumed(first, "optim.matrix_lr=0.5", "optim.adam_weight_decay=0.25")
+    groups = second.optimizer.param_groups
+    assert {g["peak_lr"] for g in groups if g["algorithm"] == "muon"} == {0.5}
+    assert {g["weight_decay"] for g in groups if g["algorithm"] == "adamw"} == {0.25}
+    with pytest.raises(CheckpointError, match="trained by muon, and the config asks for adamw"):
+        resumed(second, "optim.matrix_algorithm=adamw")
 
 
 def test_a_resumed_run_draws_what_the_saved_one_would_have(dataset: Dataset, tmp_path: Path) -> None:
