@@ -8,7 +8,9 @@ the requested alphabet, and each requested number is bounded by earlier ones. So
 that is not empty at the end.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +33,7 @@ _SCALE_LIMIT = 0x7C00  # float16 patterns below it are finite and not negative
 _FINE = 6  # lowest bits of a scale, sent as they are: below 1/16 of an octave there is nothing to model
 _COARSE = _SCALE_LIMIT >> _FINE
 _MAX_DISTINCT = 512  # scales on a grid: more distinct values than this are no grid
+_THREADS = 4  # that divide matrices: about half of the work holds Python's lock, so that more bring nothing
 # The last number of a stream. An empty coder returns the first symbol of any alphabet for ever and stays empty: without a
 # mark, a table that asks for too much would go unnoticed.
 _END, _END_RANGE = 2748, 4096
@@ -42,10 +45,12 @@ _CHUNK = 1 << 18  # symbols that are read at a time: a symbol takes 4 bytes unti
 def encode_tensors(tensors: Sequence[tuple[Integers, int]]) -> bytes:
     """Matrices of integers within -q..q as one stream that stays within the limits of a reader."""
     count = sum(values.size for values, _ in tensors)
-    for only_decay in (False, True):
-        stream = _push([piece for values, q in tensors for piece in _describe(values, q, only_decay)])
-        if _may_expand(len(stream), count):
-            break
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for only_decay in (False, True):
+            described = pool.map(functools.partial(_describe, only_decay=only_decay), *zip(*tensors))
+            stream = _push([piece for pieces in described for piece in pieces])
+            if _may_expand(len(stream), count):
+                break
     return stream
 
 

@@ -48,14 +48,12 @@ def divide(values: Integers, q: int, *, refine: bool = True, only_decay: bool = 
     rows, cols = (_codes(np.log2(magnitudes.mean(axis=axis) + _FLOOR)) for axis in (1, 0))
     cells = _count(values, rows, cols, q)
     alike = values.size <= _MIN_CLASS or not (rows.any() or cols.any())
-    divisions = (
-        _describe_division(cells, rows, cols, *shift, only_decay) for shift in (_DIVISIONS[:1] if alike else _DIVISIONS)
-    )
-    best = min(divisions, key=lambda found: found.bits)
+    shifts = _DIVISIONS[:1] if alike else _DIVISIONS
+    best = _choose([_Classes.group(cells, rows, cols, *shift) for shift in shifts], only_decay)
     for _ in range(_ROUNDS if refine and len(best.weights) > 1 else 0):
         rows = _move(values, q, best, best.rows, best.cols)
         cols = _move(values.T, q, best, best.cols, rows)
-        found = _describe_division(_count(values, rows, cols, q), rows, cols, 0, 0, only_decay)
+        found = _Classes.group(_count(values, rows, cols, q), rows, cols, 0, 0).describe(only_decay)
         gained = 1 - found.bits / best.bits
         best = found if gained > 0 else best
         if gained < _WORTHWHILE:
@@ -66,55 +64,89 @@ def divide(values: Integers, q: int, *, refine: bool = True, only_decay: bool = 
 def _move(values: Integers, q: int, division: Division, rows: Array, cols: Array) -> Array:
     """Every row's cheapest number under the present models, including the cost of the number itself.
 
-    Costs are integer 256ths of a bit in float64, so that sums are exact and the choice does not depend on the order
-    in which threads add.
+    Costs are integer 256ths of a bit, so that sums are exact and the choice does not depend on the order of the sum. The
+    product is einsum's: a BLAS library would start threads of its own under every thread that divides a matrix.
     """
-    n, numbers = 2 * q + 1, int(rows.max()) + 1
+    n, numbers, others = 2 * q + 1, int(rows.max()) + 1, int(cols.max()) + 1
     lengths = [np.rint(256 * (PRECISION - np.log2(w + 1.0))) for w in division.weights]
     classes = find_classes(division.rows, division.cols)
-    table = np.array([[lengths[classes[row + col]] for col in range(CODES)] for row in range(numbers)])
+    table = np.array([[lengths[classes[row + col]] for col in range(others)] for row in range(numbers)])
+    # float32 holds whole numbers below 2^24 exactly, and is twice as fast
+    exact = np.float32 if table.max() * values.shape[1] < 2**24 else np.float64
+    table = table.reshape(numbers, -1).astype(exact)
     counts = np.bincount(rows, minlength=numbers) + 0.3  # a number that no row has is expensive, not forbidden
     own = np.rint(-256 * np.log2(counts / counts.sum()))
     moved = np.empty_like(rows)
-    block = max(1, (1 << 21) // max(CODES * n, values.shape[1]))
+    width = others * n
+    block = max(1, (1 << 21) // max(width, values.shape[1]))
     for start in range(0, len(rows), block):
         part = values[start : start + block]
-        joint = (np.arange(len(part))[:, None] * CODES + cols[None, :]) * n + q + part
-        histograms = np.bincount(joint.ravel(), minlength=len(part) * CODES * n).reshape(len(part), CODES * n)
-        costs = histograms.astype(np.float64) @ table.reshape(numbers, -1).T + own
+        joint = (np.arange(len(part))[:, None] * others + cols[None, :]) * n + q + part
+        histograms = np.bincount(joint.ravel(), minlength=len(part) * width).reshape(len(part), width)
+        costs = np.einsum("rw,nw->rn", histograms.astype(exact), table) + own
         moved[start : start + block] = costs.argmin(axis=1)
     return moved - moved.min()
 
 
-def _count(values: Integers, rows: Array, cols: Array, q: int) -> npt.NDArray[np.float64]:
-    """(row's number, column's number) x symbol: one count from which every division's histograms are sums."""
-    n = 2 * q + 1
-    cells = np.zeros(CODES * CODES * n, np.int64)
+def _count(values: Integers, rows: Array, cols: Array, q: int) -> Array:
+    """(row's number, column's number, symbol): one count from which every division's histograms are sums."""
+    n, others = 2 * q + 1, int(cols.max()) + 1
+    cells = np.zeros((int(rows.max()) + 1) * others * n, np.int64)
     block = max(1, (1 << 20) // values.shape[1])
     for start in range(0, len(rows), block):
         here = slice(start, start + block)
-        joint = (rows[here, None] * CODES + cols[None, :]) * n + q + values[here]
+        joint = (rows[here, None] * others + cols[None, :]) * n + q + values[here]
         cells += np.bincount(joint.ravel(), minlength=cells.size)
-    return cells.reshape(-1, n).astype(np.float64)  # whole numbers below 2^53: sums stay exact in any order
+    return cells.reshape(-1, others, n)
 
 
-def _describe_division(
-    cells: npt.NDArray[np.float64], rows: Array, cols: Array, row_shift: int, col_shift: int, only_decay: bool
-) -> Division:
-    """One way to divide a matrix, given the counts under the numbers before the shifts."""
-    every = np.arange(CODES)
-    of_cell = (every[:, None] >> row_shift) + (every[None, :] >> col_shift)
-    rows, cols = rows >> row_shift, cols >> col_shift
-    pieces = [*_describe_codes(rows), *_describe_codes(cols)]
-    classes = find_classes(rows, cols)
-    member = classes[of_cell].ravel()[None, :] == np.arange(classes.max() + 1)[:, None]
-    total, weights = piece_bits(pieces), []
-    for histogram in (member.astype(np.float64) @ cells).astype(np.int64):
-        cost, model, about = choose_model(histogram, cells.shape[1] // 2, only_decay=only_decay)
-        total += cost
-        pieces += about
-        weights.append(model)
-    return Division(total, pieces, rows, cols, weights)
+@dataclass(frozen=True)
+class _Classes:
+    """A matrix divided into classes, before their models are chosen."""
+
+    rows: Array
+    cols: Array
+    histograms: Array
+    """(classes, symbols)"""
+
+    @classmethod
+    def group(cls, cells: Array, rows: Array, cols: Array, row_shift: int, col_shift: int) -> "_Classes":
+        """From the counts of `_count` under the numbers before the shifts."""
+        numbers, others, n = cells.shape
+        of_cell = (np.arange(numbers)[:, None] >> row_shift) + (np.arange(others)[None, :] >> col_shift)
+        rows, cols = rows >> row_shift, cols >> col_shift
+        classes = find_classes(rows, cols)
+        histograms = np.zeros((int(classes.max()) + 1, n), np.int64)
+        np.add.at(histograms, classes[of_cell].ravel(), cells.reshape(-1, n))
+        return cls(rows, cols, histograms)
+
+    @property
+    def least_bits(self) -> float:
+        """The entropy of the integers in their classes. No models take less."""
+        counts, totals = self.histograms, self.histograms.sum(axis=1)
+        return float((totals * np.log2(np.maximum(totals, 1))).sum() - (counts * np.log2(np.maximum(counts, 1))).sum())
+
+    def describe(self, only_decay: bool) -> Division:
+        pieces = [*_describe_codes(self.rows), *_describe_codes(self.cols)]
+        total, weights = piece_bits(pieces), []
+        for histogram in self.histograms:
+            cost, model, about = choose_model(histogram, len(histogram) // 2, only_decay=only_decay)
+            total += cost
+            pieces += about
+            weights.append(model)
+        return Division(total, pieces, self.rows, self.cols, weights)
+
+
+def _choose(ways: list[_Classes], only_decay: bool) -> Division:
+    """The cheapest of several divisions, the first of equals. A division whose entropy alone is more than another takes is
+    not described: that takes most of the time."""
+    bounds = [way.least_bits for way in ways]
+    found: dict[int, Division] = {}
+    for index in sorted(range(len(ways)), key=bounds.__getitem__):
+        # a relative tolerance for the sums' rounding
+        if all((1 - 1e-9) * bounds[index] <= other.bits for other in found.values()):
+            found[index] = ways[index].describe(only_decay)
+    return min((found[index] for index in sorted(found)), key=lambda division: division.bits)
 
 
 def _codes(spread: npt.NDArray[np.float64]) -> Array:

@@ -13,6 +13,7 @@ Three kinds, over symbols 0..n-1 around a centre, at distance d:
 """
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,11 @@ class Piece:
     symbols: Array
     weights: Array
 
+    @functools.cached_property
+    def bits(self) -> float:
+        """The cost of the symbols."""
+        return bits(np.bincount(self.symbols, minlength=len(self.weights)), self.weights)
+
 
 def scale_weights(weights: Array) -> Array:
     """Scales whole weights (not all 0) to a sum of 2^24 - n, so that with 1 added to each the frequencies sum to 2^24.
@@ -60,6 +66,7 @@ def flat_weights(n: int) -> Array:
     return scale_weights(np.ones(n, np.int64))
 
 
+@functools.lru_cache(maxsize=4096)
 def decay_weights(a: int, b: int, centre: int, n: int) -> Array:
     """The frequencies of a DECAY model: `a` and `b` are places in SHRINKS."""
     reach = max(centre, n - 1 - centre)
@@ -92,13 +99,14 @@ def bits(counts: Array, weights: Array) -> float:
     return float(-(counts[present] * np.log2((weights[present] + 1) / (1 << PRECISION))).sum())
 
 
-def flat_piece(value: int, n: int) -> list[Piece]:
+@functools.lru_cache(maxsize=4096)
+def flat_piece(value: int, n: int) -> tuple[Piece, ...]:
     """A number of 0..n-1; nothing to send where there is only one."""
-    return [Piece(np.array([value], np.int64), flat_weights(n))] if n > 1 else []
+    return (Piece(np.array([value], np.int64), flat_weights(n)),) if n > 1 else ()
 
 
-def piece_bits(pieces: list[Piece]) -> float:
-    return sum(bits(np.bincount(p.symbols, minlength=len(p.weights)), p.weights) for p in pieces)
+def piece_bits(pieces: Iterable[Piece]) -> float:
+    return sum(piece.bits for piece in pieces)
 
 
 def choose_model(counts: Array, centre: int, *, only_decay: bool = False) -> tuple[float, Array, list[Piece]]:
@@ -151,7 +159,7 @@ def _levels(counts: npt.NDArray[np.float64], total: int) -> Array:
 
 
 def _describe_levels(levels: Array) -> list[Piece]:
-    pieces = flat_piece(int(levels[0]), LEVELS)
+    pieces = [*flat_piece(int(levels[0]), LEVELS)]
     if len(levels) == 1:
         return pieces
     steps = np.diff(levels) + LEVELS - 1
