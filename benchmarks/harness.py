@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -195,12 +196,14 @@ def bound_ms(flops: float, bytes_: float) -> float:
 
 
 def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Adds --out, reads the command line, and notes the load of the machine before the benchmark adds its own."""
+    """Adds --out, reads the command line, and notes the load of the machine before the benchmark adds its own. Warns of
+    other processes on the GPU: the result lists them."""
     parser.add_argument(
         "--out", type=Path, default=RESULTS, help="results go into <out>/<claim>/<date>-<hardware>-<commit>/"
     )
     arguments = parser.parse_args()
-    provenance.load_at_start()
+    for process in provenance.load_at_start().get("other_gpu_processes", ()):
+        print(f"warning: {process} on the GPU; its work slows what is measured here", file=sys.stderr)
     return arguments
 
 
@@ -267,7 +270,8 @@ def _markdown(result: dict[str, Any], rows: list[Row]) -> str:
         first = next(iter(found.values()))
         cells = [_cell(found.get(column)) for column in columns]
         lines.append(f"| {case} | {' | '.join(cells)} | {_number(first.bound)} | {first.unit} |")
-    notes = [f"- {row.case}, {row.provider}: {row.note}" for row in rows if row.note]
+    notes = [f"- Other work on the GPU: {process}." for process in result["load"].get("other_gpu_processes", ())]
+    notes += [f"- {row.case}, {row.provider}: {row.note}" for row in rows if row.note]
     notes += [
         f"- {peer['name']} at {peer['commit'][:9]}: {text}" for peer in result["peers"] for text in peer["differs"]
     ]

@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,13 +117,12 @@ def load() -> dict[str, Any]:
     except OSError:
         average = []
     found: dict[str, Any] = {"load_average": average}
-    try:
-        listed = _run("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader").splitlines()
-    except (OSError, subprocess.SubprocessError):
+    if not shutil.which("nvidia-smi"):
         return found
-    others = [line.strip() for line in listed if line.strip() and line.split(",")[0].strip() != str(os.getpid())]
+    from parbank.gpu import other_processes
+
     return found | {
-        "other_gpu_processes": others,
+        "other_gpu_processes": list(map(str, other_processes())),
         "gpu_used_share": _ask_gpu("utilization.gpu"),
         "gpu_used_memory": _ask_gpu("memory.used"),
         "gpu_temperature": _ask_gpu("temperature.gpu"),

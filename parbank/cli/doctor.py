@@ -15,6 +15,7 @@ import torch
 
 from parbank.data.sources import SOURCES
 from parbank.files import default_cache
+from parbank.gpu import other_processes
 from parbank.ops import backend, flash
 
 Status = Literal["ok", "note", "bad"]
@@ -89,13 +90,11 @@ def _gpu() -> Finding:
 
 
 def _gpu_processes() -> Finding:
-    """A process left over from an earlier run takes memory and time: runs were 2-3x slower with one."""
     if not shutil.which("nvidia-smi"):
         return Finding("GPU processes", "ok", "no GPU to hold")
-    listed = _ask("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
-    others = [line for line in listed.splitlines() if line.strip() and line.split(",")[0].strip() != str(os.getpid())]
+    others = other_processes()
     if others:
-        return Finding("GPU processes", "bad", "; ".join(others), "end them before measuring or training")
+        return Finding("GPU processes", "bad", "; ".join(map(str, others)), "end them before measuring or training")
     return Finding("GPU processes", "ok", "no other process holds the GPU")
 
 

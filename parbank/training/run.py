@@ -21,6 +21,7 @@ from parbank.eval.compression import compressor_bpb
 from parbank.eval.score import Score
 from parbank.eval.windows import score_chunked
 from parbank.files import write_json
+from parbank.gpu import other_processes
 from parbank.runtime import Runtime
 from parbank.training.agreement import compare_settings, compare_state
 from parbank.training.checkpoint import load_checkpoint
@@ -79,12 +80,15 @@ def run(
     check_size(config, display)
     with open_folder(out, resume, runtime) as folder:
         use_compile_cache()
-        with compile_aside(config, runtime, display.say):
+        with ThreadPoolExecutor(1) as aside, compile_aside(config, runtime, display.say):
+            others = aside.submit(other_processes, runtime.device) if runtime.is_cuda and runtime.is_main else None
             dataset = _open_data(config, runtime, display, resume)
             config = _fit_data(config, dataset)
             check_size(config, display, dataset.tokenizer)
             setup.end("data")
         setup.end("kernels")
+        for process in others.result() if others else ():
+            display.say(f"warning: {process} on this GPU; if it computes, training is slower: end it, or wait for it")
         trainer = Trainer(config, runtime, dataset, out)
         trainer.say = display.say
         try:

@@ -57,7 +57,7 @@ def test_a_driver_under_a_cpu_build_and_a_cuda_build_without_a_gpu_are_broken(
     found = by_subject()
     assert (found["GPU"].status, found["GPU"].remedy) == ("bad", "install a CUDA build of torch")
     assert found["GPU processes"].status == "bad"
-    assert "4242, python train.py" in found["GPU processes"].found
+    assert "process 4242 (python train.py) holds 70000 MiB" in found["GPU processes"].found
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "CUDA_VISIBLE_DEVICES" in by_subject()["GPU"].remedy
 
