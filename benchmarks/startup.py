@@ -4,8 +4,9 @@
     python benchmarks/startup.py --only eval --model ARTIFACT --data SPEC [--methods chunked,streaming,ttt] --claim startup_eval
 
 Every command is a process of its own, as a user starts it, and runs twice. The first start finds PARBANK_CACHE empty: it
-prepares the data, trains the tokenizer and compiles every kernel. The second finds what the first has left. `eval` gets an empty
-cache for each method, so that no method finds another one's kernels.
+prepares the data, trains the tokenizer and compiles every kernel. The second finds what the first has left. On a GPU `train` has
+a third start between them, "imported": an empty cache with nothing but the kernels of `warmup --export`, as on a fresh machine.
+`eval` gets an empty cache for each method, so that no method finds another one's kernels.
 
 The parts of a training's setup, and of what follows its last step, are those that its summary.json holds. `imports` is the time
 from the command to the start of the setup. `saving, exit` is what is left of the command: the last checkpoint, and the process's
@@ -26,9 +27,11 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import harness  # noqa: E402
+import torch  # noqa: E402
 
 MEASURED = ("parbank", "benchmarks/startup.py")
 STARTS = ("first start", "second start")
+IMPORTED = "imported"
 READY = "the clock starts now"
 """In the line that `parbank train` prints when setup ends."""
 
@@ -78,6 +81,17 @@ def train_rows(
     ]
 
 
+def carry_kernels(words: list[str], archive: Path, old: Path, new: Path) -> list[harness.Row]:
+    """Exports the kernels of one cache and imports them into another, as for a fresh machine."""
+    exported, _ = run(["warmup", *words, "--export", str(archive)], old)
+    imported, _ = run(["warmup", "--import", str(archive)], new)
+    note = f"{archive.stat().st_size:,} bytes"
+    return [
+        harness.Row("warmup --export", IMPORTED, exported, "s", note=note),
+        harness.Row("warmup --import", IMPORTED, imported, "s"),
+    ]
+
+
 def eval_rows(method: str, start: str, seconds: float, lines: list[tuple[float, str]]) -> list[harness.Row]:
     """One start of `parbank eval`: the command, and the scoring inside it."""
     result = json.loads(next(line for _, line in lines if line.startswith("{")))
@@ -112,11 +126,15 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        for start in STARTS if arguments.only != "eval" else ():
-            out = folder / start.replace(" ", "-")
-            words = ["train", "--recipe", arguments.recipe, "--data", arguments.data, "--steps", str(arguments.steps)]
-            words += ["--out", str(out), *(part for setting in arguments.settings for part in ("--set", setting))]
-            seconds, lines = run(words, folder / "cache")
+        recipe = ["--recipe", arguments.recipe]
+        recipe += [part for setting in arguments.settings for part in ("--set", setting)]
+        starts = [STARTS[0], IMPORTED, STARTS[1]] if torch.cuda.is_available() else [*STARTS]
+        for start in starts if arguments.only != "eval" else ():
+            out, cache = folder / start.replace(" ", "-"), folder / ("fresh" if start == IMPORTED else "cache")
+            if start == IMPORTED:
+                rows += carry_kernels(recipe, folder / "kernels.zip", folder / "cache", cache)
+            words = ["train", *recipe, "--data", arguments.data, "--steps", str(arguments.steps), "--out", str(out)]
+            seconds, lines = run(words, cache)
             rows += train_rows(start, seconds, lines, json.loads((out / "summary.json").read_text(encoding="utf-8")))
             save()
         model = arguments.model or out / "model.pbk"

@@ -135,6 +135,13 @@ def warmup(
         typer.Option("--set", metavar="a.b=v", help="Change one setting, as for the later run; repeatable."),
     ] = None,
     device: DeviceOption = "auto",
+    export: Annotated[
+        Path | None, typer.Option("--export", help="Also write the compiled code to this file.", metavar="FILE")
+    ] = None,
+    given: Annotated[
+        Path | None,
+        typer.Option("--import", help="Compile nothing: take the code from a file of --export.", metavar="FILE"),
+    ] = None,
 ) -> None:
     """Compile the kernels of a recipe on this GPU, once; `parbank train` then starts warm. Needs no data.
 
@@ -144,25 +151,40 @@ def warmup(
 
       torchrun --nproc_per_node=8 -m parbank warmup --recipe golf
 
+      parbank warmup --recipe golf --export golf.kernels
+
+      parbank warmup --import golf.kernels
+
     Compiled code stays in parbank's cache ($PARBANK_CACHE, else ~/.cache/parbank), or where TORCHINDUCTOR_CACHE_DIR
-    and TRITON_CACHE_DIR say.
+    and TRITON_CACHE_DIR say. --export carries it to machines with the same GPU and the same versions. The code will
+    run there: import files from people you trust.
     """
     from parbank import runtime
     from parbank.config import override
+    from parbank.errors import ConfigError
     from parbank.recipes import get_recipe
     from parbank.training.compiled import use_compile_cache
     from parbank.training.display import Display
+    from parbank.training.portable import export_warmed, import_kept
     from parbank.training.warmup import warm_up
 
+    if export is not None and given is not None:
+        raise ConfigError("--export and --import exclude each other: export where code is compiled, import elsewhere")
     use_compile_cache()
     config = override(get_recipe(recipe), *(settings or []))
     with runtime.start(device) as place:
         display = Display(enabled=place.is_main)
+        if given is not None:
+            display.say(place.in_turn(lambda: import_kept(given, place.device)))
+            return
         done = warm_up(config, place, display.say)
+        if export is not None and place.is_main:
+            display.say(export_warmed(export, place.device, graphs=config.train.compile))
     if done is not None:
         where = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         kept = f"{done.lookups.built} kernels and graphs built, {done.lookups.found} found; kept in {where}"
-        display.say(f"ready: {done.train_seconds:.1f} s for training, {done.score_seconds:.1f} s for scoring; {kept}")
+        parts = f"{done.train_seconds:.1f} s for training, {done.score_seconds:.1f} s for scoring and sampling"
+        display.say(f"ready: {parts}; {kept}")
         if place.is_main:
             changes = [word for setting in settings or () for word in ("--set", setting)]
             print_next(("parbank", "train", "--recipe", recipe, *changes))

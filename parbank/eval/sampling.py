@@ -48,7 +48,7 @@ def sample_tokens(
     def choose(logits: Tensor) -> int:
         return _choose(logits.double().cpu(), temperature, top_k, top_p, generator)
 
-    return _continue(model, window, tokenizer.bos_id, tokens, context, choose)
+    return extend(model, window, tokens, context=context, choose=choose, end=tokenizer.bos_id)
 
 
 def check_settings(
@@ -111,9 +111,17 @@ def _partial_stop(text: str, stop: Sequence[str]) -> int:
 
 
 @torch.inference_mode()
-def _continue(
-    model: GPT | PlainModel, window: list[int], end: int, tokens: int, context: int, choose: Callable[[Tensor], int]
+def extend(
+    model: GPT | PlainModel,
+    window: list[int],
+    tokens: int,
+    *,
+    context: int,
+    choose: Callable[[Tensor], int],
+    end: int = -1,
 ) -> Iterator[int]:
+    """Yields up to `tokens` tokens after those of `window`, each as `choose` picks it from its logits, up to the token
+    `end`."""
     training = model.training
     model.eval()
     read = _read_stream(model, end, context) if isinstance(model, GPT) else _read_window(model, context)

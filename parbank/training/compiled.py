@@ -8,6 +8,7 @@ the end of a container empties. `use_compile_cache` sets them to folders in parb
 import hashlib
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,16 +24,21 @@ Start = Literal["cold", "warm", "none"]
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
+def code_digest() -> str:
+    """A hash of the ops' source."""
+    digest = hashlib.sha256()
+    for path in sorted((Path(parbank.__file__).parent / "ops").glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
 def compile_folder() -> Path:
     """The folder for compiled code: one for each version of the ops' source.
 
     PyTorch's key for a compiled graph contains the names of our ops, but not the Python code of their gradients and
     shapes. A graph compiled before such a change would be found after it, and would be wrong.
     """
-    digest = hashlib.sha256()
-    for path in sorted((Path(parbank.__file__).parent / "ops").glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return default_cache() / f"compiled-{digest.hexdigest()[:12]}"
+    return default_cache() / f"compiled-{code_digest()}"
 
 
 def use_compile_cache() -> Path | None:
@@ -57,11 +63,16 @@ def use_compile_cache() -> Path | None:
     return folder
 
 
+def kernel_folder() -> Path:
+    """Where Triton keeps compiled kernels."""
+    return Path(os.environ.get(TRITON) or Path.home() / ".triton" / "cache")
+
+
 def has_kernels() -> bool:
     """Whether Triton has kept a kernel where this process looks for them. A guess at a warm start, and only a guess."""
     try:
-        return any(Path(os.environ[TRITON]).iterdir())
-    except (KeyError, OSError):
+        return any(kernel_folder().iterdir())
+    except OSError:
         return False
 
 
@@ -101,6 +112,7 @@ class Lookups:
 
 
 _kernels = {True: 0, False: 0}  # by whether Triton found it
+_entries: set[Path] = set()
 
 
 def _count_kernels() -> None:
@@ -112,8 +124,14 @@ def _count_kernels() -> None:
             knobs.compilation.listener = _note_kernel
 
 
-def _note_kernel(*, cache_hit: bool, **about: Any) -> None:
+def _note_kernel(*, cache_hit: bool, metadata_group: Mapping[str, str], **about: Any) -> None:
     _kernels[cache_hit] += 1
+    _entries.update(Path(file).parent for file in metadata_group.values())
+
+
+def used_kernels() -> frozenset[Path]:
+    """The entries of Triton's cache that this process has compiled or found."""
+    return frozenset(_entries)
 
 
 def count_lookups() -> Lookups:

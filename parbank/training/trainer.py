@@ -133,13 +133,14 @@ class Trainer:
         self.load_state_dict(before)
         self.runtime.synchronize()
 
-    def rehearse(self) -> None:
-        """Compiles every kernel of a step in parallel. Weights and state are garbage afterwards."""
+    def rehearse(self, then: Callable[[], None] = lambda: None) -> None:
+        """Compiles every kernel of a step, and of `then`, in parallel. Weights and state are garbage afterwards."""
         with rehearsal(self.runtime.device):
             for stage in self.stages:
                 self._schedule(0.0)
                 self.passes.rehearse(cut_windows(self.batches.next(), stage.sequence_length))
             self.optimizer.step()
+            then()
 
     def _agree_to_go_on(self, may_save: bool = True) -> float | None:
         """The share of the budget spent, equal on all ranks; None when any rank must stop."""

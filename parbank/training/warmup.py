@@ -12,6 +12,7 @@ import numpy as np
 from parbank.config import override
 from parbank.data.dataset import Dataset
 from parbank.data.shards import TokenSet
+from parbank.eval.sampling import extend
 from parbank.eval.score import tokens_together
 from parbank.eval.windows import score_windows
 from parbank.ops.rehearsal import can_rehearse
@@ -54,10 +55,8 @@ def warm_up(config: RunConfig, runtime: Runtime, say: Say) -> Warmed | None:
     try:
         trainer.warm_up()
         trained = time.perf_counter()
-        say("scoring")
-        tokens = random_data(config, tokens_together(config.model.vocab_size, runtime)).train
-        context = config.batch.sequence_length
-        score_windows(trainer.model, tokens, context=context, stride=context, runtime=runtime)
+        say("scoring and sampling")
+        _read(trainer, tokens=STEPS)
         runtime.synchronize()
     finally:
         trainer.close()
@@ -81,12 +80,22 @@ def compile_aside(config: RunConfig, runtime: Runtime, say: Say) -> Iterator[boo
 
 
 def _rehearse_alone(config: RunConfig, runtime: Runtime) -> None:
-    """Rehearses the step of a trainer that is then thrown away."""
+    """Rehearses the step of a trainer that is then thrown away, and the scoring and sampling that follow training."""
     trainer = Trainer(config, runtime, random_data(config, config.batch.batch_tokens), compile_folder())
     try:
-        trainer.rehearse()
+        trainer.rehearse(then=lambda: _read(trainer, tokens=1))  # a second token would capture a graph of nothing
     finally:
         trainer.close()
+
+
+def _read(trainer: Trainer, *, tokens: int) -> None:
+    """Runs the model as scoring and sampling do: a batch of windows, and a few tokens one by one."""
+    config, runtime, model = trainer.config, trainer.runtime, trainer.model
+    context = config.batch.sequence_length
+    windows = random_data(config, tokens_together(config.model.vocab_size, runtime)).train
+    score_windows(model, windows, context=context, stride=context, runtime=runtime)
+    for _ in extend(model, [0], tokens, context=context, choose=lambda logits: 0):
+        pass
 
 
 class _RandomData:

@@ -64,3 +64,24 @@ def test_a_command_that_fails_is_no_result(
     monkeypatch.setattr(startup.sys, "executable", "false")
     with pytest.raises(SystemExit, match="failed with 1"):
         startup.run(["train"], tmp_path)
+
+
+def test_kernels_are_carried_from_one_cache_to_another(
+    startup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[tuple[list[str], Path]] = []
+
+    def run(words: list[str], cache: Path) -> tuple[float, list[tuple[float, str]]]:
+        commands.append((words, cache))
+        (tmp_path / "kernels").write_bytes(b"code")
+        return 2.0, []
+
+    monkeypatch.setattr(startup, "run", run)
+    rows = startup.carry_kernels(["--recipe", "nano"], tmp_path / "kernels", tmp_path / "old", tmp_path / "new")
+    assert commands == [
+        (["warmup", "--recipe", "nano", "--export", str(tmp_path / "kernels")], tmp_path / "old"),
+        (["warmup", "--import", str(tmp_path / "kernels")], tmp_path / "new"),
+    ]
+    assert [(row.case, row.provider, row.value) for row in rows] == [
+        ("warmup --export", "imported", 2.0), ("warmup --import", "imported", 2.0),
+    ]  # fmt: skip
