@@ -28,7 +28,7 @@ from parbank.data.shards import ShardInfo, ShardWriter
 from parbank.data.sources import add_options, find_source, is_spec, parse_spec
 from parbank.data.sources.source import Corpus, Skipped
 from parbank.data.sources.text import parse_paths
-from parbank.data.spool import VAL_SHARE, Document, Spool, sample, split
+from parbank.data.spool import VAL_SHARE, Document, Spool, hold_out, is_dev, sample, split
 from parbank.data.tokenizer import Tokenizer, check_vocab
 from parbank.errors import ConfigError, DataError
 from parbank.files import default_cache, locked, sync_folder, write_file, write_json
@@ -124,7 +124,7 @@ def matching_manifest(corpus: Corpus, folder: Path, *, vocab_size: int) -> dict[
 def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[str, Any]:
     inputs = [_describe_input(path) for path in corpus.files]
     with Spool(place / "spool") as spool:
-        train, val, left_out = _gather(corpus, spool, say)
+        train, val, left_out = gather(corpus, spool, say)
         overlap = _compare(train, val, spool, say)
         began = time.monotonic()
         try:
@@ -158,9 +158,10 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
     return manifest
 
 
-def _gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], list[Document], dict[str, int]]:
+def gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], list[Document], dict[str, int]]:
     """Reads every document once. Equal documents are kept once, and a validation document never trains."""
     seen: dict[bytes, Document] = {}
+    dev: set[bytes] = set()
     dropped, skipped = 0, Skipped()
     by_split: dict[str, list[Document]] = {"val": [], "train": []}
     with Meter("reading", say) as meter:
@@ -173,17 +174,20 @@ def _gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], lis
                 else:
                     seen[entry.digest] = entry
                     by_split[name].append(entry)
+                    dev |= {entry.digest} if corpus.holdout and is_dev(document) else set()
     spool.seal()
     skipped.report(say)
     if dropped:
         say(f"left out {dropped} documents that are equal to another one")
     train, val = (by_split["train"], by_split["val"]) if corpus.val else split(by_split["train"], spool)
+    if corpus.holdout and train:
+        train, val = hold_out(train, dev)
     for name, entries in (("training", train), ("validation", val)):
         if not entries:
             raise DataError(
                 f"{_names(corpus)}: nothing is left for {name}; the text is too short, or all of it is in both: give more"
             )
-    if not corpus.val:
+    if not corpus.val and not corpus.holdout:
         _note_share(train, val, say)
     return sorted(train), sorted(val), {"dropped_duplicates": dropped, "skipped_bad": skipped.count}
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from parbank.data.sources.source import Identified
+
 VAL_SHARE = 0.02
 _SLICE = 1 << 16
 
@@ -59,6 +61,20 @@ class Spool:
 def is_held_out(digest: bytes) -> bool:
     """Whether a document validates. It depends on its content alone, so it stays the same when other documents change."""
     return int.from_bytes(digest[:8], "big") < VAL_SHARE * 2**64
+
+
+def is_dev(document: bytes) -> bool:
+    """Whether a training document belongs to the part that choices are made on: one in 64, by the sha256 of its id, or of
+    its text where its source gives it no id."""
+    name = document.id.encode("utf-8", "surrogatepass") if isinstance(document, Identified) else document
+    return hashlib.sha256(name).digest()[-1] % 64 == 0
+
+
+def hold_out(entries: list[Document], dev: set[bytes]) -> tuple[list[Document], list[Document]]:
+    """Training documents without, and with, a hash in `dev`. Where there is none of them, the first by its hash is held
+    out."""
+    chosen = dev & {entry.digest for entry in entries} or {min(entries).digest}
+    return [e for e in entries if e.digest not in chosen], [e for e in entries if e.digest in chosen]
 
 
 def split(entries: list[Document], spool: Spool) -> tuple[list[Document], list[Document]]:

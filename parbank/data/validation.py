@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from parbank.data.dataset import open_shards
+from parbank.data.prepare import gather
 from parbank.data.progress import Meter, Say, say_on_stderr
 from parbank.data.proof import NOT_PROVED, PROVED, check_tokens, describe_prefix
 from parbank.data.shards import TokenSet
@@ -73,6 +74,8 @@ def open_validation(
 
 def _read_text(corpus: Corpus, tokenizer: Tokenizer, say: Say) -> Validation:
     """The same documents in the same order as preparation: equal documents once, in the order of their hashes."""
+    if corpus.holdout:
+        return _read_held_out(corpus, tokenizer, say)
     found: dict[bytes, Document] = {}
     skipped = Skipped()
     with tempfile.TemporaryDirectory(prefix="parbank-") as folder, Spool(Path(folder) / "spool") as spool:
@@ -91,6 +94,13 @@ def _read_text(corpus: Corpus, tokenizer: Tokenizer, say: Say) -> Validation:
                 f"{names}: too short to set validation text aside; score all of it with --data text:val=PATH"
             )
         return _encode((spool.read(entry) for entry in chosen), sum(entry.size for entry in chosen), tokenizer, say)
+
+
+def _read_held_out(corpus: Corpus, tokenizer: Tokenizer, say: Say) -> Validation:
+    """The part of the training documents that holdout=dev sets aside."""
+    with tempfile.TemporaryDirectory(prefix="parbank-") as folder, Spool(Path(folder) / "spool") as spool:
+        _, chosen, _ = gather(corpus, spool, say)
+        return _encode(map(spool.read, chosen), sum(entry.size for entry in chosen), tokenizer, say)
 
 
 def _encode(documents: Iterable[bytes], size: int, tokenizer: Tokenizer, say: Say) -> Validation:

@@ -5,6 +5,7 @@
     glob=PATTERN                    of a folder, only files whose name matches; given again, it adds a pattern
     field=NAME                      where a file has fields, the one that holds the text
     skip-bad=yes                    bad files and lines are left out and counted
+    holdout=dev                     validation is one in 64 of the training documents, and the usual one is left out
 
 Commas separate the parts. Reach a path that has a comma through its folder or a glob.
 """
@@ -21,7 +22,7 @@ from parbank.data.sources.source import Corpus
 from parbank.data.sources.unpack import plain_name
 from parbank.errors import ConfigError, DataError
 
-OPTIONS = ("glob", "field", "skip-bad")
+OPTIONS = ("glob", "field", "skip-bad", "holdout")
 FIELD = "text"  # the usual name in public data sets
 
 # Files that parbank wrote are left out: a run inside the folder that it trains on must not change its data.
@@ -60,6 +61,7 @@ class FileRequest:
     globs: tuple[str, ...]
     field: str
     skip_bad: bool
+    holdout: str = ""
 
     @property
     def spec(self) -> str:
@@ -85,6 +87,7 @@ class FileRequest:
             val=val,
             read=lambda path: self.kind.read(path, self.field),
             skip_bad=self.skip_bad,
+            holdout=self.holdout,
         )
 
     def _spell(self, globs: tuple[str, ...]) -> str:
@@ -92,6 +95,7 @@ class FileRequest:
         parts += [f"glob={pattern}" for pattern in globs]
         parts += [f"field={self.field}"] if self.field != FIELD else []
         parts += ["skip-bad=yes"] if self.skip_bad else []
+        parts += [f"holdout={self.holdout}"] if self.holdout else []
         return f"{self.kind.name}:{','.join(parts)}"
 
 
@@ -120,6 +124,7 @@ def parse_items(kind: Kind, items: Iterable[str]) -> FileRequest:
         globs=tuple(chosen["glob"]) or kind.globs,
         field=_one(chosen, "field") or FIELD,
         skip_bad={"": False, "no": False, "yes": True}[_one(chosen, "skip-bad", ("yes", "no"))],
+        holdout=_one(chosen, "holdout", ("dev",)),
     )
 
 

@@ -9,6 +9,17 @@ from parbank.data.progress import Say
 from parbank.errors import DataError
 
 
+class Identified(bytes):
+    """A document whose source names it, as a line of .jsonl does by its field `id`."""
+
+    id: str
+
+    def __new__(cls, document: bytes, id: str) -> "Identified":
+        made = super().__new__(cls, document)
+        made.id = id
+        return made
+
+
 class Skipped:
     """Counts the documents that `skip-bad=yes` leaves out, and keeps the first reason."""
 
@@ -41,6 +52,8 @@ class Corpus:
     """The documents of one file: UTF-8, never empty. A bad line is yielded as its error, so that later lines follow."""
     skip_bad: bool = False
     """Whether bad files and lines are left out, and counted, instead of ending the work."""
+    holdout: str = ""
+    """dev: the validation part is taken from the training documents, and the validation text is not used at all."""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -87,7 +100,7 @@ class Source:
     parse: Callable[[str], Request]
     """Parses the text after the colon into a request."""
     options: tuple[str, ...] = ()
-    """The parts `NAME=VALUE` that it takes, among glob, field and skip-bad."""
+    """The parts `NAME=VALUE` that it takes, among glob, field, skip-bad and holdout."""
     tokens: bool = False
     """Whether it is shards already, which need no preparing."""
     public: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from parbank.data.sources.files import OPTIONS, FileRequest, Kind, parse_items
-from parbank.data.sources.source import Source
+from parbank.data.sources.source import Identified, Source
 from parbank.data.sources.unpack import open_unpacked, plain_name
 from parbank.errors import DataError
 
@@ -83,7 +83,8 @@ def _parse_line(line: bytes, field: str, place: str) -> bytes:
         given = f"the fields {', '.join(map(repr, row)) or 'none'}" if isinstance(row, dict) else type(row).__name__
         raise DataError(f"{place} has no text in {field!r}, but {given}; {remedy}")
     try:
-        return text.encode("utf-8")
+        document, name = text.encode("utf-8"), row.get("id")
+        return Identified(document, str(name)) if isinstance(name, str | int) else document
     except UnicodeEncodeError as error:
         sign = ascii(error.object[error.start])
         raise DataError(f"{place}: the text holds {sign}, half of a surrogate pair; fix or remove that line") from None
