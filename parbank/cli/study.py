@@ -1,0 +1,200 @@
+"""Studies: does a change pay, on this machine, and how sure is that?"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parbank.cli.terminal import DeviceOption, data_option, print_next, read_count
+
+_STUDY, _MACHINE = "Study", "Machine"
+ArmOption = Annotated[
+    list[str] | None,
+    typer.Option("--arm", metavar="NAME:a.b=v,c.d=w", help="One more arm; repeatable.", rich_help_panel=_STUDY),
+]
+WorkersOption = Annotated[
+    int, typer.Option(help="Processes; one per GPU, or more if the budget is in steps.", rich_help_panel=_MACHINE)
+]
+FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study.")]
+
+
+def run(
+    study: Annotated[str, typer.Argument(metavar="NAME|FILE|DIR", help="`parbank study list` names them.")],
+    recipe: Annotated[str | None, typer.Option(help="The base; that of the study if not given.")] = None,
+    arms: Annotated[
+        str | None,
+        typer.Option(
+            help="Shipped arms, with commas, in place of the study's own; '' for none.", rich_help_panel=_STUDY
+        ),
+    ] = None,
+    arm: ArmOption = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each arm.", rich_help_panel=_STUDY)] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="TIME|STEPS", help="Of one run: 60s, 2min, 2000steps.", rich_help_panel=_STUDY),
+    ] = None,
+    data: Annotated[str | None, data_option("What to train on; the recipe's own data if not given.")] = None,
+    holdout: Annotated[
+        str, typer.Option(help="dev: score on 1 in 64 training documents; val: on the validation text.")
+    ] = "dev",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=v", help="Change the base, for every arm; repeatable.")
+    ] = None,
+    packed: Annotated[
+        bool | None, typer.Option("--packed/--unpacked", help="Score every model packed, or before packing.")
+    ] = None,
+    score_tokens: Annotated[
+        int, typer.Option(parser=read_count, metavar="COUNT", help="Score on so many tokens at most; 0: on all.")
+    ] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep a checkpoint of every run.")] = False,
+    noise: Annotated[
+        float | None, typer.Option(help="Deviation of paired differences to assume; earlier runs' if not given.")
+    ] = None,
+    difference: Annotated[
+        float | None, typer.Option(help="Smallest difference of interest; the smallest visible one if not given.")
+    ] = None,
+    workers: WorkersOption = 1,
+    device: DeviceOption = "auto",
+    out: Annotated[Path | None, typer.Option(help="The study's folder; runs/study-NAME if not given.")] = None,
+) -> None:
+    """Run a study, or continue one: the same command goes on where it stopped.
+
+    It prints the smallest difference it can show and the time before it starts, and a table with verdicts at the end.
+
+    Examples:
+
+      parbank study run published-training --data text:my_folder --budget 30s --seeds 4
+
+      parbank study run seeds --recipe sprint --arm wide:model.width=576,model.heads=9,model.kv_heads=3
+
+      parbank study run my_study.toml --workers 8
+
+      parbank study run runs/study-seeds
+    """
+    from parbank.study.engine import run_study
+    from parbank.study.ship import make_study
+    from parbank.study.study import STUDY
+
+    if (Path(study) / STUDY).exists():
+        print(run_study(None, study, workers=workers, device=device).text())
+        return
+    made = make_study(
+        study,
+        recipe=recipe,
+        data=data,
+        holdout=holdout,
+        budget=budget,
+        seeds=seeds,
+        arms=None if arms is None else [name.strip() for name in arms.split(",") if name.strip()],
+        extra=arm or (),
+        settings=settings or (),
+        packed=packed,
+        score_tokens=score_tokens,
+        keep=keep,
+        noise=noise,
+        difference=difference,
+    )
+    folder = out or Path("runs") / f"study-{made.name}"
+    print(run_study(made, folder, workers=workers, device=device).text())
+    print_next(("parbank", "study", "add", folder, "--seeds", len(made.seeds)))
+
+
+def add(
+    folder: FolderArgument,
+    seeds: Annotated[int, typer.Option(min=0, help="More runs of each arm.")] = 0,
+    arms: Annotated[str, typer.Option(help="Shipped arms, with commas.")] = "",
+    arm: ArmOption = None,
+    workers: WorkersOption = 1,
+    device: DeviceOption = "auto",
+) -> None:
+    """Add seeds or arms to a study, and run them. The table then says that they were added after looking.
+
+    Examples:
+
+      parbank study add runs/study-published-training --seeds 4
+
+      parbank study add runs/study-seeds --arm decay:optim.matrix_weight_decay=0.08
+    """
+    from parbank.study.engine import add_to_study, run_study
+    from parbank.study.report import make_report
+    from parbank.study.ship import make_arm
+    from parbank.study.study import read_arm, read_study
+
+    study = read_study(folder)
+    more = [make_arm(name.strip(), study.base) for name in arms.split(",") if name.strip()]
+    more += [read_arm(text, study.base) for text in arm or ()]
+    add_to_study(folder, study.with_more(seeds=seeds, arms=more, results=len(make_report(folder).results)))
+    print(run_study(None, folder, workers=workers, device=device).text())
+
+
+def show(
+    folder: FolderArgument,
+    against: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Another study: how well does one rank the other's arms?")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, with every run.")] = False,
+) -> None:
+    """Show the table of a study, complete or not.
+
+    Examples:
+
+      parbank study show runs/study-published-training
+
+      parbank study show runs/short --against runs/long
+    """
+    from parbank.study.report import correlate, make_report
+
+    report = make_report(folder)
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report.text())
+    if against is not None:
+        print(correlate(report, make_report(against)))
+
+
+def list_(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to look for studies.")] = Path("runs"),
+) -> None:
+    """List the studies that ship, their arms and the claims; and the studies in a folder.
+
+    Example:
+
+      parbank study list
+    """
+    from parbank.study.arms import ARMS, claim_of
+    from parbank.study.report import make_report
+    from parbank.study.ship import STUDIES
+    from parbank.study.study import STUDY
+
+    for name, study in STUDIES.items():
+        print(f"{name:22} {study.help} ({study.recipe})")
+        for arm in study.arms:
+            print(f"  {arm:20} {claim_of(arm)}")
+    others = [name for name in ARMS if not any(name in study.arms for study in STUDIES.values())]
+    print("more arms, for --arms")
+    for arm in others:
+        print(f"  {arm:20} {claim_of(arm)}")
+    for path in sorted(folder.glob(f"*/{STUDY}")):
+        states = list(make_report(path.parent).states.values())
+        print(f"{path.parent}: {states.count('done')} of {len(states)} runs done")
+
+
+def work(
+    folder: FolderArgument,
+    device: DeviceOption = "auto",
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing.")] = False,
+) -> None:
+    """Work on a study until no run is left. Start it on every machine that shares the folder.
+
+    Example:
+
+      parbank study work /shared/study --device cuda:1
+    """
+    from parbank.study import worker
+    from parbank.training.display import Display
+
+    count = worker.work(folder, device=device, display=Display(enabled=not quiet))
+    if not quiet:
+        print(f"no run is left; this worker ran {count}")
+
+
+COMMANDS = {"study run": run, "study add": add, "study show": show, "study list": list_, "study work": work}

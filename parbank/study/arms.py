@@ -1,0 +1,167 @@
+"""Changes that were published: functions Config -> Config. A docstring says what is claimed, where, and the number.
+
+Numbers are bits per byte, below zero is better, on the track of parameter-golf: 8 H100s, 600 s, FineWeb, unless the
+docstring says otherwise. The recipes `golf` and `sprint` already have some of these changes; the arm then takes the
+change out.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from parbank.config import override
+from parbank.training.config import RunConfig
+
+Change = Callable[[RunConfig], RunConfig]
+ARMS: dict[str, Change] = {}
+
+
+def arm(function: Change) -> Change:
+    """Registers an arm under the function's name, with dashes."""
+    ARMS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+@arm
+def xsa_everywhere(config: RunConfig) -> RunConfig:
+    """Exclusive attention in all layers, not the last few: +0.014 early (parameter-golf #670), -0.0018 (#1125)."""
+    return override(config, "model.xsa_layers=-1")
+
+
+@arm
+def no_xsa(config: RunConfig) -> RunConfig:
+    """Without exclusive attention, which the recipe of #549 has in its last 4 layers; no number of its own."""
+    return override(config, "model.xsa_layers=0")
+
+
+@arm
+def value_residual(config: RunConfig) -> RunConfig:
+    """Every layer's values are mixed with the first layer's: +0.0008 (parameter-golf #670)."""
+    return override(config, "model.value_residual=true")
+
+
+@arm
+def gated_attention(config: RunConfig) -> RunConfig:
+    """A gate on each head's output: +0.0026 (parameter-golf #670), -0.0035 (#1667, another form)."""
+    return override(config, "model.gated_attention=true")
+
+
+@arm
+def weight_decay_008(config: RunConfig) -> RunConfig:
+    """Weight decay 0.08 on matrices, not 0.04: +0.008 (parameter-golf #670); #1218 gains with 0.085 to 0.095."""
+    return override(config, "optim.matrix_weight_decay=0.08")
+
+
+@arm
+def batch_third_larger(config: RunConfig) -> RunConfig:
+    """A batch of 1,048,576 tokens, not 786,432: +0.003 (parameter-golf #670). A third more of any recipe's batch."""
+    batch = config.batch
+    return replace(config, batch=replace(batch, batch_tokens=batch.sequences * 4 // 3 * batch.sequence_length))
+
+
+@arm
+def width_576(config: RunConfig) -> RunConfig:
+    """Width 576, not 512, with 9 heads of 64: +0.006 with int5 under the cap (parameter-golf #670)."""
+    return override(config, "model.width=576", "model.heads=9", "model.kv_heads=3")
+
+
+@arm
+def swa(config: RunConfig) -> RunConfig:
+    """The plain mean of the tail's weights is scored, not the EMA; the recipe of #549 scores the EMA, no number."""
+    return override(config, "average.use=swa", "average.swa_every=1")
+
+
+@arm
+def no_average(config: RunConfig) -> RunConfig:
+    """The last weights are scored, not an average of them; no number."""
+    return override(config, "average.use=none")
+
+
+@arm
+def relu_squared(config: RunConfig) -> RunConfig:
+    """ReLU^2 in place of LeakyReLU(0.5)^2, which gained -0.003 (parameter-golf #493, #518)."""
+    return override(config, "model.activation=relu_squared")
+
+
+@arm
+def no_softcap(config: RunConfig) -> RunConfig:
+    """Logits without tanh softcap 30, which modded-nanogpt took from Gemma 2; no number of its own."""
+    return override(config, "model.softcap=0")
+
+
+@arm
+def full_rope(config: RunConfig) -> RunConfig:
+    """RoPE on all channels of a head, not on a quarter of them; partial RoPE came with #549's recipe, no number."""
+    return override(config, f"model.rope_dims={config.model.head_width}")
+
+
+@arm
+def contiguous_order(config: RunConfig) -> RunConfig:
+    """Windows in the order of the text, not shuffled: +0.024 at 120 s on one H200, together with the tokenizer."""
+    return override(config, "batch.order=contiguous")
+
+
+@arm
+def vocab_4096(config: RunConfig) -> RunConfig:
+    """A vocabulary of 4,096 tokens: -0.02 to -0.03 at 120 s on one H200; every record since April has 4,096 or more."""
+    return override(config, "model.vocab_size=4096")
+
+
+@arm
+def vocab_8192(config: RunConfig) -> RunConfig:
+    """A vocabulary of 8,192 tokens: 1.2667 -> 1.2073 in a run short of compute (parameter-golf #2005)."""
+    return override(config, "model.vocab_size=8192")
+
+
+@arm
+def small_batch(config: RunConfig) -> RunConfig:
+    """Two thirds of the batch, more steps: -0.0119 by half the batch (autoresearch #44)."""
+    batch = config.batch
+    tokens = batch.sequences * 2 // 3 * batch.sequence_length
+    together = tokens if tokens <= 2 * batch.micro_batch_tokens else batch.micro_batch_tokens
+    return replace(config, batch=replace(batch, batch_tokens=tokens, micro_batch_tokens=together))
+
+
+@arm
+def long_warmdown(config: RunConfig) -> RunConfig:
+    """The learning rate falls over the last 75% of the budget: -0.0006 (autoresearch)."""
+    return override(config, "optim.warmdown=0.75")
+
+
+@arm
+def qk_gain_4(config: RunConfig) -> RunConfig:
+    """The gain after the QK norm starts at 4, not 1.5: -0.0039 (parameter-golf #1125); 5 was +0.035 in a short run."""
+    return override(config, "model.qk_gain=4.0")
+
+
+@arm
+def head_128(config: RunConfig) -> RunConfig:
+    """Heads of 128 channels, half as many: attention at a higher rate (FlashAttention 3: 460 -> 625 TFLOP/s forward)."""
+    heads = config.model.width // 128
+    return override(config, f"model.heads={heads}", f"model.kv_heads={max(1, heads // 2)}")
+
+
+def shape(layers: int, width: int) -> Change:
+    """A model of so many layers and channels, with heads of 64 channels; the value embedding stays in the last two."""
+
+    def change(config: RunConfig) -> RunConfig:
+        heads = width // 64
+        kv_heads = heads // 2 if heads % 2 == 0 else next(n for n in (3, 5, 1) if heads % n == 0)
+        return override(
+            config,
+            f"model.layers={layers}",
+            f"model.width={width}",
+            f"model.heads={heads}",
+            f"model.kv_heads={kv_heads}",
+            f"model.value_layers=[{layers - 2},{layers - 1}]",
+        )
+
+    change.__doc__ = f"{layers} layers of width {width}. Width beat depth: d=640 over 11 layers (parameter-golf #1192)."
+    return change
+
+
+SHAPES = ((7, 640), (9, 576), (11, 640), (8, 512), (18, 384), (6, 768))
+ARMS |= {f"{layers}x{width}": shape(layers, width) for layers, width in SHAPES}
+
+
+def claim_of(name: str) -> str:
+    return " ".join((ARMS[name].__doc__ or "").split())

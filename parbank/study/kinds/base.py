@@ -1,0 +1,32 @@
+"""The interface of a kind of study."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from parbank.runtime import Runtime
+from parbank.study.study import Job, Study
+from parbank.training.display import Display
+
+Say = Callable[[str], None]
+
+
+class Kind(ABC):
+    """Runs jobs in one process: what all jobs share, such as data and compiled kernels, is made once."""
+
+    name: ClassVar[str]
+    unit: ClassVar[str] = "bits/byte"
+    """Of the measured value. Lower is better in every kind."""
+
+    def __init__(self, study: Study, runtime: Runtime, folder: Path, display: Display) -> None:
+        self.study, self.runtime, self.folder, self.display = study, runtime, folder, display
+
+    @classmethod
+    @abstractmethod
+    def check(cls, study: Study) -> None:
+        """Raises an error if an arm cannot run, before anything does."""
+
+    @abstractmethod
+    def measure(self, study: Study, job: Job) -> dict[str, Any]:
+        """Runs one job. Returns at least `value`, and `seconds`, `tokens_per_second` and `bytes` where there are any."""

@@ -1,0 +1,164 @@
+"""Training runs, one after the other in one process: text is opened once, and kernels stay compiled.
+
+A run is scored on the held-out text before packing, unless the study packs. Its folder keeps the loss curve, and the
+checkpoint where the study keeps them.
+"""
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from parbank.artifact.pack import read_tensors
+from parbank.config import override
+from parbank.data.dataset import Dataset, open_dataset
+from parbank.data.shards import TokenSet
+from parbank.errors import ConfigError
+from parbank.eval.windows import score_chunked
+from parbank.runtime import check_seed, versions
+from parbank.study.kinds.base import Kind
+from parbank.study.machine import Watch
+from parbank.study.study import BASE, Job, Study
+from parbank.training.compiled import count_lookups, use_compile_cache
+from parbank.training.config import RunConfig
+from parbank.training.display import Display
+from parbank.training.pack import calibrate_model, pack_run
+from parbank.training.reports import train_with_reports
+from parbank.training.sizes import check_size
+from parbank.training.trainer import Trainer
+from parbank.training.warmup import compile_aside
+
+# A run that is lost is run again: no checkpoint is worth its time on the clock.
+SETTINGS = ("train.checkpoint_minutes=0", 'train.loggers=["jsonl"]')
+
+
+class Training(Kind):
+    """Trains every arm from scratch."""
+
+    name = "training"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._datasets: dict[tuple[str, int], Dataset] = {}
+
+    @classmethod
+    def check(cls, study: Study) -> None:
+        for seed in study.seeds:
+            check_seed(seed)
+        for arm in [BASE, *(arm.name for arm in study.arms)]:
+            try:
+                check_size(study.config(Job(arm, study.seeds[0])), Display(enabled=False))
+            except ConfigError as error:
+                raise ConfigError(f"arm {arm}: {error}") from error
+
+    def measure(self, study: Study, job: Job) -> dict[str, Any]:
+        parts = Parts()
+        config = override(study.config(job), *SETTINGS)
+        with parts.time("data"):
+            dataset = self._open(config)
+        config = override(config, f"model.bos_id={dataset.tokenizer.bos_id}")
+        out = self.folder / "runs" / job.key
+        with parts.time("model"):
+            trainer = Trainer(config, self.runtime, dataset, out)
+        trainer.say = self.display.say
+        try:
+            result = self._train(trainer, parts, study)
+        finally:
+            trainer.close()
+            del trainer
+            self._free()
+        return result | {"parts": parts.seconds, "wall_seconds": parts.total}
+
+    def _train(self, trainer: Trainer, parts: "Parts", study: Study) -> dict[str, Any]:
+        dataset = trainer.dataset
+        with parts.time("warm-up"):
+            trainer.warm_up()
+        built = count_lookups().built
+        with parts.time("training"), Watch(self.runtime.device) as watch:
+            train_with_reports(trainer, self.display)
+        recompiled = count_lookups().built - built
+        val = _first(dataset.val, study.score_tokens)
+        seconds, tokens = trainer.clock.seconds(), trainer.tokens
+        result: dict[str, Any] = {
+            "steps": trainer.step,
+            "skipped_steps": trainer.skipped,
+            "stalled_seconds": trainer.stalled_seconds,
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_second": tokens / max(seconds, 1e-9),
+            "epochs": tokens / len(dataset.train),
+            "params": sum(p.numel() for p in trainer.model.parameters()),
+            "recompilations": recompiled,
+            "gpu": watch.found,
+            "dataset": dataset.fingerprint,
+            "versions": versions(),
+        }
+        with trainer.averages.applied():
+            with parts.time("scoring"):
+                result["value"] = result["bpb_before_packing"] = self._score(trainer, val)
+            if study.packed:
+                with parts.time("packing"):
+                    result["bytes"] = self._pack(trainer)
+                with parts.time("scoring the packed model"):
+                    result["value"] = self._score(trainer, val)
+        if study.keep:
+            with parts.time("checkpoint"):
+                trainer.save()
+        return result
+
+    def _open(self, config: RunConfig) -> Dataset:
+        """The data of a config, opened once for each spec and vocabulary. The first time, kernels are compiled beside
+        it."""
+        key = (config.data, config.model.vocab_size)
+        if key not in self._datasets:
+            use_compile_cache()
+            say = self.display.say
+            with compile_aside(config, self.runtime, say):
+                self._datasets[key] = open_dataset(config.data, vocab_size=config.model.vocab_size, say=say)
+        self._datasets[key].require_length(config.batch.sequence_length)
+        return self._datasets[key]
+
+    def _score(self, trainer: Trainer, val: TokenSet) -> float:
+        context, tokenizer = trainer.config.batch.sequence_length, trainer.dataset.tokenizer
+        return score_chunked(trainer.model, val, tokenizer, context=context, runtime=self.runtime).bpb
+
+    def _pack(self, trainer: Trainer) -> int:
+        config, dataset = trainer.config, trainer.dataset
+        measured = calibrate_model(trainer.model, config, dataset.train, self.runtime, self.display)
+        path = trainer.out / "model.pbk"
+        packed = pack_run(trainer.model, config, dataset.tokenizer, measured, path)
+        trainer.model.load_state_dict(read_tensors(path))
+        return packed.size
+
+    def _free(self) -> None:
+        """Gives back the memory of the last run, the pools of its CUDA graphs included."""
+        gc.collect()
+        if self.runtime.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.runtime.device)
+
+
+class Parts:
+    """Seconds of each part of a run."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def time(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[part] = time.perf_counter() - began
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self._began
+
+
+def _first(tokens: TokenSet, count: int) -> TokenSet:
+    """The first tokens of a text. Documents lie in the order of their hashes, so they are a sample of it."""
+    return tokens if not 0 < count < len(tokens) else TokenSet([tokens.read(0, count)])

@@ -1,0 +1,99 @@
+"""The GPU during a run, as nvidia-smi gives it: clock, power, temperature, and other processes on it.
+
+A study compares runs of minutes. A card that throttles, or that another process shares, changes speed by more than most
+arms do, so every run stores what the card did.
+"""
+
+import os
+import shutil
+import statistics
+import subprocess
+from types import TracebackType
+from typing import Any
+
+import torch
+
+_FIELDS = {"clock_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temperature.gpu"}
+_EVERY = "500"  # milliseconds between samples
+
+
+class Watch:
+    """`with Watch(device) as watch: ...`, then `watch.found`: medians, and the lowest clock. Empty without nvidia-smi."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.found: dict[str, float] = {}
+        self._device = device
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "Watch":
+        if self._device.type == "cuda" and shutil.which("nvidia-smi"):
+            query = ["-i", _card(self._device), f"--query-gpu={','.join(_FIELDS.values())}"]
+            command = ["nvidia-smi", *query, "--format=csv,noheader,nounits", "-lms", _EVERY]
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        self.found = summarise(self._process.communicate()[0])
+
+
+def summarise(output: str) -> dict[str, float]:
+    """Medians of the samples, and the lowest clock. A line that was cut off, or that says [N/A], is left out."""
+    samples = []
+    for line in output.splitlines():
+        try:
+            sample = [float(value) for value in line.split(",")]
+        except ValueError:
+            continue
+        samples += [sample] if len(sample) == len(_FIELDS) else []
+    if not samples:
+        return {}
+    columns = dict(zip(_FIELDS, zip(*samples, strict=True), strict=True))
+    return {name: statistics.median(values) for name, values in columns.items()} | {
+        "lowest_clock_mhz": min(columns["clock_mhz"])
+    }
+
+
+class Neighbours:
+    """Other processes on the GPU. Make it before this process uses the GPU, then call `settle_once` when it does.
+
+    In a container nvidia-smi gives this process another number. So its own are those that appear in between.
+    """
+
+    def __init__(self) -> None:
+        self._before = gpu_processes()
+        self._own: set[str] | None = None
+
+    def settle_once(self) -> None:
+        if self._own is None:
+            now, pid = gpu_processes().keys(), str(os.getpid())
+            self._own = {pid} if pid in now else now - self._before.keys()
+
+    def others(self) -> list[str]:
+        return [f"{pid} ({name})" for pid, name in gpu_processes().items() if pid not in (self._own or ())]
+
+
+def gpu_processes() -> dict[str, str]:
+    """Process numbers and names of all that compute on a GPU of this machine."""
+    if not shutil.which("nvidia-smi"):
+        return {}
+    command = ["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = (line.split(",", 1) for line in listed.splitlines() if "," in line)
+    return {pid.strip(): name.strip().rsplit("/", 1)[-1] for pid, name in rows if pid.strip().isdigit()}
+
+
+def _card(device: torch.device) -> str:
+    """By its UUID: CUDA_VISIBLE_DEVICES renumbers the cards for CUDA, and not for nvidia-smi."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}

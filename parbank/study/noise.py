@@ -1,0 +1,84 @@
+"""The noise that a study counts on before it has runs of its own, and where that number comes from."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import stdev, variance
+from typing import Any
+
+from parbank.errors import ParbankError
+from parbank.study.queue import Queue
+from parbank.study.study import BASE, STUDY, Job, Study, describe_budget, read_study
+
+# Two runs that share nothing: sqrt(2) times the deviation of `sprint` over seeds, 120 s on one H200.
+USUAL = math.sqrt(2) * 0.0007
+FEWEST = 3  # differences, or seeds, below which a deviation is no estimate
+
+Results = Mapping[Job, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Noise:
+    sd: float
+    """Of paired differences."""
+    source: str
+
+
+def assume_noise(study: Study, folder: Path) -> Noise:
+    """What the user says; else the study's own runs; else those of a like study beside it; else the usual."""
+    if study.noise is not None:
+        return Noise(study.noise, "as given by --noise")
+    for place in (folder, *_neighbours(folder)):
+        found = _measure(place, study)
+        if found is not None:
+            return found
+    return Noise(USUAL, "no earlier runs here; two independent sprint runs of 120 s on one H200 differ by as much")
+
+
+def _neighbours(folder: Path) -> list[Path]:
+    """Other studies in the same folder."""
+    return sorted(path.parent for path in folder.parent.glob(f"*/{STUDY}") if path.parent != folder)
+
+
+def _measure(folder: Path, like: Study) -> Noise | None:
+    if not (folder / STUDY).exists():
+        return None
+    try:
+        study = read_study(folder)
+    except ParbankError:
+        return None
+    same = (study.kind, study.base.recipe, describe_budget(study.base))
+    if same != (like.kind, like.base.recipe, describe_budget(like.base)):
+        return None
+    return measure_noise(study, Queue(folder).results(study.jobs()), folder.name)
+
+
+def measure_noise(study: Study, results: Results, name: str) -> Noise | None:
+    """The pooled deviation of an arm's differences; of a study without arms, sqrt(2) times that of its runs."""
+    found = [values for values in differences(study, results).values() if len(values) > 1]
+    pairs = sum(map(len, found))
+    if pairs - len(found) >= FEWEST - 1:
+        pooled = sum((len(values) - 1) * variance(values) for values in found) / (pairs - len(found))
+        if pooled > 0:
+            return Noise(math.sqrt(pooled), f"{pairs} pairs of runs in {name}")
+    values = [result["value"] for job, result in results.items() if job.arm == BASE]
+    if len(values) >= FEWEST and stdev(values) > 0:
+        return Noise(
+            math.sqrt(2) * stdev(values), f"{len(values)} seeds of the base in {name}, as if pairs shared nothing"
+        )
+    return None
+
+
+def differences(study: Study, results: Results) -> dict[str, list[float]]:
+    """Arm minus base for every seed that both have. A kind that measures its own baseline gives percent of it."""
+    found: dict[str, list[float]] = {}
+    for arm in study.arms:
+        mine = found[arm.name] = []
+        for seed in study.seeds:
+            result, base = results.get(Job(arm.name, seed)), results.get(Job(BASE, seed))
+            if result is not None and "against" in result:
+                mine.append(100 * (result["value"] / result["against"] - 1))
+            elif result is not None and base is not None:
+                mine.append(result["value"] - base["value"])
+    return found

@@ -1,0 +1,214 @@
+"""The runs of a study as files in its folder. Any number of workers, on any number of machines, may share it.
+
+    results/JOB.json     a run that has ended
+    failures/JOB.json    the errors of a run: after the first it is tried again, after the second it is given up
+    claims/JOB.json      a run in progress, and who runs it
+
+A worker looks for a job and claims it under one file lock, so that two workers never take the same job. While it
+works, a thread renews the time of the claim. A claim of a process that has ended on this machine, or that was not
+renewed for PATIENCE seconds, goes back. If the worker was only asleep, it finds its claim gone and its result does not
+count.
+"""
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock
+
+from parbank.files import write_json
+from parbank.study.study import Job
+
+HEARTBEAT = 5.0
+PATIENCE = 60.0  # seconds without a heartbeat after which a worker elsewhere counts as dead
+TRIES = 2
+
+State = Literal["waiting", "running", "done", "failed"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    job: Job
+    token: str
+
+
+class Queue:
+    """The jobs of one folder, as one worker sees them."""
+
+    def __init__(self, folder: Path, *, heartbeat: float = HEARTBEAT, patience: float = PATIENCE) -> None:
+        self.folder = folder
+        self._heartbeat, self._patience = heartbeat, patience
+        for name in ("results", "failures", "claims"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+
+    def claim(self, jobs: Sequence[Job]) -> Claim | None:
+        """The first job that waits, now this worker's. A job that failed once goes last."""
+        with self._locked():
+            states = self._states(jobs)
+            waiting = [job for job in jobs if states[job] == "waiting"]
+            if not waiting:
+                return None
+            job = min(waiting, key=lambda job: len(self.failures(job)))
+            token = secrets.token_hex(8)
+            write_json(self._claim(job), {"token": token, "pid": os.getpid(), **_place(), "since": time.time()})
+            return Claim(job, token)
+
+    @contextmanager
+    def beating(self, claim: Claim) -> Iterator[None]:
+        """Renews the claim inside the block."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(self._heartbeat):
+                with suppress(OSError):  # the claim has gone to another worker
+                    os.utime(self._claim(claim.job))
+
+        thread = threading.Thread(target=beat, daemon=True, name="study-heartbeat")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def finish(self, claim: Claim, result: dict[str, Any]) -> bool:
+        """Stores the result, unless the job has gone to another worker meanwhile. Returns whether it was stored."""
+        with self._locked():
+            if not self._holds(claim):
+                return False
+            write_json(self._result(claim.job), result)
+            self._claim(claim.job).unlink()
+            return True
+
+    def fail(self, claim: Claim, error: BaseException | str) -> None:
+        """Notes an error and gives the job back; after TRIES errors it is given up."""
+        with self._locked():
+            if self._holds(claim):
+                self._note(claim.job, error)
+
+    def fail_worker(self, pid: int, error: str) -> bool:
+        """Notes an error for the job that a worker of this machine held when it ended. Returns whether it held one."""
+        with self._locked():
+            for path in (self.folder / "claims").glob("*.json"):
+                if (held := _read(path)) and held.get("pid") == pid and _is_here(held):
+                    self._note(_job(path), error)
+                    return True
+        return False
+
+    def release(self, claim: Claim) -> None:
+        """Gives the job back as if nothing had happened."""
+        with self._locked():
+            if self._holds(claim):
+                self._claim(claim.job).unlink()
+
+    def states(self, jobs: Sequence[Job]) -> dict[Job, State]:
+        with self._locked():
+            return self._states(jobs)
+
+    def failures(self, job: Job) -> list[dict[str, Any]]:
+        found = _read(self.folder / "failures" / f"{job.key}.json")
+        return list(found["failures"]) if found else []
+
+    def results(self, jobs: Sequence[Job]) -> dict[Job, dict[str, Any]]:
+        found = {job: _read(self._result(job)) for job in jobs}
+        return {job: result for job, result in found.items() if result is not None}
+
+    def _states(self, jobs: Sequence[Job]) -> dict[Job, State]:
+        now = self._now()
+        found: dict[Job, State] = {}
+        for job in jobs:
+            if self._result(job).exists():
+                found[job] = "done"
+            elif len(self.failures(job)) >= TRIES:
+                found[job] = "failed"
+            elif self._is_running(job, now):
+                found[job] = "running"
+            else:
+                found[job] = "waiting"
+        return found
+
+    def _is_running(self, job: Job, now: float) -> bool:
+        """Whether somebody alive holds the job. A claim of somebody dead is deleted."""
+        path = self._claim(job)
+        try:
+            age = now - path.stat().st_mtime
+        except FileNotFoundError:
+            return False
+        held = _read(path)
+        if held is not None and age < self._patience and not (_is_here(held) and not _is_alive(int(held["pid"]))):
+            return True
+        path.unlink(missing_ok=True)
+        return False
+
+    def _note(self, job: Job, error: BaseException | str) -> None:
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        trace = "" if isinstance(error, str) else "".join(traceback.format_exception(error))
+        failure = {"error": text, "trace": trace, **_place(), "time": time.time()}
+        write_json(self.folder / "failures" / f"{job.key}.json", {"failures": [*self.failures(job), failure]})
+        self._claim(job).unlink(missing_ok=True)
+
+    def _now(self) -> float:
+        """The time by the clock of the file system, which machines that share it agree on."""
+        probe = self.folder / ".clock"
+        probe.touch()
+        return probe.stat().st_mtime
+
+    def _holds(self, claim: Claim) -> bool:
+        held = _read(self._claim(claim.job))
+        return held is not None and held.get("token") == claim.token
+
+    def _claim(self, job: Job) -> Path:
+        return self.folder / "claims" / f"{job.key}.json"
+
+    def _result(self, job: Job) -> Path:
+        return self.folder / "results" / f"{job.key}.json"
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with FileLock(self.folder / ".lock").acquire(poll_interval=0.02):
+            yield
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _job(path: Path) -> Job:
+    arm, _, seed = path.stem.rpartition(".")
+    return Job(arm, int(seed))
+
+
+def _place() -> dict[str, Any]:
+    """Where process numbers mean the same: a machine, and on it a container."""
+    try:
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        space = 0
+    return {"host": socket.gethostname(), "pid_space": space}
+
+
+def _is_here(held: dict[str, Any]) -> bool:
+    return all(held.get(name) == value for name, value in _place().items())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

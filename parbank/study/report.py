@@ -1,0 +1,194 @@
+"""The answer of a study: a table with a verdict on every arm, and what one must know to trust it."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from parbank.config import to_dict
+from parbank.study.kinds import KINDS
+from parbank.study.noise import Noise, Results, assume_noise, differences
+from parbank.study.queue import Queue, State
+from parbank.study.statistics import Comparison, compare, interval, rank_correlation, smallest_difference
+from parbank.study.study import BASE, Job, Study, describe_budget, read_study
+
+COLUMNS = ("arm", "runs", "mean", "sd", "difference", "95% interval", "verdict", "seconds", "tokens/s", "bytes")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A study with the runs that have ended."""
+
+    study: Study
+    results: Results
+    states: dict[Job, State]
+    failures: dict[Job, str]
+    """The last error of every run that was given up."""
+    noise: Noise
+    comparisons: dict[str, Comparison]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(state in ("done", "failed") for state in self.states.values())
+
+    @property
+    def digits(self) -> int:
+        return 2 if self._is_relative else 4
+
+    @property
+    def _is_relative(self) -> bool:
+        return any("against" in result for result in self.results.values())
+
+    def text(self) -> str:
+        """Markdown that reads well as plain text."""
+        lines = [f"# {self.study.name}", "", self._describe(), "", *self._table(), ""]
+        claims = [f"- {arm.name}: {arm.claim}" for arm in self.study.arms if arm.claim]
+        lines += ["Claims:", "", *claims, ""] if claims else []
+        lines += [f"- {note}" for note in self.notes()]
+        return "\n".join(lines).rstrip() + "\n"
+
+    def _describe(self) -> str:
+        study = self.study
+        unit = KINDS[study.kind].unit
+        arms = f"{len(study.arms)} arms against the base" if study.arms else "the base alone"
+        scored = {True: "packed", False: "before packing"}[study.packed] if study.kind == "training" else study.kind
+        return (
+            f"{study.base.recipe}, {describe_budget(study.base)} a run, {arms}, {len(study.seeds)} seeds; {unit}, {scored}; data "
+            f"`{study.base.data}`."
+        )
+
+    def _table(self) -> list[str]:
+        rows = [COLUMNS, *(self._row(name) for name in (BASE, *(arm.name for arm in self.study.arms)))]
+        rows = [row for row in rows if row[1] != "0" or row[0] != BASE or not self._is_relative]
+        widths = [max(len(row[n]) for row in rows) for n in range(len(COLUMNS))]
+        lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows]
+        return [lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]]
+
+    def _row(self, name: str) -> tuple[str, ...]:
+        runs = [result for job, result in self.results.items() if job.arm == name]
+        values = [run["value"] for run in runs]
+        d = self.digits
+        mean = f"{statistics.fmean(values):.{d}f}" if values else "-"
+        sd = f"{statistics.stdev(values):.{d + 1}f}" if len(values) > 1 else "-"
+        cells = ("", self._mean_interval(values), "")
+        if name != BASE:
+            found = self.comparisons[name]
+            percent = "%" if self._is_relative else ""
+            inside = "-" if math.isinf(found.low) else f"{found.low:+.{d}f} to {found.high:+.{d}f}"
+            difference = "-" if math.isnan(found.mean) else f"{found.mean:+.{d}f}{percent}"
+            cells = (difference, inside, found.describe(d))
+        return (name, str(len(values)), mean, sd, *cells, *_costs(runs))
+
+    def _mean_interval(self, values: Sequence[float]) -> str:
+        """Of the base's mean, where there is nothing to compare it with."""
+        if self.study.arms or len(values) < 2:
+            return ""
+        low, high = interval(values)
+        return f"{low:.{self.digits}f} to {high:.{self.digits}f}"
+
+    def notes(self) -> list[str]:
+        """Everything a reader must know to trust the table."""
+        study, runs = self.study, list(self.results.values())
+        found = []
+        if study.arms:
+            found.append(
+                "A difference is arm minus base at the same seed, below zero is better. Intervals are paired t, corrected by Holm "
+                f"over {len(study.arms)} arms; they alone decide."
+            )
+        for job, error in self.failures.items():
+            found.append(f"Failed twice and left out: {job.arm}, seed {job.seed}: {error}")
+        left = sum(state in ("waiting", "running") for state in self.states.values())
+        found += [f"Not complete: {left} of {len(self.states)} runs are still to come."] if left else []
+        for added in study.added:
+            if added.results:
+                what = [f"seeds {', '.join(map(str, added.seeds))}"] if added.seeds else []
+                what += [f"arms {', '.join(added.arms)}"] if added.arms else []
+                found.append(
+                    f"Added after {added.results} runs had ended: {' and '.join(what)}. Looking first makes false verdicts "
+                    "likelier than 5%; the intervals do not correct for it."
+                )
+        return found + _notes_on_runs(runs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for result.json."""
+        return {
+            "study": to_dict(self.study),
+            "noise": asdict(self.noise),
+            "arms": {name: asdict(found) | {"words": found.describe()} for name, found in self.comparisons.items()},
+            "runs": {job.key: result for job, result in sorted(self.results.items())},
+            "failures": {job.key: error for job, error in self.failures.items()},
+            "notes": self.notes(),
+        }
+
+
+def make_report(folder: Path, study: Study | None = None) -> Report:
+    study, queue = study or read_study(folder), Queue(folder)
+    jobs = study.jobs()
+    results, states = queue.results(jobs), queue.states(jobs)
+    failures = {job: queue.failures(job)[-1]["error"] for job, state in states.items() if state == "failed"}
+    noise = assume_noise(study, folder)
+    comparisons = compare(differences(study, results), target=target_of(study, noise), assumed_sd=noise.sd)
+    return Report(study, results, states, failures, noise, comparisons)
+
+
+def target_of(study: Study, noise: Noise) -> float:
+    """The difference that the study is after: as given, or the smallest that its seeds can show."""
+    if study.difference is not None:
+        return study.difference
+    return smallest_difference(sd=noise.sd, pairs=len(study.seeds), comparisons=max(1, len(study.arms)))
+
+
+def _costs(runs: Sequence[dict[str, Any]]) -> tuple[str, str, str]:
+    def median(name: str, form: str) -> str:
+        values = [run[name] for run in runs if run.get(name) is not None]
+        return form.format(statistics.median(values)) if values else "-"
+
+    return median("seconds", "{:.1f}"), median("tokens_per_second", "{:,.0f}"), median("bytes", "{:,.0f}")
+
+
+def _notes_on_runs(runs: Sequence[dict[str, Any]]) -> list[str]:
+    found = []
+    beyond = [run["wall_seconds"] - run["seconds"] for run in runs if "wall_seconds" in run and "seconds" in run]
+    if beyond:
+        parts: dict[str, list[float]] = {}
+        for run in runs:
+            for part, seconds in run.get("parts", {}).items():
+                parts.setdefault(part, []).append(seconds)
+        median = {part: statistics.median(seconds) for part, seconds in parts.items() if part != "training"}
+        listed = ", ".join(f"{part} {seconds:.1f}" for part, seconds in median.items() if seconds >= 0.05)
+        found.append(
+            f"Beyond its training clock a run took {statistics.median(beyond):.1f} s (median; longest {max(beyond):.1f}): {listed}."
+        )
+    clocks = [run["gpu"]["clock_mhz"] for run in runs if run.get("gpu")]
+    if clocks:
+        power = [run["gpu"]["power_w"] for run in runs if run.get("gpu")]
+        found.append(
+            f"GPU clock {min(clocks):.0f} to {max(clocks):.0f} MHz, power {min(power):.0f} to {max(power):.0f} W (medians of runs)."
+        )
+    shared = sum(bool(run.get("neighbours")) for run in runs)
+    if shared:
+        found.append(f"Other processes were on the GPU during {shared} runs; their times are not to be trusted.")
+    compiled = sum(run.get("recompilations", 0) for run in runs)
+    found += [f"Kernels compiled while a clock ran: {compiled}."] if compiled else []
+    stalled = sum(run.get("stalled_seconds", 0) for run in runs)
+    found += [f"Steps that stalled took {stalled:.1f} s of the clock."] if stalled else []
+    devices = sorted({run["device"] for run in runs if "device" in run})
+    found += [f"Run on {', '.join(devices)}."] if devices else []
+    return found
+
+
+def correlate(first: Report, second: Report) -> str:
+    """How well one study ranks the arms of another, by their mean differences."""
+    both = [
+        arm
+        for arm, found in first.comparisons.items()
+        if arm in second.comparisons and found.pairs and second.comparisons[arm].pairs
+    ]
+    if len(both) < 3:
+        return f"{len(both)} arms are in both studies; a rank correlation needs 3"
+    values = [[report.comparisons[arm].mean for arm in both] for report in (first, second)]
+    found = rank_correlation(*values)
+    warning = "" if found >= 0.5 else "; one of them does not rank the other"
+    return f"rank correlation of {len(both)} arms (Spearman): {found:+.2f}{warning}"

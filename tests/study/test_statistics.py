@@ -1,0 +1,151 @@
+"""The statistics of studies, against tables, against simulation, and against the promise of 5% and 80%."""
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from statistics import NormalDist, stdev
+
+import pytest
+
+from parbank.study.statistics import (
+    Comparison,
+    compare,
+    holm,
+    pairs_needed,
+    quantile,
+    rank_correlation,
+    rejection,
+    smallest_difference,
+    tail,
+)
+
+STUDIES = 1000
+PAIRS = json.loads(Path(__file__).with_name("nano_pairs.json").read_text(encoding="utf-8"))
+NOISE = [first - second for first, second in PAIRS["bpb"]]
+
+
+@pytest.mark.parametrize(
+    ("alpha", "freedom", "t"),
+    # tables of Student's distribution, two-sided
+    [(0.05, 1, 12.7062), (0.05, 2, 4.30265), (0.05, 3, 3.18245), (0.05, 7, 2.36462), (0.01, 4, 4.60409),
+     (0.001, 9, 4.78091), (0.1, 30, 1.69726), (0.05, 120, 1.97993), (0.0025, 3, 9.46469)],
+)  # fmt: skip
+def test_quantiles_are_those_of_the_tables(alpha: float, freedom: int, t: float) -> None:
+    assert quantile(alpha, freedom) == pytest.approx(t, rel=2e-5)
+    assert tail(quantile(alpha, freedom), freedom) == pytest.approx(alpha, rel=1e-9)
+
+
+def test_many_degrees_of_freedom_are_the_normal_distribution() -> None:
+    assert quantile(0.05, 5000) == pytest.approx(NormalDist().inv_cdf(0.975), rel=1e-3)
+    assert rejection(2.0, 1.96, 5000) == pytest.approx(1 - NormalDist().cdf(-0.04), abs=2e-3)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 7, 30])
+def test_without_a_shift_a_test_rejects_at_its_level(freedom: int) -> None:
+    """The integral for power, and the series for quantiles, are two ways to the same number."""
+    for alpha in (0.05, 0.01):
+        assert rejection(0.0, quantile(alpha, freedom), freedom) == pytest.approx(alpha, rel=1e-4)
+
+
+def test_holm_goes_on_while_it_rejects() -> None:
+    levels = holm({"a": 0.04, "b": 0.001, "c": 0.02, "d": 0.9})
+    assert levels == {"b": 0.05 / 4, "c": 0.05 / 3, "a": 0.05 / 3, "d": 0.05 / 3}
+    assert holm({"a": 0.04, "b": 0.001}) == {"b": 0.025, "a": 0.05}  # alone it would have its 5%
+
+
+def test_an_interval_leaves_zero_out_exactly_when_there_is_a_verdict() -> None:
+    generator = random.Random(1)
+    for _ in range(300):
+        arms = {name: [generator.gauss(generator.choice((0, 1)), 1) for _ in range(5)] for name in "abcd"}
+        for found in compare(arms, target=2.0).values():
+            decided = found.verdict in ("better", "worse")
+            assert decided == (not found.low <= 0 <= found.high)
+            assert found.verdict != "better" or found.high < 0
+            assert found.verdict != "worse" or found.low > 0
+
+
+def test_verdicts_in_words() -> None:
+    steady = {"base again": [0.0001, -0.0001, 0.0, 0.0], "good": [-0.01, -0.011, -0.0105, -0.0099]}
+    found = compare(steady, target=0.001)
+    assert found["good"].describe() == "better"
+    assert found["base again"].describe() == "no difference of more than 0.0001 shown"
+    (noisy,) = compare({"noisy": [0.01, -0.012, 0.004, -0.001]}, target=0.001).values()
+    assert noisy.verdict == "too few seeds"
+    assert noisy.describe() == f"too few seeds: {noisy.more} more would show 0.0010"
+    sd = stdev([0.01, -0.012, 0.004, -0.001])
+    assert smallest_difference(sd=sd, pairs=4 + noisy.more) <= 0.001 < smallest_difference(sd=sd, pairs=3 + noisy.more)
+
+
+def test_too_few_pairs_and_equal_pairs_give_no_verdict_by_accident() -> None:
+    found = compare({"none": [], "one": [-5.0], "equal": [0.0, 0.0, 0.0]}, target=0.1, assumed_sd=1.0)
+    assert [found[name].verdict for name in found] == ["too few seeds", "too few seeds", "no difference"]
+    assert found["one"].more == pairs_needed(0.1, sd=1.0, comparisons=3) - 1
+    assert math.isinf(found["one"].high)
+    constant = compare({"constant": [0.25, 0.25]}, target=0.1)["constant"]
+    assert constant.verdict == "worse"  # no noise at all: the same difference twice is one
+
+
+def test_rank_correlation() -> None:
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 2, 2, 4], [1, 3, 2, 4]) == pytest.approx(0.9487, abs=1e-4)
+    assert math.isnan(rank_correlation([1, 1, 1], [1, 2, 3]))
+
+
+def stored_noise(generator: random.Random) -> float:
+    """A difference of two stored runs. Which of the two is the base is chance, so its sign is, too."""
+    spread = stdev(NOISE) / 4  # between the stored ones, so that no value comes twice
+    return generator.choice((-1, 1)) * generator.choice(NOISE) + generator.gauss(0, spread)
+
+
+def normal_noise(generator: random.Random) -> float:
+    return generator.gauss(0, stdev(NOISE))
+
+
+def simulate(
+    draw: Callable[[random.Random], float], *, arms: int, seeds: int, shift: float = 0.0
+) -> list[dict[str, Comparison]]:
+    """A thousand studies in which no arm has an effect, or only the first has `shift`."""
+    generator = random.Random(20)
+    studies = []
+    for _ in range(STUDIES):
+        differences = {f"{n}": [draw(generator) + shift * (n == 0) for _ in range(seeds)] for n in range(arms)}
+        studies.append(compare(differences, target=1.0))
+    return studies
+
+
+def within(share: float, expected: float) -> bool:
+    """Whether a share of the simulated studies lies in the 99% binomial interval of what is expected."""
+    return abs(share - expected) <= 2.576 * math.sqrt(expected * (1 - expected) / STUDIES)
+
+
+@pytest.mark.parametrize("draw", [stored_noise, normal_noise])
+@pytest.mark.parametrize("seeds", [3, 4, 8])
+def test_base_against_base_gets_a_verdict_in_5_of_100_studies(draw: Callable[..., float], seeds: int) -> None:
+    studies = simulate(draw, arms=1, seeds=seeds)
+    share = sum(study["0"].verdict in ("better", "worse") for study in studies) / STUDIES
+    assert within(share, 0.05), share
+
+
+@pytest.mark.parametrize("draw", [stored_noise, normal_noise])
+def test_twelve_arms_without_effect_get_no_more_verdicts_than_one(draw: Callable[..., float]) -> None:
+    """Without Holm's correction some arm would get one in 46 of 100 studies."""
+    studies = simulate(draw, arms=12, seeds=4)
+    share = sum(any(c.verdict in ("better", "worse") for c in study.values()) for study in studies) / STUDIES
+    assert share <= 0.05 + 2.576 * math.sqrt(0.05 * 0.95 / STUDIES), share
+
+
+@pytest.mark.parametrize(("arms", "seeds"), [(1, 4), (1, 8), (6, 4), (12, 8)])
+def test_the_smallest_difference_is_seen_in_80_of_100_studies(arms: int, seeds: int) -> None:
+    shift = -smallest_difference(sd=stdev(NOISE), pairs=seeds, comparisons=arms)
+    studies = simulate(normal_noise, arms=arms, seeds=seeds, shift=shift)
+    share = sum(study["0"].verdict == "better" for study in studies) / STUDIES
+    assert within(share, 0.8) or (arms > 1 and 0.8 < share < 0.83), share
+
+
+def test_the_noise_is_that_of_thirty_pairs_of_real_runs() -> None:
+    assert len(NOISE) == 30
+    assert PAIRS["recipe"] == "nano"
+    assert 0 < stdev(NOISE) < 0.2
