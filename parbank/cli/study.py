@@ -45,8 +45,9 @@ def run(
         bool | None, typer.Option("--packed/--unpacked", help="Score every model packed, or before packing.")
     ] = None,
     score_tokens: Annotated[
-        int, typer.Option(parser=read_count, metavar="COUNT", help="Score on so many tokens at most; 0: on all.")
-    ] = 0,
+        int | None,
+        typer.Option(parser=read_count, metavar="COUNT", help="Score on so many tokens at most; all if not given."),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep a checkpoint of every run.")] = False,
     noise: Annotated[
         float | None, typer.Option(help="Deviation of paired differences to assume; earlier runs' if not given.")
@@ -90,7 +91,7 @@ def run(
         extra=arm or (),
         settings=settings or (),
         packed=packed,
-        score_tokens=score_tokens,
+        score_tokens=score_tokens or 0,
         keep=keep,
         noise=noise,
         difference=difference,

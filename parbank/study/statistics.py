@@ -14,14 +14,13 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
 from typing import Literal
 
 import numpy as np
 
 ALPHA = 0.05
 POWER = 0.8
-MOST_PAIRS = 10_000  # more seeds than anybody runs
+MOST_PAIRS = 1000  # more seeds than anybody runs
 
 Verdict = Literal["better", "worse", "no difference", "too few seeds"]
 
@@ -97,9 +96,9 @@ def holm(p_values: Mapping[str, float], alpha: float = ALPHA) -> dict[str, float
 def _test(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean, standard deviation and two-sided p. With one pair nothing can be said: p is 1."""
     n = len(values)
+    mean, sd = mean_and_deviation(values)
     if n < 2:
-        return fmean(values) if values else math.nan, math.nan, 1.0
-    mean, sd = fmean(values), stdev(values)
+        return mean, sd, 1.0
     if sd == 0:  # a change without any effect, or one that adds a constant
         return mean, 0.0, 1.0 if mean == 0 else 0.0
     return mean, sd, tail(abs(mean) / (sd / math.sqrt(n)), n - 1)
@@ -109,8 +108,16 @@ def interval(values: Sequence[float], alpha: float = ALPHA) -> tuple[float, floa
     """The t interval of a mean."""
     if len(values) < 2:
         return -math.inf, math.inf
-    half = quantile(alpha, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return fmean(values) - half, fmean(values) + half
+    mean, sd = mean_and_deviation(values)
+    half = quantile(alpha, len(values) - 1) * sd / math.sqrt(len(values))
+    return mean - half, mean + half
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """As `statistics` gives them, without its exact fractions, which take a hundred times as long."""
+    n = len(values)
+    mean = math.fsum(values) / n if n else math.nan
+    return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1)) if n > 1 else math.nan
 
 
 def smallest_difference(
@@ -155,15 +162,20 @@ def rejection(shift: float, critical: float, freedom: int) -> float:
     """
     # beyond twelve deviations of it (at least 1 / sqrt(2 freedom)) nothing is left
     upper = 1 + 12 / math.sqrt(2 * freedom)
-    nodes, weights = np.polynomial.legendre.leggauss(400)
+    nodes, weights = _gauss_legendre()
     chi = upper * (nodes + 1) / 2
     log_density = (
         math.log(2) + freedom / 2 * math.log(freedom / 2) - math.lgamma(freedom / 2)
         + (freedom - 1) * np.log(chi) - freedom * chi**2 / 2
     )  # fmt: skip
-    normal = np.vectorize(NormalDist().cdf)
-    rejected = normal(shift - critical * chi) + normal(-shift - critical * chi)
+    above, below = ((sign * shift - critical * chi) / math.sqrt(2) for sign in (1, -1))
+    rejected = np.array([1 + (math.erf(a) + math.erf(b)) / 2 for a, b in zip(above.tolist(), below.tolist())])
     return float((weights * upper / 2 * np.exp(log_density) * rejected).sum())
+
+
+@functools.cache
+def _gauss_legendre() -> tuple[np.ndarray, np.ndarray]:
+    return np.polynomial.legendre.leggauss(200)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -190,7 +202,7 @@ def tail(t: float, freedom: int) -> float:
 
 def _bisect(below: Callable[[float], bool], low: float, high: float) -> float:
     """Where a condition that holds at `low` ceases to hold."""
-    for _ in range(100):
+    while high - low > 1e-12 * high:
         middle = (low + high) / 2
         low, high = (middle, high) if below(middle) else (low, middle)
     return high

@@ -1,0 +1,214 @@
+"""A study from the first run to the table: on one process, on two, killed, stopped, and with runs that fail."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parbank.errors import CheckpointError, ConfigError, TrainingError
+from parbank.study.engine import add_to_study, introduce, open_study, run_study
+from parbank.study.kinds.training import Training
+from parbank.study.report import make_report
+from parbank.study.study import BASE, Job, Study, read_study
+from parbank.study.worker import work
+from tests.study.conftest import values_of
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory, text_spec: str) -> Path:
+    """A study that nobody disturbed."""
+    from tests.study.conftest import study as make
+
+    folder = tmp_path_factory.mktemp("study") / "complete"
+    run_study(make.__wrapped__(text_spec), folder, device="cpu", quiet=True)
+    return folder
+
+
+def test_a_study_ends_with_verdicts_on_pairs(complete: Path) -> None:
+    report = make_report(complete)
+    assert report.is_complete
+    assert not report.failures
+    slow, same = report.comparisons["slow"], report.comparisons["same"]
+    assert slow.verdict == "worse"
+    assert slow.pairs == 3
+    # the arm that changes nothing gives the same run to the bit: same seed, same order of the data
+    assert (same.mean, same.sd, same.verdict) == (0.0, 0.0, "no difference")
+    seeds = {report.results[Job(BASE, seed)]["value"] for seed in range(3)}
+    assert len(seeds) == 3
+    text = (complete / "table.md").read_text(encoding="utf-8")
+    assert text == report.text()
+    assert "| slow | 3 " in text
+    assert "corrected by Holm over 2 arms" in text
+    assert "Beyond its training clock a run took" in text
+    assert json.loads((complete / "result.json").read_text())["arms"]["slow"]["verdict"] == "worse"
+    assert (complete / "runs" / "slow.1" / "metrics.jsonl").exists()
+
+
+def test_a_complete_study_runs_nothing_again(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Training, "measure", lambda *arguments: pytest.fail("a job was run twice"))
+    before = values_of(complete)
+    run_study(None, complete, device="cpu", quiet=True)
+    run_study(read_study(complete), complete, device="cpu", quiet=True)
+    assert values_of(complete) == before
+
+
+def start_worker(folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "parbank", "study", "work", str(folder), "--device", "cpu", "--quiet"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE)
+
+
+def wait_for_claim(folder: Path) -> None:
+    end = time.monotonic() + 120
+    while not any((folder / "claims").glob("*.json")):
+        assert time.monotonic() < end, "no worker has claimed a job"
+        time.sleep(0.005)
+
+
+def test_two_workers_one_killed_end_with_the_same_table(complete: Path, study: Study, tmp_path: Path) -> None:
+    """The killed worker's job comes back, nothing runs twice, and the scores are those of an undisturbed study."""
+    folder = tmp_path / "killed"
+    open_study(folder, study)
+    victim = start_worker(folder)
+    wait_for_claim(folder)
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate()
+    other = start_worker(folder)
+    wait_for_claim(folder)
+    here = work(folder, device="cpu")
+    _, error = other.communicate(timeout=300)
+    assert other.returncode == 0, error.decode()
+    assert here < len(study.jobs())
+    assert values_of(folder) == values_of(complete)
+    assert make_report(folder).comparisons == make_report(complete).comparisons
+    assert not list((folder / "claims").iterdir())
+    assert not list((folder / "failures").iterdir())
+
+
+def test_ctrl_c_gives_the_job_back_and_the_same_command_goes_on(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake(monkeypatch)
+    measure, ran = Training.measure, []
+
+    def interrupted(self: Training, study: Study, job: Job) -> dict[str, object]:
+        ran.append(job)
+        if len(ran) == 5:
+            raise KeyboardInterrupt
+        return measure(self, study, job)
+
+    monkeypatch.setattr(Training, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study, tmp_path / "s", device="cpu")
+    out = capsys.readouterr().out
+    assert "stopped; continue with the same command" in out
+    assert "4 of 9  " in out
+    assert "so far " in out
+    table = (tmp_path / "s" / "table.md").read_text()
+    assert "Not complete: 5 of 9 runs are still to come." in table
+    run_study(study, tmp_path / "s", device="cpu", quiet=True)
+    assert ran[4] == ran[5]
+    assert len(ran) == 10
+    assert make_report(tmp_path / "s").is_complete
+
+
+def test_a_run_that_fails_is_tried_again_and_then_reported(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: dict[Job, int] = {}
+
+    def measure(self: Training, study: Study, job: Job) -> dict[str, object]:
+        tries[job] = tries.get(job, 0) + 1
+        if job == Job("slow", 1) or (job == Job(BASE, 0) and tries[job] == 1):
+            raise RuntimeError("the disk is full")
+        return {"value": 1.0 + job.seed / 100 + (job.arm == "slow")}
+
+    monkeypatch.setattr(Training, "measure", measure)
+    report = run_study(study, tmp_path / "s", device="cpu", quiet=True)
+    assert tries[Job(BASE, 0)] == tries[Job("slow", 1)] == 2
+    assert report.is_complete
+    assert report.comparisons["slow"].pairs == 2
+    assert "Failed twice and left out: slow, seed 1: RuntimeError: the disk is full" in report.text()
+
+
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that take no time."""
+
+    def measure(self: Training, study: Study, job: Job) -> dict[str, object]:
+        noise = (7 * job.seed % 5 + len(job.arm)) / 1e4
+        return {"value": 1.0 + job.seed / 100 + noise + (job.arm == "slow"), "seconds": 2.0, "wall_seconds": 2.5}
+
+    monkeypatch.setattr(Training, "measure", measure)
+
+
+def test_what_is_added_after_looking_is_said(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch)
+    folder = tmp_path / "s"
+    before = run_study(study, folder, device="cpu", quiet=True)
+    assert "after" not in before.text()
+    add_to_study(folder, before.study.with_more(seeds=2, results=len(before.results)))
+    after = run_study(None, folder, device="cpu", quiet=True)
+    assert after.study.seeds == (0, 1, 2, 3, 4)
+    assert after.comparisons["slow"].pairs == 5
+    assert "Added after 9 runs had ended: seeds 3, 4." in after.text()
+    run_study(study, folder, device="cpu", quiet=True)  # the first command still continues it
+    with pytest.raises(ConfigError, match="nothing to add"):
+        after.study.with_more(results=0)
+
+
+def test_another_study_in_the_folder_is_refused(
+    study: Study, text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(monkeypatch)
+    from parbank.study.ship import make_study
+
+    run_study(study, tmp_path / "s", device="cpu", quiet=True)
+    other = make_study("seeds", recipe="nano", data=text_spec, budget="7steps", seeds=3)
+    with pytest.raises(ConfigError, match=r"holds the study 'seeds' with other base.*study add"):
+        open_study(tmp_path / "s", other)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        open_study(tmp_path / "full", study)
+    with pytest.raises(CheckpointError, match="holds no study"):
+        run_study(None, tmp_path / "nowhere", quiet=True)
+
+
+def test_what_it_can_show_and_how_long_it_takes_is_said_before(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_study(tmp_path / "s", study)
+    first, smallest, seconds = introduce(study, tmp_path / "s", 1)
+    assert "3 arms with the base, 3 seeds, 6 steps each: 9 runs, 0 of them done" in first
+    assert "80% power, Holm over 2 arms" in smallest
+    assert "standard deviation 0.00099 (no earlier runs here; two independent sprint runs" in smallest
+    assert "known after the first" in seconds
+    fake(monkeypatch)
+    run_study(study, tmp_path / "s", device="cpu", quiet=True)
+    _, smallest, _ = introduce(study, tmp_path / "like", 1)  # a new study beside it counts on its noise
+    assert "(6 pairs of runs in s)" in smallest
+    timed = introduce(timed_study(study), tmp_path / "timed", 1)[-1]
+    assert timed.startswith("time: about 1:54 for 9 runs (6.66 s of training and some 6 s beyond it each)")
+
+
+def timed_study(study: Study) -> Study:
+    from dataclasses import replace
+
+    from parbank.config import override
+
+    return replace(study, base=override(study.base, "budget.steps=none", "budget.minutes=0.111"))
+
+
+def test_workers_that_would_slow_each_other_down_are_refused(study: Study, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the budget is a time; use --workers 1"):
+        run_study(timed_study(study), tmp_path / "s", workers=2, device="cpu", quiet=True)
+
+
+def test_workers_that_cannot_start_end_the_study(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(TrainingError, match=r"worker [01] ended with code 1: it left no message"):
+        run_study(study, tmp_path / "s", workers=2, device="cpu", quiet=True)
+    assert set(make_report(tmp_path / "s").states.values()) == {"waiting"}

@@ -1,0 +1,133 @@
+"""The queue of a study: a job runs once, a dead worker's job comes back, an error is met twice at most."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from parbank.study.queue import Claim, Queue
+from parbank.study.study import Job
+
+JOBS = [Job(arm, seed) for seed in range(10) for arm in ("base", "wide")]
+
+
+def take_all(folder: Path) -> list[Job]:
+    queue, taken = Queue(folder), []
+    while (claim := queue.claim(JOBS)) is not None:
+        taken.append(claim.job)
+        time.sleep(0.002)
+        assert queue.finish(claim, {"value": 1.0})
+    return taken
+
+
+def test_workers_at_once_take_every_job_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        taken = [job for jobs in pool.map(take_all, [tmp_path] * 6) for job in jobs]
+    assert sorted(taken) == sorted(JOBS)
+    queue = Queue(tmp_path)
+    assert set(queue.states(JOBS).values()) == {"done"}
+    assert queue.claim(JOBS) is None
+
+
+def test_jobs_are_taken_in_their_order_and_a_released_one_again(tmp_path: Path) -> None:
+    queue = Queue(tmp_path)
+    first, second = claimed(queue), claimed(queue)
+    assert [first.job, second.job] == JOBS[:2]
+    queue.release(first)
+    assert claimed(queue).job == JOBS[0]
+    assert queue.failures(JOBS[0]) == []
+
+
+def claimed(queue: Queue) -> Claim:
+    claim = queue.claim(JOBS)
+    assert claim is not None
+    return claim
+
+
+def test_an_error_is_met_twice_and_then_reported(tmp_path: Path) -> None:
+    queue = Queue(tmp_path)
+    for attempt in range(2):
+        claim = queue.claim(JOBS[:1])
+        assert claim is not None, attempt
+        queue.fail(claim, RuntimeError(f"bad luck {attempt}"))
+    assert queue.claim(JOBS[:1]) is None
+    assert queue.states(JOBS[:1]) == {JOBS[0]: "failed"}
+    errors = [failure["error"] for failure in queue.failures(JOBS[0])]
+    assert errors == ["RuntimeError: bad luck 0", "RuntimeError: bad luck 1"]
+
+
+def test_a_job_that_failed_waits_until_the_others_have_run(tmp_path: Path) -> None:
+    queue = Queue(tmp_path)
+    queue.fail(claimed(queue), "out of memory")
+    order = [claimed(queue).job for _ in range(len(JOBS))]
+    assert order == [*JOBS[1:], JOBS[0]]
+
+
+def test_a_dead_process_gives_its_job_back_at_once(tmp_path: Path) -> None:
+    script = "import sys\nfrom pathlib import Path\nfrom tests.study.test_queue import JOBS, Queue\n"
+    script += "Queue(Path(sys.argv[1])).claim(JOBS); print('claimed', flush=True); sys.stdin.read()"
+    worker = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == b"claimed\n"
+    queue = Queue(tmp_path)
+    assert queue.states(JOBS)[JOBS[0]] == "running"
+    worker.kill()
+    worker.communicate()
+    assert queue.states(JOBS)[JOBS[0]] == "waiting"
+    assert queue.failures(JOBS[0]) == []  # a kill is not the job's fault
+    assert claimed(queue).job == JOBS[0]
+
+
+def test_the_death_of_a_watched_worker_counts_as_an_error_of_its_job(tmp_path: Path) -> None:
+    queue = Queue(tmp_path)
+    claimed(queue)
+    assert queue.fail_worker(os.getpid(), "worker 0 ended with code -11")
+    assert not queue.fail_worker(os.getpid(), "again")
+    assert [failure["error"] for failure in queue.failures(JOBS[0])] == ["worker 0 ended with code -11"]
+
+
+def pretend_elsewhere(folder: Path, job: Job) -> None:
+    """Makes a claim look like that of a worker on another machine."""
+    path = folder / "claims" / f"{job.key}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"host": "elsewhere", "pid": 1}))
+
+
+def test_a_silent_worker_elsewhere_loses_its_job_and_its_late_result(tmp_path: Path) -> None:
+    queue = Queue(tmp_path, patience=0.3)
+    lost = claimed(queue)
+    pretend_elsewhere(tmp_path, lost.job)
+    assert queue.states(JOBS)[lost.job] == "running"
+    time.sleep(0.5)
+    again = claimed(queue)
+    assert again.job == lost.job
+    assert not queue.finish(lost, {"value": 666.0})
+    queue.fail(lost, "too late as well")
+    assert queue.finish(again, {"value": 1.0})
+    assert queue.results(JOBS) == {lost.job: {"value": 1.0}}
+    assert queue.failures(lost.job) == []
+
+
+def test_a_worker_elsewhere_that_beats_keeps_its_job(tmp_path: Path) -> None:
+    queue = Queue(tmp_path, heartbeat=0.05, patience=0.5)
+    claim = claimed(queue)
+    pretend_elsewhere(tmp_path, claim.job)
+    with queue.beating(claim):
+        time.sleep(0.8)
+        assert queue.states(JOBS)[claim.job] == "running"
+    assert "study-heartbeat" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("left", ["", "{", "[]"])
+def test_a_claim_that_was_cut_off_is_no_claim(tmp_path: Path, left: str) -> None:
+    queue = Queue(tmp_path)
+    claim = claimed(queue)
+    (tmp_path / "claims" / f"{claim.job.key}.json").write_text(left)
+    assert claimed(queue).job == claim.job

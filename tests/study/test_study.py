@@ -1,0 +1,121 @@
+"""A study as data: arms, budgets, files, and what is shipped."""
+
+from pathlib import Path
+
+import pytest
+
+from parbank.config import override
+from parbank.errors import ConfigError
+from parbank.recipes import get_recipe
+from parbank.study.arms import ARMS, claim_of
+from parbank.study.kinds import KINDS
+from parbank.study.machine import summarise
+from parbank.study.ship import STUDIES, make_arm, make_study
+from parbank.study.study import Arm, Job, Study, read_arm, read_budget, read_study, settings_between, write_study
+
+
+def test_every_shipped_study_can_be_made_and_stored(tmp_path: Path) -> None:
+    for name, shipped in STUDIES.items():
+        study = make_study(name)
+        KINDS[study.kind].check(study)
+        assert [arm.name for arm in study.arms] == list(shipped.arms)
+        for arm in study.arms:
+            assert arm.settings, f"{arm.name} changes nothing"
+        write_study(tmp_path / name, study)
+        assert read_study(tmp_path / name) == study
+
+
+def test_an_arm_is_the_settings_that_its_function_changes() -> None:
+    base = get_recipe("sprint")
+    for name, change in ARMS.items():
+        arm = make_arm(name, base)
+        assert override(base, *arm.settings) == change(base)
+        assert arm.claim == claim_of(name)
+        assert len(arm.claim) > 20, f"{name} has no claim"
+    assert make_arm("batch-third-larger", base).settings == ("batch.batch_tokens=262144",)
+    assert make_arm("batch-third-larger", get_recipe("golf")).settings == ("batch.batch_tokens=1048576",)
+    assert settings_between(base, base) == ()
+    with pytest.raises(ConfigError, match="the arm head-128 does not fit the recipe nano"):
+        make_arm("head-128", get_recipe("nano"))
+    with pytest.raises(ConfigError, match=r"an arm must be one of .* did you mean value-residual"):
+        make_arm("value-residuals", base)
+
+
+def test_arms_on_the_command_line_may_have_lists() -> None:
+    base = get_recipe("sprint")
+    arm = read_arm("staged:batch.stages=[[0.3,512,196608]],optim.warmdown=0.7", base)
+    assert arm == Arm(name="staged", settings=("batch.stages=[[0.3,512,196608]]", "optim.warmdown=0.7"))
+    for wrong in ("wide", "wide:", ":model.width=576"):
+        with pytest.raises(ConfigError, match=r"wide:model.width=576"):
+            read_arm(wrong, base)
+    with pytest.raises(ConfigError, match=r"model.depth is not a setting"):
+        read_arm("deep:model.depth=3", base)
+
+
+def test_budgets() -> None:
+    base = get_recipe("sprint")
+    for text, seconds in (("30s", 30), ("2min", 120), ("1.5min", 90)):
+        minutes = override(base, *read_budget(text)).budget.minutes
+        assert minutes is not None
+        assert 60 * minutes == pytest.approx(seconds)
+    assert override(base, *read_budget("2_000steps")).budget.steps == 2000
+    assert override(base, *read_budget("5e6tokens")).budget.tokens == 5_000_000
+    for wrong in ("30", "s", "30 hours", "-3s"):
+        with pytest.raises(ConfigError, match="write 60s, 2min, 2000steps"):
+            read_budget(wrong)
+
+
+def test_every_arm_has_the_same_seeds_and_takes_its_turn() -> None:
+    study = make_study("published-training", seeds=3, arms=["value-residual", "swa"])
+    jobs = study.jobs()
+    assert [job.key for job in jobs[:6]] == [
+        "base.0", "value-residual.0", "swa.0", "value-residual.1", "swa.1", "base.1",
+    ]  # fmt: skip
+    assert sorted(jobs) == sorted(Job(arm, seed) for arm in ("base", "value-residual", "swa") for seed in range(3))
+    assert study.config(Job("swa", 2)).seed == 2
+    assert study.config(Job("swa", 2)).average.use == "swa"
+
+
+def test_choices_are_made_on_dev_unless_val_is_asked_for(tmp_path: Path) -> None:
+    spec = f"text:{tmp_path}"
+    assert make_study("seeds", data=spec).base.data.endswith(",holdout=dev")
+    assert "holdout" not in make_study("seeds", data=spec, holdout="val").base.data
+    assert make_study("seeds").base.data == "stdlib"  # has no part of its own to hold out
+    with pytest.raises(ConfigError, match="--holdout is dev or val"):
+        make_study("seeds", data=spec, holdout="test")
+
+
+def test_a_file_is_a_study(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'recipe = "nano"\nbudget = "6steps"\nseeds = 2\nsettings = ["model.layers=3", "model.value_layers=[2]"]\n'
+        'arms = ["swa"]\n[arm.slow]\nsettings = ["optim.matrix_lr=0.001"]\nclaim = "slower (my notes)"\n',
+        encoding="utf-8",
+    )
+    study = make_study(str(path))
+    assert (study.name, study.seeds, study.base.model.layers) == ("mine", (0, 1), 3)
+    assert [arm.name for arm in study.arms] == ["swa", "slow"]
+    assert study.arms[1].claim == "slower (my notes)"
+    assert study.base.budget.steps == 6
+    path.write_text("recipes = 3", encoding="utf-8")
+    with pytest.raises(ConfigError, match="recipes is not a setting"):
+        make_study(str(path))
+    path.write_text('recipe = "nano"\n[arm]\nslow = "optim.matrix_lr=0.001"\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"arm.slow must be a table; write \[arm.slow\]"):
+        make_study(str(path))
+    with pytest.raises(ConfigError, match="there are seeds, published-training"):
+        make_study("published")
+
+
+@pytest.mark.parametrize("wrong", ["a b", "", "../x", "base"])
+def test_names_are_safe_and_differ(wrong: str) -> None:
+    with pytest.raises(ConfigError):
+        Study(name="x", base=get_recipe("nano"), arms=(Arm(name=wrong),))
+
+
+def test_what_the_gpu_did_is_read_with_gaps() -> None:
+    lines = "1980, 400.5, 50\n1700, 699.0, 60\n1755, [N/A], 61\n1740, 690.0, 62\n17"
+    assert summarise(lines) == {
+        "clock_mhz": 1740.0, "power_w": 690.0, "temperature_c": 60.0, "lowest_clock_mhz": 1700.0,
+    }  # fmt: skip
+    assert summarise("No devices were found\n") == {}
