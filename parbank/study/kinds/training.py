@@ -22,12 +22,12 @@ from parbank.runtime import check_seed, versions
 from parbank.study.kinds.base import Kind
 from parbank.study.machine import Watch
 from parbank.study.study import BASE, Job, Study
+from parbank.training.checks import check_size
 from parbank.training.compiled import count_lookups, use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.display import Display
 from parbank.training.pack import calibrate_model, pack_run
 from parbank.training.reports import train_with_reports
-from parbank.training.sizes import check_size
 from parbank.training.trainer import Trainer
 from parbank.training.warmup import compile_aside
 
