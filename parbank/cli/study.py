@@ -109,7 +109,9 @@ def add(
     workers: WorkersOption = 1,
     device: DeviceOption = "auto",
 ) -> None:
-    """Add seeds or arms to a study, and run them. The table then says that they were added after looking.
+    """Add seeds or arms to a study, and run them.
+
+    If runs had ended before, the table says that these were added after looking.
 
     Examples:
 
@@ -138,6 +140,8 @@ def show(
 ) -> None:
     """Show the table of a study, complete or not.
 
+    The verdicts are those of the runs that have ended.
+
     Examples:
 
       parbank study show runs/study-published-training
@@ -155,7 +159,9 @@ def show(
 def list_(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to look for studies.")] = Path("runs"),
 ) -> None:
-    """List the studies that ship, their arms and the claims; and the studies in a folder.
+    """List the studies that ship, and the studies in a folder.
+
+    Every arm has its claim beside it: what was published, where, and with which number.
 
     Example:
 
@@ -184,7 +190,9 @@ def work(
     device: DeviceOption = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing.")] = False,
 ) -> None:
-    """Work on a study until no run is left. Start it on every machine that shares the folder.
+    """Work on a study until no run is left.
+
+    Start it on every machine that shares the folder. A worker that dies gives its job back.
 
     Example:
 

@@ -22,6 +22,7 @@ def test_every_command_and_every_option_explains_itself(call: Call) -> None:
     assert found.keys() == {
         "", "train", "warmup", "eval", "sample", "pack", "inspect", "export", "import", "recipes", "doctor",
         "data", "data prepare", "data info", "data fetch",
+        "study", "study run", "study add", "study show", "study list", "study work",
     }  # fmt: skip
     for name, command in found.items():
         answer = call(*name.split(), "--help")
@@ -95,11 +96,11 @@ def test_every_example_is_a_command_that_parses(call: Call, monkeypatch: pytest.
             if not words or words[0] not in ("parbank", "torchrun"):
                 continue
             arguments = words[words.index("parbank") + 1 :]
-            asked = " ".join(arguments[:2]) if arguments[0] == "data" else arguments[0]
+            asked = " ".join(arguments[:2]) if arguments[0] in ("data", "study") else arguments[0]
             found[asked].make_context(asked, arguments[len(asked.split()) :])
             seen.add(asked if asked == name else "")
             assert f"\n   {line.strip()}" in call(*name.split(), "--help").out, (
                 "an example is indented, on a line of its own"
             )
-    groups = {"", "data"}
+    groups = {"", "data", "study"}
     assert seen - groups == found.keys() - groups, "every command shows an example of itself"
