@@ -13,7 +13,7 @@ from parbank.config import require
 from parbank.data.tokenizer import Tokenizer
 from parbank.model import GPT
 from parbank.model.protocol import PlainModel
-from parbank.model.stream import Segment, Stream
+from parbank.model.stream import Stream
 from parbank.precision import autocast
 from parbank.runtime import check_seed
 
@@ -149,7 +149,7 @@ def _read_stream(model: GPT, end: int, context: int) -> Reader:
             documents = np.flatnonzero(np.array(window) == end) if model.config.isolate_documents else None
             ids = torch.tensor(window, device=device)
             with autocast(device):
-                logits = stream.read(Segment.cut(ids, first, done, documents=documents), last=True)[-1]
+                logits = stream.read(ids, first, done, documents=documents, last=True)[-1]
         return logits
 
     return read

@@ -119,9 +119,25 @@ class Stream:
         """How many graphs were made."""
         return self._graphs.captures
 
-    def read(self, segment: Segment, targets: Tensor | None = None, *, last: bool = False) -> Tensor:
-        """The nats of `targets` (T,), one each, or the logits of the next token at every position (`last`: at the last
-        only). Use them before the next segment is read: a graph overwrites them."""
+    def read(
+        self,
+        tokens: Tensor,
+        start: int,
+        end: int,
+        targets: Tensor | None = None,
+        *,
+        length: int = 0,
+        documents: np.ndarray | None = None,
+        last: bool = False,
+    ) -> Tensor:
+        """Reads the next segment of a text, tokens[start:end]; see `Segment.cut` for `length` and `documents`.
+
+        Returns the nats of `targets` (T,), one each, or the logits of the next token at every position (`last`: at the
+        last only). Use them before the next segment is read: a graph overwrites them.
+        """
+        return self._read_segment(Segment.cut(tokens, start, end, length=length, documents=documents), targets, last)
+
+    def _read_segment(self, segment: Segment, targets: Tensor | None = None, last: bool = False) -> Tensor:
         device = self.model.token_embedding.weight.device
         ids = torch.cat([segment.before, segment.ids])[None].long()
         numbers = (segment.start, BEFORE - min(segment.start, BEFORE))  # the second: the part of `ids` before the text

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parbank.model import GPT, ModelConfig, gpt
-from parbank.model.stream import Segment, Stream
+from parbank.model.stream import Stream
 from tests.model.test_gpt import EVERYTHING
 
 CONFIGS = {
@@ -149,8 +149,8 @@ def test_streamed_logits(model: GPT) -> None:
     """Cut in the middle of a document: what a segment is told of the tokens before it must be enough."""
     ids = make_ids(model.config)[0]
     stream, documents = Stream(model, LENGTH), (ids == model.config.bos_id).nonzero().flatten().numpy()
-    parts = [Segment.cut(ids, a, b, documents=documents) for a, b in ((0, 11), (11, 12), (12, LENGTH))]
-    found = torch.cat([stream.read(part) for part in parts])
+    parts = [stream.read(ids, a, b, documents=documents) for a, b in ((0, 11), (11, 12), (12, LENGTH))]
+    found = torch.cat(parts)
     torch.testing.assert_close(found, expected_logits(model, ids[None])[0], rtol=1e-4, atol=1e-3)
 
 

@@ -29,6 +29,12 @@ def cut(tokens: np.ndarray, start: int, end: int, length: int = 0) -> Segment:
     return Segment.cut(torch.from_numpy(tokens), start, end, length=length, documents=documents)
 
 
+def read(stream: Stream, tokens: np.ndarray, start: int, end: int, *rest: torch.Tensor, **options: int) -> torch.Tensor:
+    """The next segment, on the model's device."""
+    ids = torch.from_numpy(tokens).to(next(stream.model.parameters()).device)
+    return stream.read(ids, start, end, *rest, documents=np.flatnonzero(tokens == BOS), **options)
+
+
 @torch.no_grad()
 def plain_logits(model: GPT, tokens: np.ndarray, window: int) -> torch.Tensor:
     """The definition: the whole text through `GPT.features`' own attention, under a mask of last-`window`-tokens."""
@@ -58,7 +64,7 @@ def stream_logits(model: GPT, tokens: np.ndarray, window: int, lengths: list[int
     stream, found, start = Stream(model, window), [], 0
     while start < len(tokens):
         end = min(len(tokens), start + lengths[len(found) % len(lengths)])
-        found.append(stream.read(cut(tokens, start, end)))
+        found.append(read(stream, tokens, start, end))
         start = end
     return torch.cat(found)
 
@@ -99,19 +105,19 @@ def test_far_into_a_text_rotation_is_as_good_as_at_its_start() -> None:
     model, tokens = random_model(config), text(config)
     segment = cut(tokens, 0, LENGTH)
     with torch.no_grad():
-        near = Stream(model, 8).read(segment)
-        found = Stream(model, 8).read(replace(segment, start=10_000_000, document=10_000_000))
+        near = Stream(model, 8)._read_segment(segment)
+        found = Stream(model, 8)._read_segment(replace(segment, start=10_000_000, document=10_000_000))
     torch.testing.assert_close(found, near, rtol=2e-4, atol=2e-4)
 
 
 def test_padding_and_what_stands_for_nothing_change_nothing() -> None:
     model, tokens = random_model(EVERYTHING), text(EVERYTHING)
     with torch.no_grad():
-        exact = Stream(model, 8).read(cut(tokens, 0, 20))
-        padded = Stream(model, 8).read(cut(tokens, 0, 20, length=32))
+        exact = read(Stream(model, 8), tokens, 0, 20)
+        padded = read(Stream(model, 8), tokens, 0, 20, length=32)
         junk = replace(cut(tokens, 0, 20), before=torch.tensor([7, 9]))
-        assert torch.equal(Stream(model, 8).read(junk), exact)
-        last = Stream(model, 8).read(cut(tokens, 0, 20), last=True)
+        assert torch.equal(Stream(model, 8)._read_segment(junk), exact)
+        last = read(Stream(model, 8), tokens, 0, 20, last=True)
     torch.testing.assert_close(padded[:20], exact)
     torch.testing.assert_close(last[0], exact[-1])
 
@@ -121,8 +127,8 @@ def test_the_losses_are_those_of_the_logits() -> None:
     targets = torch.from_numpy(np.roll(tokens, -1))
     targets[5] = -100
     with torch.no_grad():
-        logits = Stream(model, 8).read(cut(tokens, 0, LENGTH))
-        losses = Stream(model, 8).read(cut(tokens, 0, LENGTH), targets)
+        logits = read(Stream(model, 8), tokens, 0, LENGTH)
+        losses = read(Stream(model, 8), tokens, 0, LENGTH, targets)
     expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
 
@@ -179,16 +185,15 @@ def test_a_graphed_stream_on_a_gpu_is_the_plain_one(isolated: bool) -> None:
         parameter.data.mul_(0.2)
     targets = torch.from_numpy(np.roll(tokens, -1))
     with torch.no_grad():
-        whole = Stream(model, 200).read(cut(tokens, 0, 3000), targets)
+        whole = read(Stream(model, 200), tokens, 0, 3000, targets)
         model.cuda()
         found = {}
         for graph in (False, True):
             stream, parts = Stream(model, 200, graph=graph), []
             for start in range(0, 3000, 500):
-                segment = cut(tokens, start, start + 500)
-                segment = replace(segment, ids=segment.ids.cuda(), before=segment.before.cuda())
+                own = targets[start : start + 500].cuda()
                 with torch.autocast("cuda", torch.bfloat16):
-                    parts.append(stream.read(segment, targets[start : start + 500].cuda()).float().cpu())
+                    parts.append(read(stream, tokens, start, start + 500, own).float().cpu())
             assert (stream.captures > 0) == graph
             found[graph] = torch.cat(parts)
     assert torch.equal(found[False], found[True])

@@ -14,7 +14,7 @@ from parbank.eval.methods.base import PieceMethod
 from parbank.eval.ring import RingCarry
 from parbank.eval.score import IGNORED, Pace, Progress, Text, check_context, silent, tokens_together
 from parbank.model import GPT
-from parbank.model.stream import Carry, LocalCarry, Segment, Stream
+from parbank.model.stream import Carry, LocalCarry, Stream
 from parbank.precision import autocast
 from parbank.runtime import Runtime
 
@@ -61,10 +61,10 @@ class StreamScorer:
 
     def _score_segment(self, ids: Tensor, start: int, end: int, documents: np.ndarray | None, nats: Tensor) -> None:
         length = self._segment if self._padded else end - start
-        segment = Segment.cut(ids, start, end, length=length, documents=documents)
         targets = F.pad(ids[start + 1 : end + 1].long(), (0, length - (end - start)), value=IGNORED)
         with autocast(nats.device):
-            nats[start:end] = self._stream.read(segment, targets)[: end - start].float()
+            found = self._stream.read(ids, start, end, targets, length=length, documents=documents)
+            nats[start:end] = found[: end - start].float()
 
 
 def even_segment(targets: int, segment: int) -> int:
