@@ -23,12 +23,7 @@ import harness  # noqa: E402
 
 from parbank.artifact.container import is_artifact, read_artifact  # noqa: E402
 from parbank.artifact.contents import read_contents  # noqa: E402
-from parbank.artifact.streams import (  # noqa: E402
-    decode_integers,
-    encode_halves,
-    encode_integers,
-    encode_scales,
-)
+from parbank.artifact.streams import encode_halves  # noqa: E402
 from parbank.quant.coders.base import entropy_bits  # noqa: E402
 from parbank.quant.config import QuantConfig  # noqa: E402
 from parbank.quant.integers import (  # noqa: E402
@@ -36,6 +31,7 @@ from parbank.quant.integers import (  # noqa: E402
     quantise_rows,
 )
 from parbank.quant.roles import role  # noqa: E402
+from parbank.quant.streams import decode_integers, encode_integers, encode_scales  # noqa: E402
 
 MEASURED = ("parbank/quant", "benchmarks/coding.py")
 Weights = dict[str, np.ndarray]

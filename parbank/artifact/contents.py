@@ -13,20 +13,12 @@ from typing import Any
 import numpy as np
 
 from parbank.artifact.container import MAX_JSON_VALUES, Artifact, count_json, encode_artifact
-from parbank.artifact.streams import (
-    decode_bytes,
-    decode_halves,
-    decode_integers,
-    decode_scales,
-    encode_bytes,
-    encode_halves,
-    encode_integers,
-    encode_scales,
-)
+from parbank.artifact.streams import decode_bytes, decode_halves, encode_bytes, encode_halves
 from parbank.errors import ArtifactError
 from parbank.quant.coders.base import FREE_SCALES, FREE_WEIGHTS, MAX_WEIGHTS_PER_BYTE, entropy_bits
-from parbank.quant.integers import MAX_ROTATION, Halves, Quantised
+from parbank.quant.integers import MAX_ROTATION, Halves, Integers, Quantised
 from parbank.quant.roles import Role, Shape
+from parbank.quant.streams import Decoded, decode_integers, decode_quantised, encode_quantised
 
 Content = Quantised | Halves
 ROLES = ("matrix", "embedding", "other")
@@ -106,8 +98,7 @@ def pack_contents(
     halves = [half.ravel() for spec in specs for half in _halves(contents[spec.name])]
     sections = {TABLE: encode_bytes(table_bytes(specs))}
     if quantised:
-        sections[INTEGERS] = encode_integers([(content.values, content.q) for content in quantised], coder)
-        sections[SCALES] = encode_scales([content.scales for content in quantised])
+        sections[INTEGERS], sections[SCALES] = encode_quantised(quantised, coder)
     if halves:
         sections[HALVES] = encode_halves(np.concatenate(halves))
     if not _may_multiply(sections, specs):
@@ -210,7 +201,7 @@ def read_contents(artifact: Artifact) -> list[Stored]:
     """Every tensor of a file, of any version. All sizes are checked before any weight is decoded."""
     specs = read_specs(artifact)
     read = _read_streams_1 if artifact.version == 1 else _read_streams
-    values, scales = read(artifact, specs)
+    decoded = read(artifact, specs)
     numbers, position, found = _read_halves(artifact, specs), 0, []
     half_bits = 8 * len(artifact.sections.get(HALVES, b"")) / max(len(numbers), 1)
     for spec in specs:
@@ -219,35 +210,28 @@ def read_contents(artifact: Artifact) -> list[Stored]:
         if not spec.q:
             found.append(Stored(spec, own, 0.0, half_bits * spec.halves))
             continue
-        (integers, bits), (factors, side) = values[spec.name], scales[spec.name]
-        content = Quantised(
-            integers, factors.reshape(-1, spec.groups), spec.q, spec.rotation, _split_factors(own, spec)
-        )
-        found.append(Stored(spec, content, bits, side + half_bits * spec.halves))
+        one = decoded[spec.name]
+        content = Quantised(one.values, one.scales, spec.q, spec.rotation, _split_factors(own, spec))
+        found.append(Stored(spec, content, one.integer_bits, one.scale_bits + half_bits * spec.halves))
     return found
 
 
-Decoded = dict[str, tuple[Any, float]]  # by tensor: numbers, and the bits they took
-
-
-def _read_streams(artifact: Artifact, specs: list[Spec]) -> tuple[Decoded, Decoded]:
+def _read_streams(artifact: Artifact, specs: list[Spec]) -> dict[str, Decoded]:
     ordered = by_range(specs)
     _check_sections(artifact, specs, {INTEGERS, SCALES} if ordered else set())
     if not ordered:
-        return {}, {}
-    names, shapes = [spec.name for spec in ordered], [(spec.shape[0], spec.shape[1], spec.q) for spec in ordered]
-    values = decode_integers(artifact.sections[INTEGERS], shapes, source=f"{artifact.source} ({INTEGERS})")
-    counts = [spec.scales for spec in ordered]
-    scales = decode_scales(artifact.sections[SCALES], counts, source=f"{artifact.source} ({SCALES})")
-    return dict(zip(names, values)), dict(zip(names, scales))
+        return {}
+    shapes = [(spec.shape[0], spec.shape[1], spec.q, spec.groups) for spec in ordered]
+    streams = artifact.sections[INTEGERS], artifact.sections[SCALES]
+    return dict(zip([spec.name for spec in ordered], decode_quantised(*streams, shapes, source=artifact.source)))
 
 
-def _read_streams_1(artifact: Artifact, specs: list[Spec]) -> tuple[Decoded, Decoded]:
+def _read_streams_1(artifact: Artifact, specs: list[Spec]) -> dict[str, Decoded]:
     """Version 1: a stream for each range, as one long row; scales as float16 numbers in the order of the table."""
     whole = [spec for spec in specs if spec.q]
     sections = {q: f"{INTEGERS}/{q}" for q in sorted({spec.q for spec in whole})}
     _check_sections(artifact, specs, {*sections.values(), SCALES} if whole else set())
-    values: Decoded = {}
+    values: dict[str, tuple[Integers, float]] = {}
     for q, section in sections.items():
         own = [spec for spec in whole if spec.q == q]
         shape, source = (1, sum(spec.count for spec in own), q), f"{artifact.source} ({section})"
@@ -257,14 +241,14 @@ def _read_streams_1(artifact: Artifact, specs: list[Spec]) -> tuple[Decoded, Dec
         factor = bits / max(sum(shares), 1.0)
         values |= {s.name: (p.reshape(s.shape), factor * e) for s, p, e in zip(own, parts, shares)}
     if not whole:
-        return {}, {}
+        return {}
     counts, source = [spec.scales for spec in whole], f"{artifact.source} ({SCALES})"
     everything = decode_halves(artifact.sections[SCALES], sum(counts), source=source)
     if np.signbit(everything).any():
         raise ArtifactError.damaged(artifact.source, "it holds a negative scale")
     each = 8 * len(artifact.sections[SCALES]) / sum(counts)
     parts = np.split(everything, np.cumsum(counts)[:-1])
-    return values, {spec.name: (part, each * part.size) for spec, part in zip(whole, parts)}
+    return {spec.name: Decoded(*values[spec.name], part[:, None], each * part.size) for spec, part in zip(whole, parts)}
 
 
 def _read_halves(artifact: Artifact, specs: list[Spec]) -> Halves:

@@ -17,11 +17,13 @@ import numpy as np
 from parbank.artifact.container import encode_artifact
 from parbank.artifact.contents import HALVES, INTEGERS, SCALES, TABLE, Spec, table_bytes
 from parbank.artifact.pack import plan
-from parbank.artifact.streams import encode_bytes, encode_integers, encode_scales, fixed_bytes
+from parbank.artifact.streams import encode_bytes
 from parbank.errors import ConfigError
 from parbank.quant.coders import CODERS
 from parbank.quant.config import QuantConfig
+from parbank.quant.integers import Quantised
 from parbank.quant.roles import Shape
+from parbank.quant.streams import encode_quantised, fixed_bytes
 
 # One entry of the container's section table beside its name: field names, punctuation and checksum 76, and two numbers
 # of at most 12 digits.
@@ -71,7 +73,7 @@ def check_fits(
     `reserve` is how much the overhead may still grow: it refuses nothing, but the cap that the error suggests
     includes it.
     """
-    encode_scales([])  # needs the entropy coder's package: without it a run would fail after its training
+    encode_quantised([])  # needs the entropy coder's package: without it a run would fail after its training
     fixed = overhead + code_bytes
     # A model that fits at fixed width also fits as zeros; this saves writing millions of them.
     if fixed + _total(_most_bytes(_coarsest(shapes, config))) <= max_bytes:
@@ -125,10 +127,12 @@ def _zeros_bytes(specs: tuple[Spec, ...], coder: str) -> dict[str, int]:
     """The same if all integers are zero: written by the writer itself, so exact except for the float16 numbers. Takes a
     second or two for a golf model, hence the cache."""
     shapes = [spec.shape for spec in specs if spec.q]
+    zeros = [Quantised(np.zeros(shape, np.int8), np.zeros((shape[0], 1), np.float16), 1) for shape in shapes]
+    integers, scales = encode_quantised(zeros, coder)
     return _most_bytes(specs) | {
         TABLE: len(encode_bytes(table_bytes(specs))),
-        INTEGERS: len(encode_integers([(np.zeros(shape, np.int8), 1) for shape in shapes], coder)),
-        SCALES: len(encode_scales([np.zeros(shape[0], np.float16) for shape in shapes])),
+        INTEGERS: len(integers),
+        SCALES: len(scales),
     }
 
 

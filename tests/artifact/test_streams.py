@@ -13,23 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from parbank.artifact.pack import pack_tensors, unpack_tensors
-from parbank.artifact.streams import (
-    decode_bytes,
-    decode_halves,
-    decode_integers,
-    decode_scales,
-    encode_bytes,
-    encode_halves,
-    encode_integers,
-    encode_scales,
-    fixed_bytes,
-)
+from parbank.artifact.streams import decode_bytes, decode_halves, encode_bytes, encode_halves
 from parbank.compress import FILTERS
 from parbank.errors import ArtifactError, ConfigError
 from parbank.quant.coders import CODERS, READERS
 from parbank.quant.coders.base import FREE_WEIGHTS, MAX_WEIGHTS_PER_BYTE, Coder, entropy_bits
 from parbank.quant.config import QuantConfig
 from parbank.quant.integers import quantise_rows
+from parbank.quant.streams import decode_integers, decode_scales, encode_integers, encode_scales, fixed_bytes
 
 RANGES = [1, 2, 3, 5, 7, 8, 15, 20, 31, 63, 100, 127]
 
