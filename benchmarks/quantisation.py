@@ -166,8 +166,8 @@ class Bench:
     def solver(self) -> Solver:
         began, config = time.perf_counter(), QuantConfig()
         self.model.load_state_dict(self.tensors)
-        context, count = self.config.batch.sequence_length, config.calibration_tokens
-        calibration = calibrate(self.model, self.train, context=context, count=count, runtime=self.runtime)
+        context = self.config.batch.sequence_length
+        calibration = calibrate(self.model, self.train, config, context=context, runtime=self.runtime)
         solver = Solver(self.tensors, self.roles, calibration, config, device=self.runtime.device, say=print)
         self.sync()
         self.calibration_seconds = time.perf_counter() - began

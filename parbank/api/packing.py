@@ -93,19 +93,20 @@ def _pack_own(
         if calibration is not None and not isinstance(calibration, str):
             measured = calibrate_module(module, calibration, module.state_dict(), loss=loss)
         elif quant.calibration_tokens:
-            measured = _calibrate_on_text(model, module, calibration, quant.calibration_tokens)
+            measured = _calibrate_on_text(model, module, calibration, quant)
     sections = {TOKENIZER: model.tokenizer.model_bytes}
     return pack_weights(
         module.state_dict(), quant, measured, max_bytes=max_bytes, meta=model.meta, extra_sections=sections
     )
 
 
-def _calibrate_on_text(model: Model, module: GPT, asked: str | None, count: int) -> Calibration:
+def _calibrate_on_text(model: Model, module: GPT, asked: str | None, quant: QuantConfig) -> Calibration:
     """Calibrates on the training part of the given spec, which must exist, or of the model's own."""
     spec = asked or model.data
     try:
         if spec is None:
             raise DataError("the model does not know what it was trained on")
+        count = quant.calibration_tokens
         tokens = open_training_tokens(spec, model.tokenizer, context=model.context, count=count, say=say_nothing)
     except DataError as error:
         if asked is not None:
@@ -114,7 +115,7 @@ def _calibrate_on_text(model: Model, module: GPT, asked: str | None, count: int)
             f"packing by the weights alone, without calibration: {error}; calibration=SPEC names text", stacklevel=4
         )
         return Calibration()
-    return calibrate(module, tokens, context=model.context, count=count, runtime=Runtime(device=model.device))
+    return calibrate(module, tokens, quant, context=model.context, runtime=Runtime(device=model.device))
 
 
 def _pack_foreign(

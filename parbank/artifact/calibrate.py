@@ -33,13 +33,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from parbank.artifact.pack import plan
 from parbank.data.shards import TokenSet
 from parbank.errors import DataError
 from parbank.model import GPT
 from parbank.ops.backend import use_backend
 from parbank.precision import autocast
 from parbank.quant.calibration import Calibration
-from parbank.quant.roles import role
+from parbank.quant.config import QuantConfig
 from parbank.runtime import Runtime
 
 # Tokens of one pass: activations of all layers and the plain attention's (heads, T, T) are kept for backward.
@@ -50,21 +51,22 @@ _LOGITS = 1 << 25  # tokens times vocabulary of one pass
 def calibrate(
     model: GPT,
     tokens: TokenSet,
+    config: QuantConfig,
     *,
     context: int,
-    count: int,
     runtime: Runtime,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Calibration:
-    """H and g of every tensor that becomes integers, over about `count` tokens in windows spread evenly over the text.
+    """H and g of every tensor that becomes integers, over about `config.calibration_tokens` in windows spread evenly over
+    the text.
 
     The windows are distributed over the ranks and the sums added, so every rank returns the same. Nothing is random.
     """
-    starts = _window_starts(len(tokens), context, count)
+    starts = _window_starts(len(tokens), context, config.calibration_tokens)
     mine = starts[runtime.rank :: runtime.world]
     limit = _TOKENS_CUDA if runtime.is_cuda else _TOKENS_CPU
     rows = max(1, min(limit, _LOGITS // model.config.vocab_size) // context)
-    probe = Probe(_weights(model), runtime.device)
+    probe = Probe(_weights(model, config), runtime.device)
     with frozen(model), use_backend("reference"):
         for first in range(0, len(mine), rows):
             windows = [
@@ -90,10 +92,11 @@ def _window_starts(length: int, context: int, count: int) -> list[int]:
     return [room * i // max(windows - 1, 1) for i in range(windows)]
 
 
-def _weights(model: GPT) -> dict[str, Tensor]:
+def _weights(model: GPT, config: QuantConfig) -> dict[str, Tensor]:
     """The tensors that become integers, as views of the parameters' own memory."""
     state = model.state_dict(keep_vars=False)
-    return {name: tensor for name, tensor in state.items() if role(name, tuple(tensor.shape)) != "other"}
+    specs = plan({name: tuple(tensor.shape) for name, tensor in state.items()}, config)
+    return {spec.name: state[spec.name] for spec in specs if spec.q}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from parbank.quant.coders.base import entropy_bits
 from parbank.quant.coders.fixed import integer_bits
 from parbank.quant.config import QuantConfig
 from parbank.quant.integers import Floats, Quantised, dequantise, quantise_rows, to_half
-from parbank.quant.roles import Role, Shape, role
+from parbank.quant.roles import Role, Shape
 from parbank.quant.solver import solve
 
 
@@ -100,15 +100,12 @@ def plan(
 ) -> list[Spec]:
     """The specs of all tensors, sorted by name, so that the order of the dict does not matter. Matrices have the range
     -q..q of `matrix_q`, or the finest one."""
-    ranges = config.ranges(matrix_q)
-
-    def groups(shape: Shape, q: int) -> int:
-        grouped = q and config.method == "rows" and config.group and shape[1] % config.group == 0
-        return max(shape[1] // config.group, 1) if grouped else 1
-
-    chosen = roles or {name: role(name, tuple(shape)) for name, shape in shapes.items()}
-    found = ((name, tuple(shape), chosen[name]) for name, shape in sorted(shapes.items()))
-    return [Spec(name, shape, kind, ranges[kind], groups(shape, ranges[kind])) for name, shape, kind in found]
+    specs = []
+    for name, shape in sorted(shapes.items()):
+        known = roles[name] if roles else None
+        storage = config.choose_storage(name, tuple(shape), known_role=known, matrix_q=matrix_q)
+        specs.append(Spec(name, tuple(shape), storage.role, storage.q, storage.groups))
+    return specs
 
 
 def pack_tensors(
@@ -145,7 +142,8 @@ def pack_solved(
 ) -> Packed:
     """Like `pack_tensors`, by the solver. It meets every cap that `check_fits` accepted, whatever the weights: at worst
     by a file of zeros."""
-    roles = roles or {name: role(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    roles = {spec.name: spec.role for spec in plan(shapes, config, roles=roles)}
 
     def build(contents: Contents) -> bytes:
         chosen = {name: roles[name] for name in contents}

@@ -5,7 +5,7 @@ from typing import Literal
 
 from parbank.config import choose, require
 from parbank.quant.coders import CODERS
-from parbank.quant.roles import Role
+from parbank.quant.roles import Role, Shape, Storage, role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +94,15 @@ class QuantConfig:
     def embedding_q(self) -> int:
         return largest_integer(self.embedding_bits)
 
-    def ranges(self, matrix_q: int | None = None) -> dict[Role, int]:
-        """q of the integers -q..q by role, 0 for float16: with matrices at this q, or at their finest."""
-        return {"matrix": self.matrix_q if matrix_q is None else matrix_q, "embedding": self.embedding_q, "other": 0}
+    def choose_storage(
+        self, name: str, shape: Shape, *, known_role: Role | None = None, matrix_q: int | None = None
+    ) -> Storage:
+        """A tensor is stored by its known role or that of its name, with matrices at this q or at their finest."""
+        own = known_role or role(name, shape)
+        finest = self.matrix_q if matrix_q is None else matrix_q
+        q = {"matrix": finest, "embedding": self.embedding_q, "other": 0}[own]
+        grouped = q and self.method == "rows" and self.group and shape[1] % self.group == 0
+        return Storage(own, q, max(shape[1] // self.group, 1) if grouped else 1)
 
     @property
     def clip_fractions(self) -> tuple[float, ...]:

@@ -1,11 +1,23 @@
 """How a tensor is stored: as integers per row, or as float16."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["matrix", "embedding", "other"]
 Shape = tuple[int, ...]
 # The names of GPT-2's tables; other models have "embed" in the name (embed_tokens, tok_embeddings, ...).
 TABLES = ("wte", "wpe")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one tensor is stored."""
+
+    role: Role
+    q: int
+    """Integers -q..q, or 0 for float16."""
+    groups: int
+    """Scales a row has."""
 
 
 def role(name: str, shape: Shape) -> Role:

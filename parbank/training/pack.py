@@ -38,8 +38,8 @@ def calibrate_model(
         return calibrate(
             model,
             tokens,
+            config.quant,
             context=config.batch.sequence_length,
-            count=config.quant.calibration_tokens,
             runtime=runtime,
             progress=progress,
         )

@@ -12,6 +12,7 @@ from parbank.data.shards import TokenSet
 from parbank.errors import DataError
 from parbank.model import GPT, ModelConfig
 from parbank.quant.calibration import Calibration
+from parbank.quant.config import QuantConfig
 from parbank.quant.roles import role
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
@@ -31,7 +32,8 @@ def make_model(**changes: object) -> GPT:
 
 
 def measure(model: GPT, ids: list[int] | np.ndarray, context: int, count: int, place: Runtime = CPU) -> Calibration:
-    return calibrate(model, TokenSet([np.asarray(ids, np.uint16)]), context=context, count=count, runtime=place)
+    tokens, quant = TokenSet([np.asarray(ids, np.uint16)]), QuantConfig(calibration_tokens=count)
+    return calibrate(model, tokens, quant, context=context, runtime=place)
 
 
 def gradients(model: GPT, ids: list[int]) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from parbank.eval.adaptation import ADAPTERS
 from parbank.eval.methods import METHODS, make_method
 from parbank.eval.sampling import sample_tokens
 from parbank.model import GPT, ModelConfig
+from parbank.quant.config import QuantConfig
 from parbank.runtime import Runtime
 from parbank.training.passes import Passes
 
@@ -45,7 +46,7 @@ USES: dict[str, Callable[[GPT], object]] = {
     "training": _train,
     **{name: _score(name) for name in METHODS},
     **{f"learning by {name}": _score("ttt", adapter=name, chunk=16, epochs=1) for name in ADAPTERS},
-    "calibrating": lambda model: calibrate(model, TOKENS, context=16, count=64, runtime=CPU),
+    "calibrating": lambda model: calibrate(model, TOKENS, QuantConfig(calibration_tokens=64), context=16, runtime=CPU),
     "sampling": lambda model: list(sample_tokens(model, _Letters(), "abc", tokens=4, context=16)),  # type: ignore[arg-type]
 }
 

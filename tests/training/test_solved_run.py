@@ -37,7 +37,8 @@ def test_the_solver_loses_less_than_rows_at_equal_bytes(trained: Path, text_spec
     dataset = open_dataset(text_spec, vocab_size=320, say=lambda line: None)
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     context = config.batch.sequence_length
-    calibration = calibrate(model, dataset.train, context=context, count=16_384, runtime=CPU)
+    quant = QuantConfig(calibration_tokens=16_384)
+    calibration = calibrate(model, dataset.train, quant, context=context, runtime=CPU)
 
     def loss(weights: dict[str, torch.Tensor]) -> float:
         model.load_state_dict(weights)
