@@ -14,7 +14,19 @@ from parbank.study.queue import Queue, State
 from parbank.study.statistics import Comparison, compare, interval, rank_correlation, smallest_difference
 from parbank.study.study import BASE, Job, Study, describe_budget, read_study
 
-COLUMNS = ("arm", "runs", "mean", "sd", "difference", "95% interval", "verdict", "seconds", "tokens/s", "bytes")
+COLUMNS = (
+    "arm",
+    "runs",
+    "mean",
+    "sd",
+    "difference",
+    "95% interval",
+    "verdict",
+    "seconds",
+    "tokens/s",
+    "weights",
+    "bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -140,12 +152,13 @@ def target_of(study: Study, noise: Noise) -> float:
     return smallest_difference(sd=noise.sd, pairs=len(study.seeds), comparisons=max(1, len(study.arms)))
 
 
-def _costs(runs: Sequence[dict[str, Any]]) -> tuple[str, str, str]:
+def _costs(runs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     def median(name: str, form: str) -> str:
         values = [run[name] for run in runs if run.get(name) is not None]
         return form.format(statistics.median(values)) if values else "-"
 
-    return median("seconds", "{:.1f}"), median("tokens_per_second", "{:,.0f}"), median("bytes", "{:,.0f}")
+    counts = {name: median(name, "{:,.0f}") for name in ("tokens_per_second", "params", "bytes")}
+    return median("seconds", "{:.1f}"), *counts.values()
 
 
 def _notes_on_runs(runs: Sequence[dict[str, Any]]) -> list[str]:

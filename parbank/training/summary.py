@@ -40,6 +40,7 @@ def summarise(
         "tokens_per_second": tokens / max(seconds, 1e-9),
         "train_seconds": seconds,
         "stalled_seconds": trainer.stalled_seconds,
+        "recompilations": trainer.recompilations,
         "setup_seconds": sum(setup.values()),
         "setup_parts": setup,
         "compile_cache": count_lookups().start,

@@ -40,7 +40,7 @@ from parbank.training.checkpoint import (
     restore_random_state,
     save_checkpoint,
 )
-from parbank.training.compiled import keep_compiled_graphs
+from parbank.training.compiled import count_lookups, keep_compiled_graphs
 from parbank.training.config import RunConfig, Stage
 from parbank.training.groups import parameter_groups
 from parbank.training.passes import Passes
@@ -91,6 +91,7 @@ class Trainer:
         self.skipped = 0
         self.stop_signal = 0
         self.stalled_seconds = 0.0
+        self.recompilations = 0  # kernels and graphs built while the clock ran
         self.say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
         self._skipping = False  # the last step seen was skipped
         self._stuck = False  # too many in a row were
@@ -100,7 +101,7 @@ class Trainer:
         """Runs until the budget is spent or `stop_signal` is set. Then no step is in flight and the clock is stopped."""
         self.telemetry.restart()
         self.clock.start()
-        suspended = suspended_seconds()
+        suspended, built = suspended_seconds(), count_lookups().built
         self._last_save = time.monotonic()
         while (spent := self._agree_to_go_on()) is not None:
             share = self._schedule(spent)
@@ -112,6 +113,7 @@ class Trainer:
         self._report(self.telemetry.collect(drain=True), report)
         self.runtime.synchronize()
         self.clock.stop()
+        self.recompilations += count_lookups().built - built
         if (asleep := suspended_seconds() - suspended) > 1:
             self.say(f"warning: the machine was suspended for {asleep:.0f} s, which the training clock does not count")
         self._end_if_lost()

@@ -23,7 +23,7 @@ from parbank.study.kinds.base import Kind
 from parbank.study.machine import Watch
 from parbank.study.study import BASE, Job, Study
 from parbank.training.checks import check_size
-from parbank.training.compiled import count_lookups, use_compile_cache
+from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.display import Display
 from parbank.training.pack import calibrate_model, pack_run
@@ -67,19 +67,18 @@ class Training(Kind):
         try:
             result = self._train(trainer, parts, study)
         finally:
-            trainer.close()
-            del trainer
-            self._free()
+            with parts.time("freeing"):
+                trainer.close()
+                del trainer
+                self._free()
         return result | {"parts": parts.seconds, "wall_seconds": parts.total}
 
     def _train(self, trainer: Trainer, parts: "Parts", study: Study) -> dict[str, Any]:
         dataset = trainer.dataset
         with parts.time("warm-up"):
             trainer.warm_up()
-        built = count_lookups().built
         with parts.time("training"), Watch(self.runtime.device) as watch:
             train_with_reports(trainer, self.display)
-        recompiled = count_lookups().built - built
         val = _first(dataset.val, study.score_tokens)
         seconds, tokens = trainer.clock.seconds(), trainer.tokens
         result: dict[str, Any] = {
@@ -91,7 +90,7 @@ class Training(Kind):
             "tokens_per_second": tokens / max(seconds, 1e-9),
             "epochs": tokens / len(dataset.train),
             "params": sum(p.numel() for p in trainer.model.parameters()),
-            "recompilations": recompiled,
+            "recompilations": trainer.recompilations,
             "gpu": watch.found,
             "dataset": dataset.fingerprint,
             "versions": versions(),
