@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from parbank.data.apart import prepare_apart
 from parbank.data.manifest import hash_shards, read_manifest, verify_folder
 from parbank.data.prepare import ensure_prepared
 from parbank.data.progress import Say, say_on_stderr
 from parbank.data.proof import NOT_PROVED, PROVED
 from parbank.data.shards import TokenSet, read_shards
-from parbank.data.sources import parse_spec
+from parbank.data.sources import find_source, parse_spec
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import DataError
 from parbank.files import default_cache
@@ -89,24 +90,40 @@ class Dataset:
 
 
 def open_dataset(
-    spec: str, *, vocab_size: int, sequence_length: int = 0, cache: Path | None = None, say: Say = say_on_stderr
+    spec: str,
+    *,
+    vocab_size: int,
+    sequence_length: int = 0,
+    cache: Path | None = None,
+    say: Say = say_on_stderr,
+    apart: bool = False,
 ) -> Dataset:
     """Opens any spec of parbank.data.sources. Text is prepared in the cache unless it is there already. Refuses a split with
-    less than one sequence of `sequence_length` tokens, and validation tokens of another text than was prepared."""
-    dataset = _open(spec, vocab_size, Path(cache) if cache is not None else default_cache(), say)
+    less than one sequence of `sequence_length` tokens, and validation tokens of another text than was prepared.
+
+    `apart`: prepare in another process, because this one is busy (parbank.data.apart)."""
+    place = Path(cache) if cache is not None else default_cache()
+    if apart and not find_source(spec).tokens:
+        prepare_apart(spec, vocab_size=vocab_size, cache=place, say=say)
+    dataset = _open(spec, vocab_size, place, say)
     dataset.require_length(sequence_length)
     return dataset
 
 
-def _open(spec: str, vocab_size: int, cache: Path, say: Say) -> Dataset:
+def ensure_ready(spec: str, vocab_size: int, cache: Path, say: Say) -> tuple[Path, dict[str, Any] | None]:
+    """The folder of a spec's shards, prepared if they were not there, and its manifest if parbank prepared it."""
     opened = parse_spec(spec).open(cache, say)
     if isinstance(opened, Path):
-        return open_shards(opened, vocab_size=vocab_size, name=spec)
+        return opened, None
     key = hashlib.sha256(f"{opened.spec}\n{vocab_size}".encode("utf-8", "surrogateescape")).hexdigest()[:12]
     folder = cache / f"{opened.name}-{vocab_size}-{key}"
-    manifest = ensure_prepared(opened, folder, vocab_size=vocab_size, say=say)
+    return folder, ensure_prepared(opened, folder, vocab_size=vocab_size, say=say)
+
+
+def _open(spec: str, vocab_size: int, cache: Path, say: Say) -> Dataset:
+    folder, manifest = ensure_ready(spec, vocab_size, cache, say)
     dataset = open_shards(folder, vocab_size=vocab_size, name=spec)
-    expected = manifest["val"].get("text_sha256")
+    expected = manifest["val"].get("text_sha256") if manifest is not None else None
     if expected is None:
         return dataset
     if expected != dataset.val_text_sha256:

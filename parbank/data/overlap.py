@@ -66,7 +66,7 @@ class _Index:
     """The hashes of the validation windows, and which of them were seen in the training text."""
 
     def __init__(self, hashes: np.ndarray) -> None:
-        self.hashes = np.unique(hashes)
+        self.hashes = _sort_distinct(hashes)
         self.found = np.zeros(len(self.hashes), dtype=bool)
         bits = max(8, (_SLOTS * len(self.hashes)).bit_length())
         self._shift, self._mask = np.uint64(64 - bits), np.uint64((1 << bits) - 1)
@@ -78,11 +78,19 @@ class _Index:
         """Marks what the block has, and gives back its length. Threads only ever write True, so they need no lock."""
         hashes = _hash_windows(block)
         likely = hashes[self._high[hashes >> self._shift]]
-        likely = np.unique(likely[self._low[likely & self._mask]])  # sorted, so that the search stays in the cache
+        likely = _sort_distinct(likely[self._low[likely & self._mask]])  # sorted: the search stays in the cache
         if len(likely):
             place = np.minimum(np.searchsorted(self.hashes, likely), len(self.hashes) - 1)
             self.found[place[self.hashes[place] == likely]] = True
         return len(block)
+
+
+def _sort_distinct(hashes: np.ndarray) -> np.ndarray:
+    """np.unique by sorting. NumPy's own hash table takes ten times as long for millions of hashes."""
+    ordered = np.sort(hashes)
+    keep = np.ones(len(ordered), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=keep[1:])
+    return ordered[keep]
 
 
 def _hash_windows(text: np.ndarray) -> np.ndarray:

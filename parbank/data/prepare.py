@@ -14,6 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,7 @@ from parbank.data.shards import ShardInfo, ShardWriter
 from parbank.data.sources import add_options, find_source, is_spec, parse_spec
 from parbank.data.sources.source import Corpus, Skipped
 from parbank.data.sources.text import parse_paths
+from parbank.data.sources.unpack import plain_name
 from parbank.data.spool import VAL_SHARE, Document, Spool, hold_out, is_dev, sample, split
 from parbank.data.tokenizer import Tokenizer, check_vocab
 from parbank.errors import ConfigError, DataError
@@ -164,7 +166,7 @@ def gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], list
     dev: set[bytes] = set()
     dropped, skipped = 0, Skipped()
     by_split: dict[str, list[Document]] = {"val": [], "train": []}
-    with Meter("reading", say) as meter:
+    with Meter("reading", say, total=_text_bytes(corpus)) as meter:
         for name, paths in (("val", corpus.val), ("train", corpus.train)):
             for document in corpus.documents(paths, skipped):
                 meter.advance(len(document))
@@ -190,6 +192,13 @@ def gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], list
     if not corpus.val and not corpus.holdout:
         _note_share(train, val, say)
     return sorted(train), sorted(val), {"dropped_duplicates": dropped, "skipped_bad": skipped.count}
+
+
+def _text_bytes(corpus: Corpus) -> int | None:
+    """About how much text the files hold: unknown if one of them is packed."""
+    if any(plain_name(path.name) != path.name for path in corpus.files):
+        return None
+    return sum(path.stat().st_size for path in corpus.files)
 
 
 def _note_share(train: list[Document], val: list[Document], say: Say) -> None:
@@ -226,15 +235,13 @@ def _write_split(
     digest = hashlib.sha256()
     bos = np.array([tokenizer.bos_id], dtype=np.uint16)
     with ShardWriter(place, prefix) as writer:
-        for batch in _batches(entries):
-            documents = [spool.read(entry) for entry in batch]
-            texts = [document.decode("utf-8") for document in documents]
-            for document, tokens in zip(documents, tokenizer.encode_batch(texts, threads=_cores())):
+        for documents, encoded in _encode_ahead(entries, spool, tokenizer):
+            for document, tokens in zip(documents, encoded):
                 check_tokens(tokenizer, tokens, document, f"a document of {prefix}")
                 digest.update(document)
                 writer.append(bos)
                 writer.append(tokens)
-            meter.advance(sum(entry.size for entry in batch))
+            meter.advance(sum(map(len, documents)))
         shards: list[ShardInfo] = writer.close()
     return {
         "documents": len(entries),
@@ -243,6 +250,25 @@ def _write_split(
         "text_sha256": digest.hexdigest(),
         "shards": [dataclasses.asdict(shard) for shard in shards],
     }
+
+
+def _encode_ahead(
+    entries: list[Document], spool: Spool, tokenizer: Tokenizer
+) -> Iterator[tuple[list[bytes], list[np.ndarray]]]:
+    """Batches of documents with their tokens. All cores encode the next batch while the caller works on this one."""
+
+    def encode(batch: list[Document]) -> tuple[list[bytes], list[np.ndarray]]:
+        documents = [spool.read(entry) for entry in batch]
+        return documents, tokenizer.encode_batch([document.decode("utf-8") for document in documents], threads=_cores())
+
+    with ThreadPoolExecutor(1) as aside:
+        coming: Future[tuple[list[bytes], list[np.ndarray]]] | None = None
+        for batch in _batches(entries):
+            ready, coming = coming, aside.submit(encode, batch)
+            if ready is not None:
+                yield ready.result()
+        if coming is not None:
+            yield coming.result()
 
 
 def _batches(entries: list[Document]) -> Iterator[list[Document]]:

@@ -42,7 +42,14 @@ class Meter:
         elif time.monotonic() - self._spoke >= _SECONDS_BETWEEN_LINES:
             self._spoke = time.monotonic()
             of_all = f" of {self._total / 1e6:.1f}" if self._total else ""
-            self._say(f"{self._label}: {self._done / 1e6:.1f}{of_all} MB")
+            self._say(f"{self._label}: {self._done / 1e6:.1f}{of_all} MB{self._time_left()}")
+
+    def _time_left(self) -> str:
+        """At the mean rate so far."""
+        if not self._total or not 0 < self._done < self._total:
+            return ""
+        seconds = round((self._spoke - self._began) * (self._total - self._done) / self._done)
+        return f", {seconds // 60}:{seconds % 60:02d} left"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

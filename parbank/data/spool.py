@@ -5,13 +5,14 @@ file instead of memory lets a corpus be larger than memory, and be unpacked only
 """
 
 import hashlib
-import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 from parbank.data.sources.source import Identified
+from parbank.errors import DataError
 
 VAL_SHARE = 0.02
 _SLICE = 1 << 16
@@ -31,7 +32,6 @@ class Spool:
     def __init__(self, path: Path) -> None:
         self._file = open(path, "w+b")  # noqa: SIM115 (closed by __exit__)
         self._size = 0
-        self._map: mmap.mmap | None = None
 
     def add(self, document: bytes) -> Document:
         self._file.write(document)
@@ -42,10 +42,16 @@ class Spool:
 
     def seal(self) -> None:
         self._file.flush()
-        self._map = mmap.mmap(self._file.fileno(), self._size, access=mmap.ACCESS_READ) if self._size else None
 
     def read(self, entry: Document) -> bytes:
-        return self._map[entry.start : entry.start + entry.size] if self._map else b""
+        """Reads by position, so threads may read at once. A map of the file would count as this process's memory."""
+        pieces, done = [], 0
+        while done < entry.size:  # the system reads at most 2 GiB at a time
+            pieces.append(os.pread(self._file.fileno(), entry.size - done, entry.start + done))
+            if not pieces[-1]:
+                raise DataError(f"{self._file.name} was cut short while it was in use; prepare the text again")
+            done += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def __enter__(self) -> "Spool":
         return self
@@ -53,8 +59,6 @@ class Spool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._map:
-            self._map.close()
         self._file.close()
 
 

@@ -80,9 +80,9 @@ def run(
     check_size(config, display)
     with open_folder(out, resume, runtime) as folder:
         use_compile_cache()
-        with ThreadPoolExecutor(1) as aside, compile_aside(config, runtime, display.say):
+        with ThreadPoolExecutor(1) as aside, compile_aside(config, runtime, display.say) as compiling:
             others = aside.submit(other_processes, runtime.device) if runtime.is_cuda and runtime.is_main else None
-            dataset = _open_data(config, runtime, display, resume)
+            dataset = _open_data(config, runtime, display, resume, apart=compiling)
             config = _fit_data(config, dataset)
             check_size(config, display, dataset.tokenizer)
             setup.end("data")
@@ -185,13 +185,15 @@ def _wait_for(compressed: Future[dict[str, float]], display: Display) -> dict[st
         return {}
 
 
-def _open_data(config: RunConfig, runtime: Runtime, display: Display, resume: bool) -> Dataset:
-    """The first rank prepares missing data; the others then find it ready. Too little text is refused."""
+def _open_data(config: RunConfig, runtime: Runtime, display: Display, resume: bool, *, apart: bool) -> Dataset:
+    """The first rank prepares missing data; the others then find it ready. Too little text is refused. `apart`: in another
+    process, beside threads that compile here."""
     elsewhere = "; if the run's text lies elsewhere now, say where by --data" if resume else ""
 
     def work() -> Dataset:
         length, say = config.batch.sequence_length, display.say if display.enabled else say_nothing
-        dataset = open_dataset(config.data, vocab_size=config.model.vocab_size, sequence_length=length, say=say)
+        vocabulary = config.model.vocab_size
+        dataset = open_dataset(config.data, vocab_size=vocabulary, sequence_length=length, say=say, apart=apart)
         if dataset.text == NOT_PROVED:
             say(f"note: that the validation tokens of {config.data} are its text is not proved; the result says so")
         return dataset

@@ -1,0 +1,55 @@
+"""Text prepared in a process of its own: the same result, the same messages, the same errors."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from parbank.data.apart import prepare_apart
+from parbank.data.dataset import open_dataset
+from parbank.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(12):
+        words = [f"word{number * k % 97}" for k in range(400)]
+        (folder / f"{number}.txt").write_text(" ".join(words), encoding="utf-8")
+    return folder
+
+
+def test_the_result_is_the_same(folder: Path, tmp_path: Path) -> None:
+    spec, said, here = f"text:{folder}", [], []
+    apart = open_dataset(spec, vocab_size=320, cache=tmp_path / "apart", say=said.append, apart=True)
+    alone = open_dataset(spec, vocab_size=320, cache=tmp_path / "alone", say=here.append)
+    assert apart.fingerprint == alone.fingerprint
+    assert apart.folder.parent == tmp_path / "apart"
+    assert {line.split()[0] for line in said} == {line.split()[0] for line in here}
+    assert sum(line.startswith("preparing") for line in said) == 1, "this process found it ready"
+
+
+def test_an_error_is_raised_here(folder: Path, tmp_path: Path) -> None:
+    (folder / "bad.txt").write_bytes(b"text \xff")
+    with pytest.raises(DataError, match=r"bad\.txt, byte 5: not UTF-8"):
+        prepare_apart(f"text:{folder}", vocab_size=320, cache=tmp_path / "cache", say=lambda line: None)
+
+
+def test_a_child_that_dies_leaves_the_work_to_this_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sys, "executable", "false")
+    data = open_dataset(f"text:{folder}", vocab_size=320, cache=tmp_path / "cache", say=said.append, apart=True)
+    assert "ended with 1; preparing in this one" in said[0]
+    assert len(data.train) > 1000
+
+
+def test_an_interrupted_parent_ends_its_child(folder: Path, tmp_path: Path) -> None:
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_apart(f"text:{folder}", vocab_size=320, cache=tmp_path / "cache", say=interrupt)
+    assert not list((tmp_path / "cache").glob("text-*"))
