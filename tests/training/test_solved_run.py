@@ -16,6 +16,7 @@ from parbank.quant.calibration import Calibration
 from parbank.quant.config import QuantConfig
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
+from parbank.training.checkpoint import load_checkpoint, save_checkpoint
 from parbank.training.display import Display
 from parbank.training.load import load_trained
 from parbank.training.pack import pack_checkpoint
@@ -58,15 +59,10 @@ def test_the_solver_loses_less_than_rows_at_equal_bytes(trained: Path, text_spec
 def test_packing_without_the_training_text_says_so_and_with_other_text_works(
     trained: Path, text_spec: str, tmp_path: Path
 ) -> None:
-    config = (trained / "config.json").read_text()
-    state = next((trained / "checkpoint").iterdir())
-    lost = tmp_path / "run" / "checkpoint" / state.name
-    lost.parent.mkdir(parents=True)
-    saved = torch.load(state, weights_only=True)
+    saved = load_checkpoint(next((trained / "checkpoint").iterdir()))
     saved["config"]["data"] = f"text:{tmp_path / 'gone'}"
     saved["config"]["quant"]["method"] = "solver"
-    torch.save(saved, lost)
-    assert config
+    lost = save_checkpoint(tmp_path / "run" / "checkpoint", saved, keep=1)
 
     class Lines(Display):
         def __init__(self) -> None:
