@@ -12,7 +12,7 @@ from tests.crossings import Tracer, is_packaged
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 60
-"""What docs/design/changes.md says. A change that needs another function across a border raises it there and here."""
+"""As docs/design/changes.md says. A change that would exceed it must make an interface narrower elsewhere."""
 
 
 @pytest.mark.slow

@@ -206,10 +206,11 @@ class Model:
     ) -> Iterator[str]:
         """The text of `sample`, piece by piece as it is generated."""
         check_settings(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
+        before = self.tokenizer.encode(prompt)
         drawn = sample_tokens(
             self._network(),
             self.tokenizer,
-            prompt,
+            before,
             tokens=tokens,
             temperature=temperature,
             top_k=top_k,
@@ -217,7 +218,7 @@ class Model:
             seed=seed,
             context=self.context if context is None else context,
         )
-        return write_text(self.tokenizer, prompt, drawn, stop)
+        return write_text(self.tokenizer, before, drawn, stop)
 
     @torch.inference_mode()
     def logits(self, ids: Tensor | np.ndarray | Iterable[int]) -> Tensor:

@@ -65,7 +65,8 @@ def sample(
             return
         loaded = load_model(artifact, place.device)
 
-        def write(before: str, number: int) -> _Writing:
+        def write(text: str, number: int) -> _Writing:
+            before = loaded.tokenizer.encode(text)
             drawn = sample_tokens(
                 loaded.model,
                 loaded.tokenizer,

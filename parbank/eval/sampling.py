@@ -19,6 +19,8 @@ from parbank.runtime import check_seed
 
 PREFILL = 4096  # tokens of a prompt read together: a bound on memory, however long it is
 
+Prompt = Sequence[int] | np.ndarray
+"""The tokens of a text to continue, without BOS, as `Tokenizer.encode` gives them."""
 Reader = Callable[[list[int]], Tensor]
 """All tokens so far -> the logits of the next."""
 
@@ -26,7 +28,7 @@ Reader = Callable[[list[int]], Tensor]
 def sample_tokens(
     model: GPT | PlainModel,
     tokenizer: Tokenizer,
-    prompt: str = "",
+    prompt: Prompt = (),
     *,
     tokens: int = 200,
     temperature: float = 0.8,
@@ -42,7 +44,7 @@ def sample_tokens(
     """
     check_settings(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     require(context >= 1, f"a window has at least 1 token, got {context}")
-    window = [tokenizer.bos_id, *map(int, tokenizer.encode(prompt))]
+    window = [tokenizer.bos_id, *map(int, prompt)]
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: Tensor) -> int:
@@ -64,24 +66,18 @@ def check_settings(
     check_seed(seed)
 
 
-def sample_text(model: GPT | PlainModel, tokenizer: Tokenizer, prompt: str = "", **settings: Any) -> str:
-    """The text that continues a prompt, by the settings of `sample_tokens`."""
-    return continuation(tokenizer, prompt, sample_tokens(model, tokenizer, prompt, **settings))
+def sample_text(model: GPT | PlainModel, tokenizer: Tokenizer, **settings: Any) -> str:
+    """A document that the model begins, by the settings of `sample_tokens`."""
+    return "".join(write_text(tokenizer, (), sample_tokens(model, tokenizer, **settings)))
 
 
-def continuation(tokenizer: Tokenizer, prompt: str, tokens: Iterable[int]) -> str:
-    """The text of tokens that follow a prompt."""
-    return "".join(write_text(tokenizer, prompt, tokens))
-
-
-def write_text(tokenizer: Tokenizer, prompt: str, tokens: Iterable[int], stop: Sequence[str] = ()) -> Iterator[str]:
+def write_text(tokenizer: Tokenizer, prompt: Prompt, tokens: Iterable[int], stop: Sequence[str] = ()) -> Iterator[str]:
     """The text of tokens that follow a prompt, piece by piece, as soon as it is certain.
 
     It ends before the first complete stop string, so a possible beginning of one is held back, and so are the first
     bytes of a character. A tokenizer that drops the space before a document must not drop it after a prompt.
     """
-    before = tokenizer.encode(prompt)
-    previous = int(before[-1]) if len(before) else None
+    previous = int(prompt[-1]) if len(prompt) else None
     decoder, held = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
     for token in tokens:
         held += decoder.decode(tokenizer.decode_bytes([token], previous=previous))

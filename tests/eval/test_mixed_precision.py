@@ -38,16 +38,13 @@ class _Letters:
 
     bos_id = 1
 
-    def encode(self, text: str) -> np.ndarray:
-        return np.array([ord(letter) - 90 for letter in text], dtype=np.uint16)
-
 
 USES: dict[str, Callable[[GPT], object]] = {
     "training": _train,
     **{name: _score(name) for name in METHODS},
     **{f"learning by {name}": _score("ttt", adapter=name, chunk=16, epochs=1) for name in ADAPTERS},
     "calibrating": lambda model: calibrate(model, TOKENS, QuantConfig(calibration_tokens=64), context=16, runtime=CPU),
-    "sampling": lambda model: list(sample_tokens(model, _Letters(), "abc", tokens=4, context=16)),  # type: ignore[arg-type]
+    "sampling": lambda model: list(sample_tokens(model, _Letters(), [7, 8, 9], tokens=4, context=16)),  # type: ignore[arg-type]
 }
 
 
