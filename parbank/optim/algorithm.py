@@ -23,6 +23,7 @@ from parbank.config import choose
 from parbank.errors import ConfigError
 from parbank.optim.dtensor import local_of
 from parbank.optim.master import join_master, split_master
+from parbank.optim.memory import arrange, make_dense, overlaps
 
 if TYPE_CHECKING:
     from parbank.optim.kernels import Tables
@@ -99,16 +100,28 @@ class ElementwiseAlgorithm(Algorithm, ABC):
         group: Group,
         settings: Settings,
     ) -> None:
-        """`update` on this rank's part of the parameters, with the missing bits of bfloat16 weights joined to them."""
+        """`update` on this rank's part of the parameters, with the missing bits of bfloat16 weights joined to them.
+
+        Weights with gaps in memory, and states in another memory order than their weight, are updated in a copy.
+        """
         if not params:
             return
         params = [local_of(param) for param in params]
-        states = [{key: local_of(value) for key, value in state.items()} for state in states]
-        weights = [join_master(p, s["low_bits"]) if p.dtype == torch.bfloat16 else p for p, s in zip(params, states)]
-        self.update(weights, [_like(local_of(g), w) for g, w in zip(grads, weights)], states, group, settings)
-        for param, weight, state in zip(params, weights, states):
-            if weight is not param:
+        held = [{key: local_of(value) for key, value in state.items()} for state in states]
+        weights = [_whole_weight(param, state) for param, state in zip(params, held)]
+        arranged = [
+            {key: arrange(value, weight) if isinstance(value, Tensor) else value for key, value in state.items()}
+            for weight, state in zip(weights, held)
+        ]
+        self.update(weights, [_like(local_of(g), w) for g, w in zip(grads, weights)], arranged, group, settings)
+        for param, weight, state, copies in zip(params, weights, held, arranged):
+            for key, value in state.items():
+                if copies[key] is not value:
+                    value.copy_(copies[key])
+            if param.dtype == torch.bfloat16:
                 split_master(weight, param, state["low_bits"])
+            elif weight is not param:
+                param.copy_(weight)
 
 
 @dataclass(frozen=True)
@@ -173,6 +186,16 @@ def find_algorithm(group: Group) -> Algorithm:
 
 def is_matrix_group(group: Group) -> bool:
     return isinstance(find_algorithm(group), MatrixAlgorithm)
+
+
+def _whole_weight(param: Tensor, state: dict[str, Any]) -> Tensor:
+    """The weight in float32 and without gaps in memory: the parameter itself, or a copy."""
+    if not param.is_contiguous() and overlaps(param):
+        raise ConfigError(
+            f"a parameter of shape {tuple(param.shape)} has strides {param.stride()} now: several of its numbers share memory "
+            "and cannot have values of their own; give the optimizer param.contiguous()"
+        )
+    return join_master(param, state["low_bits"]) if param.dtype == torch.bfloat16 else make_dense(param)
 
 
 def _like(grad: Tensor, weight: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from parbank.config import require
 from parbank.optim.algorithm import MatrixAlgorithm, find_algorithm
 from parbank.optim.dtensor import is_sharded
 from parbank.optim.layout import block_shape, name_of
+from parbank.optim.memory import overlaps
 
 LR_SCALES = ("spectral", "rms", None)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -41,6 +42,11 @@ def check_group(group: dict[str, Any]) -> None:
         require(
             param.dtype in DTYPES,
             f"{name} is {param.dtype}; ParallelMuon updates float32 and bfloat16 weights: convert it, e.g. model.float()",
+        )
+        require(
+            not overlaps(param),
+            f"{name} has shape {tuple(param.shape)} and strides {param.stride()}: several of its numbers share memory and "
+            "cannot have values of their own; give the optimizer param.contiguous()",
         )
         if isinstance(algorithm, MatrixAlgorithm):
             block_shape(param, group, name)

@@ -197,6 +197,7 @@ def plan_batches(groups: Sequence[dict[str, Any]], params: Sequence[Tensor] | No
                 short, long, item.algorithm, options, group["cautious"], param.dtype, world, first_owner=0
             )
         batch, flags = found[key], tuple(group["transposed"] or (False,) * count)
+        flags = tuple(not flag for flag in flags) if order == (1, 0) else flags
         place = (item.group, item.index, batch.count, count, rows, cols, rows > cols)
         batch.members.append(Member(param, *place, order, flags, group["lr_scale"]))
     batches = sorted(found.values(), key=lambda batch: -batch.count * batch.rows * batch.cols)
@@ -208,8 +209,10 @@ def plan_batches(groups: Sequence[dict[str, Any]], params: Sequence[Tensor] | No
 
 
 def block_shape(param: Tensor, group: dict[str, Any], name: str) -> tuple[int, int, int, tuple[int, ...]]:
-    """(count, rows, cols) of a parameter's blocks and the memory order of its dimensions. Refuses shapes that Muon
-    cannot take."""
+    """(count, rows, cols) of a parameter's blocks as they lie in memory, and the memory order of its dimensions.
+
+    The order is (1, 0) for a transposed 2-D weight. Refuses shapes and layouts that Muon cannot take.
+    """
     if param.ndim < 2 or param.numel() == 0:
         raise ConfigError(
             f"{name} has shape {tuple(param.shape)}; Muon takes matrices (rows, cols), stacks (N, rows, cols) and "
@@ -218,7 +221,9 @@ def block_shape(param: Tensor, group: dict[str, Any], name: str) -> tuple[int, i
     # Channels-last convolutions: the columns of the flattened matrix are permuted, which does not affect orthogonalisation.
     strides = param.stride()
     order = tuple(sorted(range(param.ndim), key=lambda dim: (dim != 0, -strides[dim], dim)))
-    if not param.permute(order).is_contiguous():
+    if param.ndim == 2 and not param.is_contiguous() and param.mT.is_contiguous():
+        order = (1, 0)
+    elif not param.permute(order).is_contiguous():
         order = tuple(range(param.ndim))
         if not param.is_contiguous():
             raise ConfigError(
@@ -228,6 +233,8 @@ def block_shape(param: Tensor, group: dict[str, Any], name: str) -> tuple[int, i
     stacked = param.ndim == 3 and not flatten
     count, rows = (param.shape[0], param.shape[1]) if stacked else (1, param.shape[0])
     cols = param.numel() // (count * rows)
+    if order == (1, 0):
+        rows, cols = cols, rows
     if stacked and order != (0, 1, 2):
         raise ConfigError(
             f"{name} is a stack with strides {param.stride()}; its matrices must be contiguous: param.contiguous()"
@@ -239,6 +246,10 @@ def block_shape(param: Tensor, group: dict[str, Any], name: str) -> tuple[int, i
             f"{name} is a stack of {count} matrices, but transposed has {len(flags)} flags; give one for each"
         )
     if heads and heads > 1:
+        if order == (1, 0):
+            raise ConfigError(
+                f"{name} has strides {param.stride()}: num_heads splits rows, which must be contiguous: param.contiguous()"
+            )
         if rows % heads:
             raise ConfigError(f"{name} has {rows} rows, which num_heads={heads} does not divide")
         if flags is not None and any(flags):

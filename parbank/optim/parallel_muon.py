@@ -224,6 +224,7 @@ class ParallelMuon(torch.optim.Optimizer):
             self.forget_layout()
             self._layout = (key, plan_batches(self.param_groups, params, self._ranks.world))
             state.scatter(self, moved)
+            state.arrange_state(self, self._layout[1])
         return self._layout[1]
 
     def layout_key(self) -> tuple[Any, ...]:

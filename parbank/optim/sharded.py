@@ -50,6 +50,8 @@ def check_sharded(param: Any, group: dict[str, Any], name: str) -> None:
         raise ConfigError(
             f"{name} is placed as {param.placements}; Muon takes weights sharded by fully_shard along dimension 0"
         )
+    if not param.is_contiguous():
+        raise ConfigError(f"{name} is sharded and has strides {param.stride()}; shard a weight that is contiguous")
     if group["normuon"] or (group["num_heads"] or 0) > 1:
         raise ConfigError(
             f"{name} is sharded by FSDP2, where normuon and num_heads are not available; leave them out of its group"

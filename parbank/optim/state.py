@@ -114,6 +114,17 @@ def scatter(optimizer: "ParallelMuon", whole: dict[Tensor, dict[str, Any]]) -> N
             optimizer.state[member.param] = dict(values)
 
 
+def arrange_state(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> None:
+    """Follows weights whose memory order has changed: blocks must be views of weight and state."""
+    for batch in batches:
+        for member in batch.members:
+            if member.param in optimizer.state:
+                held = optimizer.state[member.param]
+                for key, value in held.items():
+                    if value.shape == member.param.shape and not value.permute(member.order).is_contiguous():
+                        held[key] = member.unblocks(member.blocks(value))
+
+
 def _copy_like(value: Tensor, param: Tensor) -> Tensor:
     """A copy on the parameter's device, in its memory order if it has its shape: blocks must be views of both."""
     if is_sharded(param) and value.ndim == param.ndim and not is_sharded(value):  # a whole tensor for a sharded weight
