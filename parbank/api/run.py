@@ -41,6 +41,7 @@ def train(
     out: str | os.PathLike[str] | None = None,
     seed: int | None = None,
     device: str = "auto",
+    threads: int | None = None,
     settings: Settings = (),
     resume: bool = False,
     quiet: bool = False,
@@ -51,6 +52,7 @@ def train(
     minutes, steps, tokens: the budget, one of the three. `max_bytes` is the cap on the file.
     out: the run's folder; runs/RECIPE-TIME if not given. `resume` continues the run in `out`; given a recipe too, it starts
     the run if there is none.
+    threads: CPU threads; what is free if not given. A budget in minutes then makes way for other processes.
     settings: changes to the recipe, {"model.layers": 6} or ["model.layers=6"]; `parbank recipes NAME` prints all of them.
     quiet: print nothing. Else a terminal gets a progress bar, a file or a pipe gets lines.
 
@@ -73,7 +75,7 @@ def train(
         config = place.together(read_options)
         new = _new_folder(config.recipe, place)  # ranks that differ in --out must not differ in their collectives
         folder = new if out is None else Path(out)
-        result = run(config, place, folder, resume=resume, quiet=quiet)
+        result = run(config, place, folder, resume=resume, quiet=quiet, threads=threads)
     if result.summary is None:
         _leave(result)
     return Run(folder=folder, summary=result.summary, device=str(place.device))

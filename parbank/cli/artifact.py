@@ -16,6 +16,7 @@ from parbank.cli.terminal import (
     FieldOption,
     GlobOption,
     SkipBadOption,
+    ThreadsOption,
     data_option,
     print_next,
     printable,
@@ -40,6 +41,7 @@ def pack(
         typer.Option("--set", metavar="quant.a=v", help="Another setting than the run's; repeatable."),
     ] = None,
     device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
 ) -> None:
     """Pack a checkpoint into an artifact of limited size.
 
@@ -54,11 +56,12 @@ def pack(
       parbank pack step_00000200.pt --max-bytes 1MB --data text:my_folder --set quant.method=rows
     """
     from parbank import runtime
+    from parbank.threads import compute_with
     from parbank.training.display import Display
     from parbank.training.pack import pack_checkpoint
 
     data = read_data(data, glob, field, skip_bad)
-    with runtime.start(device) as place:
+    with runtime.start(device) as place, compute_with(threads):
         display = Display(enabled=place.is_main, file=sys.stderr)
         target, packed = pack_checkpoint(
             checkpoint, max_bytes, out, settings=tuple(settings or ()), data=data, runtime=place, display=display

@@ -18,6 +18,7 @@ from parbank.cli.terminal import (
     FieldOption,
     GlobOption,
     SkipBadOption,
+    ThreadsOption,
     data_option,
     print_pairs,
     printable,
@@ -139,6 +140,7 @@ def evaluate(
     ] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Do not replay CUDA graphs: launch by launch.")] = False,
     device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Score a model in bits per byte on validation text.
@@ -188,7 +190,7 @@ def evaluate(
         "rank": rank,
     }
     chosen = {"graphed": not (eager or audit), **flags, **_parse_settings(settings or [])}
-    result = _score(path, data, method, context, chosen, theirs, breakdown, audit, device)
+    result = _score(path, data, method, context, chosen, theirs, breakdown, audit, device, threads)
     if result is None:  # another rank prints
         return
     if theirs is not None:
@@ -214,6 +216,7 @@ def _score(
     breakdown: bool,
     audit: bool,
     device: str,
+    threads: int | None,
 ) -> dict[str, Any] | None:
     """The result, on the first rank. Settings that cannot be run or compared are refused before the work."""
     from parbank import runtime
@@ -222,12 +225,13 @@ def _score(
     from parbank.eval.breakdown import break_down
     from parbank.eval.methods import make_method
     from parbank.eval.result import refuse_unlike
+    from parbank.threads import compute_with
     from parbank.training.compiled import use_compile_cache
     from parbank.training.display import Display
     from parbank.training.load import load_model
 
     use_compile_cache()
-    with runtime.start(device) as place:
+    with runtime.start(device) as place, compute_with(threads):
         display = Display(enabled=place.is_main, file=sys.stderr)
         loaded = load_model(path, place.device)
         method = make_method(name, **{"context": loaded.context if context is None else context, **settings})

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from parbank.cli.terminal import DeviceOption, printable
+from parbank.cli.terminal import DeviceOption, ThreadsOption, printable
 from parbank.errors import ConfigError, ParbankError
 
 QUIT = "/quit"
@@ -36,6 +36,7 @@ def sample(
         bool, typer.Option("--interactive", help=f"Read prompts line by line until {QUIT} or the end of the input.")
     ] = False,
     device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
 ) -> None:
     """Sample text from a model.
 
@@ -56,11 +57,12 @@ def sample(
         raise ConfigError("--interactive reads prompts and answers each once; leave --prompt and --samples out")
     from parbank import runtime
     from parbank.eval.sampling import check_settings, sample_tokens, write_text
+    from parbank.threads import compute_with
     from parbank.training.load import load_model
 
     words = tuple(stop or ())
     check_settings(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=words)
-    with runtime.start(device) as place:
+    with runtime.start(device) as place, compute_with(threads):
         if not place.is_main:
             return
         loaded = load_model(artifact, place.device)

@@ -45,6 +45,10 @@ DATA_HELP = "\n\n".join(
     [*describe_sources(), "Commas separate paths: reach a path that has one by a glob, with ? for the comma."]
 )
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option("--threads", metavar="N", help="CPU threads; what the process may use and is free if not given."),
+]
 GlobOption = Annotated[
     list[str] | None,
     typer.Option(

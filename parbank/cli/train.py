@@ -12,6 +12,7 @@ from parbank.cli.terminal import (
     FieldOption,
     GlobOption,
     SkipBadOption,
+    ThreadsOption,
     data_option,
     print_next,
     print_pairs,
@@ -52,6 +53,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/RECIPE-TIME-XXXX if not given.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes starting weights and data order.")] = None,
     device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -93,6 +95,7 @@ def train(
             out=out,
             seed=seed,
             device=device,
+            threads=threads,
             settings=settings or (),
             resume=resume,
         )

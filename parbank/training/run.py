@@ -23,6 +23,7 @@ from parbank.eval.windows import score_chunked
 from parbank.files import write_json
 from parbank.gpu import other_processes
 from parbank.runtime import Runtime
+from parbank.threads import use_threads
 from parbank.training.agreement import compare_settings, compare_state
 from parbank.training.checkpoint import load_checkpoint
 from parbank.training.checks import check_settings, check_size
@@ -33,6 +34,7 @@ from parbank.training.folder import open_folder
 from parbank.training.pack import calibrate_model, pack_run
 from parbank.training.reports import introduce, train_with_reports
 from parbank.training.summary import summarise, summarise_packed
+from parbank.training.threads import plan_threads
 from parbank.training.trainer import Trainer
 from parbank.training.warmup import compile_aside
 
@@ -69,16 +71,18 @@ def run(
     resume: bool = False,
     quiet: bool = False,
     display: Display | None = None,
+    threads: int | None = None,
 ) -> Result:
     """Trains, scores and packs. Everything that a user keeps is in the folder `out`. `display` replaces the usual display,
-    which prints nothing if `quiet`."""
+    which prints nothing if `quiet`. `threads` are chosen by what is free if None."""
     setup = Laps()
     display = display or Display(enabled=runtime.is_main and not quiet)
     compare_settings(config, runtime, resume=resume)
     config = replace(config, data=absolute_spec(config.data))
     check_settings(config, runtime)
     check_size(config, display)
-    with open_folder(out, resume, runtime) as folder:
+    with use_threads(threads) as most, open_folder(out, resume, runtime) as folder:
+        chosen = plan_threads(config, runtime, most, given=threads is not None, say=display.say)
         use_compile_cache()
         with ThreadPoolExecutor(1) as aside, compile_aside(config, runtime, display.say) as compiling:
             others = aside.submit(other_processes, runtime.device) if runtime.is_cuda and runtime.is_main else None
@@ -89,7 +93,7 @@ def run(
         setup.end("kernels")
         for process in others.result() if others else ():
             display.say(f"warning: {process} on this GPU; if it computes, training is slower: end it, or wait for it")
-        trainer = Trainer(config, runtime, dataset, out)
+        trainer = Trainer(config, runtime, dataset, out, chosen)
         trainer.say = display.say
         try:
             if folder.checkpoint is not None:
@@ -102,6 +106,7 @@ def run(
             return _train(trainer, setup, display)
         finally:
             trainer.close()
+            chosen.close()
 
 
 def _train(trainer: Trainer, setup: Laps, display: Display) -> Result:

@@ -49,6 +49,7 @@ def summarise(
         "params": sum(p.numel() for p in trainer.model.parameters()),
         "seed": config.seed,
         "world_size": runtime.world,
+        **trainer.threads.describe(),
         "device": torch.cuda.get_device_name(runtime.device) if runtime.is_cuda else "cpu",
         "versions": versions(),
     }

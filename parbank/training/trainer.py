@@ -45,6 +45,7 @@ from parbank.training.config import RunConfig, Stage
 from parbank.training.groups import parameter_groups
 from parbank.training.passes import Passes
 from parbank.training.telemetry import Reading, Telemetry
+from parbank.training.threads import Threads
 
 Report = Callable[[Reading], None]
 
@@ -59,7 +60,10 @@ def cut_windows(batch: Tensor, length: int) -> Tensor:
 class Trainer:
     """A model, its optimizer, its data and its clock: everything that a checkpoint holds."""
 
-    def __init__(self, config: RunConfig, runtime: Runtime, dataset: Dataset, out: Path) -> None:
+    def __init__(
+        self, config: RunConfig, runtime: Runtime, dataset: Dataset, out: Path, threads: Threads | None = None
+    ) -> None:
+        """`threads` chooses the number of threads; if None, torch's number stays."""
         self.config, self.runtime, self.dataset, self.out = config, runtime, dataset, out
         seed_everything(config.seed)
         self.model = GPT(config.model).to(runtime.device)
@@ -87,6 +91,7 @@ class Trainer:
         self.clock = Clock()
         self.budget = Budget(config.budget, config.batch.batch_tokens, self.clock)
         self.telemetry = Telemetry(runtime.device)
+        self.threads = threads or Threads(torch.get_num_threads(), measures=False)
         self.step = 0
         self.skipped = 0
         self.stop_signal = 0
@@ -99,6 +104,7 @@ class Trainer:
 
     def train(self, report: Report = lambda reading: None) -> None:
         """Runs until the budget is spent or `stop_signal` is set. Then no step is in flight and the clock is stopped."""
+        self.threads.look(least_seconds=0.5)
         self.telemetry.restart()
         self.clock.start()
         suspended, built = suspended_seconds(), count_lookups().built
@@ -110,6 +116,7 @@ class Trainer:
             self._record(loss, share)
             self.step += 1
             self._report(self.telemetry.collect(wait=self._must_look()), report)
+            self.threads.look()
         self._report(self.telemetry.collect(drain=True), report)
         self.runtime.synchronize()
         self.clock.stop()
@@ -125,6 +132,7 @@ class Trainer:
         if not self.config.train.warmup_steps:
             return
         before = copy.deepcopy(self.state_dict())
+        self.threads.look(least_seconds=0.5)
         if self.runtime.is_cuda and can_rehearse():
             self.rehearse()
         for stage in self.stages:
@@ -309,6 +317,7 @@ class Trainer:
             "step": self.step,
             "seconds": self.clock.seconds(),
             "skipped": self.skipped,
+            "threads": self.threads.now,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "averages": self.averages.state_dict(),
@@ -319,6 +328,7 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.skipped = state["step"], state["skipped"]
         self.clock.set(state["seconds"])
+        self.threads.restore(state.get("threads"))
         self.model.load_state_dict(state["model"])
         self._load_optimizer(state["optimizer"])
         self.averages.load_state_dict(state["averages"])

@@ -322,6 +322,7 @@ def test_a_stopped_run_goes_on_to_the_same_result(
         "tokens_per_second",
         "data_wait_seconds",
         "memory_bytes",
+        "load",
     }
     for key in result.summary.keys() - timing:
         assert result.summary[key] == uninterrupted.summary[key], key

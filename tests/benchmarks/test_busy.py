@@ -1,0 +1,44 @@
+"""benchmarks/busy.py: shares are computed from medians, and other processes end with the measurement."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def busy(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark("busy")
+
+
+def found(*speeds: float) -> list[dict[str, Any]]:
+    return [{"tokens_per_second": speed, "threads": {"cores": 2}} for speed in speeds]
+
+
+def test_the_shares_are_those_of_the_medians(busy: ModuleType) -> None:
+    alone = {busy.DEFAULTS: found(6000, 1, 6600), busy.OURS: found(5940, 5940, 0)}
+    loaded = {busy.OURS: found(1600, 1500, 9000), busy.STEPS: found(1300), busy.DEFAULTS: found(100)}
+    rows = {(row.case, row.provider): row for row in busy.make_rows(alone, loaded, 4)}
+    assert rows["alone", busy.DEFAULTS].value == 6000
+    assert rows["beside 4 busy processes", busy.OURS].bound == 2000, "2 of 6 threads are ours"
+    assert rows["lost alone", busy.OURS].value == pytest.approx(1.0)
+    assert rows["of the fair share", busy.OURS].value == pytest.approx(80)
+    assert rows["of the fair share", busy.DEFAULTS].value == pytest.approx(5)
+
+
+def test_providers_take_turns_forth_and_back(busy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(busy, "measure", lambda seconds, provider: order.append(provider) or {})
+    assert {name: len(runs) for name, runs in busy.take_turns(1.0, 3, ("a", "b")).items()} == {"a": 3, "b": 3}
+    assert order == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_busy_processes_end_with_the_measurement(busy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(busy, "SPIN", "import time; time.sleep(100)")
+    started = []
+    popen = busy.subprocess.Popen
+    monkeypatch.setattr(busy.subprocess, "Popen", lambda command: started.append(popen(command)) or started[-1])
+    with pytest.raises(KeyError), busy.busy(2):
+        raise KeyError
+    assert [process.poll() is not None for process in started] == [True, True]
