@@ -49,6 +49,10 @@ def run(
         typer.Option(parser=read_count, metavar="COUNT", help="Score on so many tokens at most; all if not given."),
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep a checkpoint of every run.")] = False,
+    checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option("--checkpoint", metavar="RUN", help="A stored run, for studies that train nothing; repeatable."),
+    ] = None,
     noise: Annotated[
         float | None, typer.Option(help="Deviation of paired differences to assume; earlier runs' if not given.")
     ] = None,
@@ -70,6 +74,8 @@ def run(
       parbank study run seeds --recipe sprint --arm wide:model.width=576,model.heads=9,model.kv_heads=3
 
       parbank study run my_study.toml --workers 8
+
+      parbank study run published-quantisation --checkpoint runs/sprint-1
 
       parbank study run runs/study-seeds
     """
@@ -93,6 +99,7 @@ def run(
         packed=packed,
         score_tokens=score_tokens or 0,
         keep=keep,
+        checkpoints=map(str, checkpoint or ()),
         noise=noise,
         difference=difference,
     )
@@ -125,8 +132,8 @@ def add(
     from parbank.study.study import read_arm, read_study
 
     study = read_study(folder)
-    more = [make_arm(name.strip(), study.base) for name in arms.split(",") if name.strip()]
-    more += [read_arm(text, study.base) for text in arm or ()]
+    more = [make_arm(name.strip(), study.base, study.kind) for name in arms.split(",") if name.strip()]
+    more += [read_arm(text, None if study.kind == "scoring" else study.base) for text in arm or ()]
     add_to_study(folder, study.with_more(seeds=seeds, arms=more, results=len(make_report(folder).results)))
     print(run_study(None, folder, workers=workers, device=device).text())
 
@@ -167,6 +174,7 @@ def list_(
 
       parbank study list
     """
+    from parbank.study import kernels
     from parbank.study.arms import ARMS, claim_of
     from parbank.study.report import make_report
     from parbank.study.ship import STUDIES
@@ -174,12 +182,13 @@ def list_(
 
     for name, study in STUDIES.items():
         print(f"{name:22} {study.help} ({study.recipe})")
-        for arm in study.arms:
-            print(f"  {arm:20} {claim_of(arm)}")
+        claims = {arm: kernels.claim_of(arm) if study.kind == "kernels" else claim_of(arm) for arm in study.arms}
+        for arm, claim in (claims | {name: claim for name, _, claim in study.grid}).items():
+            print(f"  {arm:24} {claim}")
     others = [name for name in ARMS if not any(name in study.arms for study in STUDIES.values())]
     print("more arms, for --arms")
     for arm in others:
-        print(f"  {arm:20} {claim_of(arm)}")
+        print(f"  {arm:24} {claim_of(arm)}")
     for path in sorted(folder.glob(f"*/{STUDY}")):
         states = list(make_report(path.parent).states.values())
         print(f"{path.parent}: {states.count('done')} of {len(states)} runs done")

@@ -140,6 +140,60 @@ def head_128(config: RunConfig) -> RunConfig:
     return override(config, f"model.heads={heads}", f"model.kv_heads={max(1, heads // 2)}")
 
 
+@arm
+def no_hadamard(config: RunConfig) -> RunConfig:
+    """Packing without Hadamard rotation, which gained -0.0002 before GPTQ (parameter-golf #670)."""
+    return override(config, "quant.rotation=false")
+
+
+@arm
+def no_calibration(config: RunConfig) -> RunConfig:
+    """Packing by the weights alone; full-Hessian GPTQ halves the loss from quantisation (after parameter-golf #670)."""
+    return override(config, "quant.calibration_tokens=0")
+
+
+@arm
+def no_pruning(config: RunConfig) -> RunConfig:
+    """Rounding to nearest, never towards zero; the opposite, pruning 28 to 37%, was +0.004 (parameter-golf #670)."""
+    return override(config, "quant.pruning=0")
+
+
+@arm
+def more_pruning(config: RunConfig) -> RunConfig:
+    """Rounding towards zero twice as eagerly as the rate pays for; pruning 28 to 37%: +0.004 (parameter-golf #670)."""
+    return override(config, "quant.pruning=2")
+
+
+@arm
+def low_rank_8(config: RunConfig) -> RunConfig:
+    """Factors of rank 8 taken out of tensors where that pays; no number."""
+    return override(config, "quant.low_rank=8")
+
+
+@arm
+def int6_rows(config: RunConfig) -> RunConfig:
+    """Integers of 6 bits per row and lzma, as in the recipe of #549, in place of the solver; no number."""
+    return override(config, "quant.method=rows", "quant.coder=lzma")
+
+
+@arm
+def int5_rows(config: RunConfig) -> RunConfig:
+    """5 bits per row for matrices, 8 for embeddings, in place of the solver: +0.006 (parameter-golf #670)."""
+    return override(config, "quant.method=rows", "quant.matrix_bits=5", "quant.min_matrix_bits=4")
+
+
+@arm
+def qat_soft(config: RunConfig) -> RunConfig:
+    """Soft rounding in the last 20% of training, for --packed: -0.0002 (parameter-golf #670)."""
+    return override(config, "quant.qat_share=0.2", "quant.qat_rounding=soft")
+
+
+@arm
+def qat_straight(config: RunConfig) -> RunConfig:
+    """Straight-through rounding in the last 20% of training, for --packed; no number."""
+    return override(config, "quant.qat_share=0.2", "quant.qat_rounding=straight")
+
+
 def shape(layers: int, width: int) -> Change:
     """A model of so many layers and channels, with heads of 64 channels; the value embedding stays in the last two."""
 

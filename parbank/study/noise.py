@@ -25,6 +25,16 @@ class Noise:
     source: str
 
 
+DEFAULTS = {
+    "training": Noise(
+        USUAL, "no earlier runs here; two independent sprint runs of 120 s on one H200 differ by as much"
+    ),
+    "packing": Noise(0.0005, "a guess: no earlier runs here"),
+    "scoring": Noise(0.0005, "a guess: no earlier runs here"),
+    "kernels": Noise(1.0, "a guess, in percent: no earlier runs here"),
+}
+
+
 def assume_noise(study: Study, folder: Path) -> Noise:
     """What the user says; else the study's own runs; else those of a like study beside it; else the usual."""
     if study.noise is not None:
@@ -33,7 +43,7 @@ def assume_noise(study: Study, folder: Path) -> Noise:
         found = _measure(place, study)
         if found is not None:
             return found
-    return Noise(USUAL, "no earlier runs here; two independent sprint runs of 120 s on one H200 differ by as much")
+    return DEFAULTS.get(study.kind, DEFAULTS["training"])
 
 
 def _neighbours(folder: Path) -> list[Path]:

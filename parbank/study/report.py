@@ -47,11 +47,13 @@ class Report:
 
     @property
     def digits(self) -> int:
-        return 2 if self._is_relative else 4
+        """Of differences."""
+        return 2 if self.study.own_baselines else 4
 
     @property
-    def _is_relative(self) -> bool:
-        return any("against" in result for result in self.results.values())
+    def unit(self) -> str:
+        """Of differences."""
+        return "%" if self.study.own_baselines else ""
 
     def text(self) -> str:
         """Markdown that reads well as plain text."""
@@ -65,15 +67,21 @@ class Report:
         study = self.study
         unit = KINDS[study.kind].unit
         arms = f"{len(study.arms)} arms against the base" if study.arms else "the base alone"
-        scored = {True: "packed", False: "before packing"}[study.packed] if study.kind == "training" else study.kind
-        return (
-            f"{study.base.recipe}, {describe_budget(study.base)} a run, {arms}, {len(study.seeds)} seeds; {unit}, {scored}; data "
-            f"`{study.base.data}`."
-        )
+        if study.own_baselines:
+            return (
+                f"{len(study.arms)} arms, each against what it would replace, {len(study.seeds)} repetitions; {unit}."
+            )
+        if study.checkpoints:
+            stored = ", ".join(Path(path).name for path in study.checkpoints)
+            how = f"{study.kind}, stored: {stored}"
+        else:
+            scored = "packed" if study.packed else "before packing"
+            how = f"{study.base.recipe}, {describe_budget(study.base)} a run, {scored}"
+        return f"{how}; {arms}, {len(study.seeds)} seeds; {unit}; data `{study.base.data}`."
 
     def _table(self) -> list[str]:
-        rows = [COLUMNS, *(self._row(name) for name in (BASE, *(arm.name for arm in self.study.arms)))]
-        rows = [row for row in rows if row[1] != "0" or row[0] != BASE or not self._is_relative]
+        names = [*([] if self.study.own_baselines else [BASE]), *(arm.name for arm in self.study.arms)]
+        rows = [COLUMNS, *map(self._row, names)]
         widths = [max(len(row[n]) for row in rows) for n in range(len(COLUMNS))]
         lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows]
         return [lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]]
@@ -81,16 +89,15 @@ class Report:
     def _row(self, name: str) -> tuple[str, ...]:
         runs = [result for job, result in self.results.items() if job.arm == name]
         values = [run["value"] for run in runs]
-        d = self.digits
-        mean = f"{statistics.fmean(values):.{d}f}" if values else "-"
-        sd = f"{statistics.stdev(values):.{d + 1}f}" if len(values) > 1 else "-"
+        d, unit = self.digits, self.unit
+        mean = f"{statistics.fmean(values):.4f}" if values else "-"
+        sd = f"{statistics.stdev(values):.5f}" if len(values) > 1 else "-"
         cells = ("", self._mean_interval(values), "")
         if name != BASE:
             found = self.comparisons[name]
-            percent = "%" if self._is_relative else ""
-            inside = "-" if math.isinf(found.low) else f"{found.low:+.{d}f} to {found.high:+.{d}f}"
-            difference = "-" if math.isnan(found.mean) else f"{found.mean:+.{d}f}{percent}"
-            cells = (difference, inside, found.describe(d))
+            inside = "-" if math.isinf(found.low) else f"{found.low:+.{d}f}{unit} to {found.high:+.{d}f}{unit}"
+            difference = "-" if math.isnan(found.mean) else f"{found.mean:+.{d}f}{unit}"
+            cells = (difference, inside, found.describe(d, unit))
         return (name, str(len(values)), mean, sd, *cells, *_costs(runs))
 
     def _mean_interval(self, values: Sequence[float]) -> str:
@@ -108,6 +115,10 @@ class Report:
             found.append(
                 "A difference is arm minus base at the same seed, below zero is better. Intervals are paired t, corrected by Holm "
                 f"over {len(study.arms)} arms; they alone decide."
+            )
+        if len(study.checkpoints) == 1:
+            found.append(
+                "One checkpoint: a run is one part of the text. The verdicts are about this checkpoint on text like this one."
             )
         for job, error in self.failures.items():
             found.append(f"Failed twice and left out: {job.arm}, seed {job.seed}: {error}")
@@ -163,7 +174,9 @@ def _costs(runs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 def _notes_on_runs(runs: Sequence[dict[str, Any]]) -> list[str]:
     found = []
-    beyond = [run["wall_seconds"] - run["seconds"] for run in runs if "wall_seconds" in run and "seconds" in run]
+    unpacked = [run["unpacked"] for run in runs if "unpacked" in run]
+    found += [f"Before packing: {statistics.fmean(unpacked):.4f} on the whole text."] if unpacked else []
+    beyond = [run["wall_seconds"] - run["seconds"] for run in runs if "parts" in run]
     if beyond:
         parts: dict[str, list[float]] = {}
         for run in runs:

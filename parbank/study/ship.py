@@ -9,9 +9,12 @@ from parbank.config import choose, override
 from parbank.data.sources import absolute_spec, add_options, find_source
 from parbank.errors import ConfigError
 from parbank.recipes import get_recipe
+from parbank.study import kernels
 from parbank.study.arms import ARMS, SHAPES, claim_of
 from parbank.study.study import Arm, Study, StudyFile, apply_arm, read_arm, read_budget, read_file
-from parbank.training.config import RunConfig
+from parbank.training.checkpoint import find_checkpoint, load_checkpoint
+from parbank.training.config import RunConfig, read_config
+from parbank.training.folder import load_run_config
 
 SEEDS = 4
 
@@ -26,6 +29,8 @@ class Shipped:
     recipe: str = "sprint"
     packed: bool = False
     seeds: int = SEEDS
+    grid: tuple[tuple[str, str, str], ...] = ()
+    """Arms that are settings of scoring: name, settings, claim."""
 
 
 STUDIES: dict[str, Shipped] = {
@@ -50,7 +55,38 @@ STUDIES: dict[str, Shipped] = {
         arms=tuple(f"{layers}x{width}" for layers, width in SHAPES),
         packed=True,
     ),
+    "published-quantisation": Shipped(
+        help="ways to pack one or several stored checkpoints under the same cap",
+        kind="packing",
+        arms=("no-hadamard", "no-calibration", "no-pruning", "more-pruning", "low-rank-8", "int6-rows", "int5-rows"),
+        seeds=8,
+    ),
+    "ttt-grid": Shipped(
+        help="test-time training of stored checkpoints against streaming scores",
+        kind="scoring",
+        grid=(
+            ("sgd", "method=ttt", "score-first SGD: -0.0024 (1.1218 -> 1.1194, parameter-golf #549)"),
+            ("sgd-lr-half", "method=ttt,lr=0.001", "22 variants: +0.0006 at best (parameter-golf #670)"),
+            ("sgd-lr-double", "method=ttt,lr=0.004", "22 variants: +0.0006 at best (parameter-golf #670)"),
+            ("sgd-one-epoch", "method=ttt,epochs=1", "22 variants: +0.0006 at best (parameter-golf #670)"),
+            ("sgd-chunk-8192", "method=ttt,chunk=8192", "22 variants: +0.0006 at best (parameter-golf #670)"),
+            ("low-rank", "method=ttt,adapter=low-rank", "per document: -0.0108 (parameter-golf #1530, #1586)"),
+            (
+                "low-rank-lr-tenth",
+                "method=ttt,adapter=low-rank,lr=0.0001",
+                "the same at a tenth of the rate; no number",
+            ),
+        ),
+        seeds=8,
+    ),
+    "published-kernels": Shipped(
+        help="kernels against what they would replace, by micro-benchmarks",
+        kind="kernels",
+        arms=tuple(kernels.KERNELS),
+        seeds=8,
+    ),
 }
+STORED = ("packing", "scoring")  # kinds that start from checkpoints
 
 
 def make_study(
@@ -78,32 +114,41 @@ def make_study(
     the validation text stays unseen by choices; val scores on the validation text.
     """
     file = _look_up(name)
-    base = override(get_recipe(recipe or file.recipe or "sprint"), *file.settings, *settings)
-    spec = data or file.data or base.data
-    base = replace(base, data=absolute_spec(hold_out(spec, holdout)))
+    stored = [str(Path(path).resolve()) for path in checkpoints]
+    if file.kind in STORED:
+        base = override(_stored_config(file.name, stored), *file.settings, *settings)
+        base = replace(base, data=absolute_spec(data or base.data))
+    else:
+        base = override(get_recipe(recipe or file.recipe or "sprint"), *file.settings, *settings)
+        base = replace(base, data=absolute_spec(hold_out(data or file.data or base.data, holdout)))
     if budget or file.budget:
         base = override(base, *read_budget(budget or file.budget or ""))
     own = [] if arms is not None else list(file.arm.values())
-    made = [make_arm(arm, base) for arm in (file.arms if arms is None else arms)]
-    made += [*own, *(read_arm(text, base) for text in extra)]
-    count = seeds or file.seeds or SEEDS
+    made = [make_arm(arm, base, file.kind) for arm in (file.arms if arms is None else arms)]
+    made += [*own, *(read_arm(text, None if file.kind == "scoring" else base) for text in extra)]
+    count = len(stored) if len(stored) > 1 else seeds or file.seeds or SEEDS
+    first = 0 if file.kind in STORED else base.seed
     return Study(
         name=file.name,
         kind=file.kind,
         base=base,
         arms=tuple(made),
-        seeds=tuple(range(base.seed, base.seed + count)),
+        seeds=tuple(range(first, first + count)),
         packed=file.packed if packed is None else packed,
         score_tokens=score_tokens,
         keep=keep,
-        checkpoints=tuple(str(Path(path).resolve()) for path in checkpoints),
+        checkpoints=tuple(stored),
+        own_baselines=file.kind == "kernels",
         noise=noise,
         difference=difference,
     )
 
 
-def make_arm(name: str, base: RunConfig) -> Arm:
+def make_arm(name: str, base: RunConfig, kind: str = "training") -> Arm:
     """A shipped arm on this base."""
+    if kind == "kernels":
+        choose(kernels.KERNELS, name, "an arm of a study of kernels")
+        return Arm(name=name, claim=kernels.claim_of(name))
     change = choose(ARMS, name, "an arm")
     try:
         return apply_arm(name, change, base, claim_of(name))
@@ -111,6 +156,16 @@ def make_arm(name: str, base: RunConfig) -> Arm:
         raise ConfigError(
             f"the arm {name} does not fit the recipe {base.recipe}: {error}; choose others by --arms"
         ) from error
+
+
+def _stored_config(name: str, checkpoints: list[str]) -> RunConfig:
+    """The config of the first checkpoint."""
+    if not checkpoints:
+        raise ConfigError(f"the study {name} works on stored runs; say which by --checkpoint RUN, once for each")
+    path = Path(checkpoints[0])
+    if (path / "config.json").is_file():
+        return load_run_config(path)
+    return read_config(load_checkpoint(find_checkpoint(path))["config"])
 
 
 def hold_out(spec: str, part: str) -> str:
@@ -132,6 +187,9 @@ def _look_up(name: str) -> StudyFile:
             seeds=found.seeds,
             packed=found.packed,
             arms=found.arms,
+            arm={
+                name: Arm(name=name, settings=tuple(text.split(",")), claim=claim) for name, text, claim in found.grid
+            },
         )
     path = Path(name)
     if path.suffix == ".toml" or path.is_file():

@@ -43,13 +43,13 @@ class Comparison:
     """too few seeds: how many more would show `target` (80% power)."""
     target: float = 0.0
 
-    def describe(self, digits: int = 4) -> str:
+    def describe(self, digits: int = 4, unit: str = "") -> str:
         """The verdict in words."""
         if self.verdict in ("better", "worse"):
             return self.verdict
         if self.verdict == "no difference":
-            return f"no difference of more than {max(-self.low, self.high):.{digits}f} shown"
-        return f"too few seeds: {self.more} more would show {self.target:.{digits}f}"
+            return f"no difference of more than {max(-self.low, self.high):.{digits}f}{unit} shown"
+        return f"too few seeds: {self.more} more would show {self.target:.{digits}f}{unit}"
 
 
 def compare(

@@ -83,6 +83,8 @@ class Study:
     """Standard deviation of paired differences to assume before there are any; None looks for earlier runs."""
     difference: float | None = None
     """The smallest difference of interest; None takes the smallest that the seeds can show."""
+    own_baselines: bool = False
+    """Every arm measures what it would replace beside itself, and the base is not run."""
     added: tuple[Added, ...] = ()
 
     def __post_init__(self) -> None:
@@ -104,7 +106,7 @@ class Study:
     def jobs(self) -> list[Job]:
         """Every run, seed by seed, so that a study that is stopped has whole pairs. The arms take turns to be first: a
         machine that warms up favours none of them."""
-        names = [BASE, *(arm.name for arm in self.arms)]
+        names = [*([] if self.own_baselines else [BASE]), *(arm.name for arm in self.arms)]
         turns = [n % len(names) for n in range(len(self.seeds))]
         return [Job(name, seed) for seed, k in zip(self.seeds, turns) for name in names[k:] + names[:k]]
 

@@ -79,7 +79,7 @@ class Training(Kind):
             trainer.warm_up()
         with parts.time("training"), Watch(self.runtime.device) as watch:
             train_with_reports(trainer, self.display)
-        val = _first(dataset.val, study.score_tokens)
+        val = first_tokens(dataset.val, study.score_tokens)
         seconds, tokens = trainer.clock.seconds(), trainer.tokens
         result: dict[str, Any] = {
             "steps": trainer.step,
@@ -158,6 +158,6 @@ class Parts:
         return time.perf_counter() - self._began
 
 
-def _first(tokens: TokenSet, count: int) -> TokenSet:
+def first_tokens(tokens: TokenSet, count: int) -> TokenSet:
     """The first tokens of a text. Documents lie in the order of their hashes, so they are a sample of it."""
     return tokens if not 0 < count < len(tokens) else TokenSet([tokens.read(0, count)])
