@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from parbank.errors import ConfigError, DeviceError, RankError
+from parbank.rendezvous import join
 from parbank.watch import Watch
 
 T = TypeVar("T")
 LARGEST_SEED = 2**63 - 1  # the limit of PyTorch's generators
-_RENDEZVOUS = timedelta(minutes=5)  # to start Python and import torch, also from a slow network drive
 _LONGEST_WAIT = timedelta(days=7)  # for a rank that works: `watch` finds one that is lost
 
 
@@ -156,22 +156,17 @@ def start(device: str | None = None) -> Iterator[Runtime]:
             )
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
-    try:
-        store, rank, world = next(dist.rendezvous("env://", timeout=_RENDEZVOUS))
-    except dist.DistError as error:
-        raise RankError(
-            f"not all of the {world} ranks have come within {_RENDEZVOUS}; see why the others did not start"
-        ) from error
-    store.set_timeout(_LONGEST_WAIT)
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    group = dist.PrefixStore("group", store)
-    dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=_LONGEST_WAIT)
-    watch = Watch(rank, world, dist.PrefixStore("watch", store))
+    store, rank, world = join()
+    watch = Watch(rank, world, store)
     try:
         with watch.guard():
+            backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_LONGEST_WAIT)
+            store.set_timeout(_LONGEST_WAIT)
             yield Runtime(device=chosen, rank=rank, world=world)
     finally:
-        dist.destroy_process_group()  # may hang if a rank is lost: the watch then ends this process
+        if dist.is_initialized():
+            dist.destroy_process_group()  # may hang if a rank is lost: the watch then ends this process
         watch.close()
 
 
