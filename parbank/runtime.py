@@ -25,7 +25,7 @@ from parbank.watch import Watch
 
 T = TypeVar("T")
 LARGEST_SEED = 2**63 - 1  # the limit of PyTorch's generators
-_LONGEST_WAIT = timedelta(days=7)  # for a rank that works: `watch` finds one that is lost
+_LONGEST_WAIT = timedelta(days=1)  # for a rank that works: `watch` finds one that is lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +156,8 @@ def start(device: str | None = None) -> Iterator[Runtime]:
             )
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
+        # By default nccl's own thread aborts the process when a rank is lost. 2: it ends the collectives, and the watch says why.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     store, rank, world = join()
     watch = Watch(rank, world, store)
     try:

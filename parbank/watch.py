@@ -28,8 +28,9 @@ from parbank.errors import ParbankError, RankError
 BEAT_SECONDS = 2.0
 SILENT_BEATS = 20
 """Beats that a rank may miss. Counted in this rank's own beats: if all ranks are stopped and continued, none is lost."""
-GRACE_SECONDS = 5.0
-"""The time that the main thread has to end by itself, once it cannot go on."""
+GRACE_SECONDS = 10.0
+"""The time that the main thread has to end by itself, once it cannot go on. It may be writing a checkpoint."""
+_EXPLAIN_SECONDS = 5.0  # from an error of communication until the watch knows its reason
 _CONNECT_SECONDS = 60.0
 _LONGEST = 1 << 16  # bytes of a message
 _LONGEST_REASON = 1 << 12  # characters
@@ -44,7 +45,7 @@ class Watch:
         self._links = _connect_to_all(world, store) if rank == 0 else {0: _connect_to_first(rank, store)}
         self._silent = dict.fromkeys(self._links, 0)
         self._silent_beats = silent_beats
-        self._lock = threading.Lock()  # both threads send
+        self._lock = threading.Lock()  # both threads send, and only one may end the process
         self._closed, self._known = threading.Event(), threading.Event()
         self._reason, self._deadline = "", 0.0
         threading.Thread(target=self._run, name="parbank-watch", daemon=True).start()
@@ -61,7 +62,9 @@ class Watch:
         self._send({"left": self._rank, "reason": reason})
 
     def close(self) -> None:
-        self._closed.set()
+        """Ends the thread. It does not end the process any more."""
+        with self._lock:
+            self._closed.set()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -81,13 +84,13 @@ class Watch:
     def _explain(self, error: BaseException) -> str:
         """The sentence for an error that a lost rank may have caused; empty for any other."""
         if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
-            return self.wait_for_reason(
-                1.0
-            )  # torchrun ends the other ranks by SIGTERM when it sees that one has failed
+            return self.wait_for_reason(1.0)  # torchrun sends SIGTERM to the other ranks when one has failed
         if not is_communication_error(error):
             return ""
         first = str(error).strip().partition("\n")[0]
-        return self.wait_for_reason(GRACE_SECONDS) or f"the ranks cannot reach each other any more ({first}); {_REMEDY}"
+        return (
+            self.wait_for_reason(_EXPLAIN_SECONDS) or f"the ranks cannot reach each other any more ({first}); {_REMEDY}"
+        )
 
     def _run(self) -> None:
         beat = time.monotonic()
@@ -100,8 +103,9 @@ class Watch:
             if time.monotonic() >= beat:
                 beat = time.monotonic() + BEAT_SECONDS
                 self._beat()
-            if self._reason and time.monotonic() > self._deadline:
-                self._end()
+            with self._lock:
+                if self._reason and time.monotonic() > self._deadline and not self._closed.is_set():
+                    self._end()
         for link in self._links.values():
             link.close()
 

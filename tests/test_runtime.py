@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parbank import runtime
-from parbank.errors import ConfigError, DataError, DeviceError
+from parbank.errors import ConfigError, DataError, DeviceError, RankError
 from parbank.runtime import LARGEST_SEED, Runtime, check_seed, pick_device, seed_everything
 from tests.distributed import run_distributed_test
 
@@ -74,6 +74,16 @@ def talk() -> dict[str, object]:
     except SystemExit as error:
         told["failure"] = error.code
     told["calls"] = calls
+
+    def fail_later() -> None:
+        if not place.is_main:
+            raise DataError("missing here")
+
+    try:
+        place.in_turn(fail_later)
+    except (DataError, RankError) as error:
+        told["later"] = str(error)
+    told["gather"] = place.gather({"rank": place.rank})
     place.barrier()
     return told
 
@@ -86,6 +96,8 @@ def test_ranks_agree_and_take_turns() -> None:
         assert told["broadcast"] == [0.0, 0.0]
     assert (first["in_turn"], second["in_turn"]) == (0, 1)
     assert (first["failure"], second["failure"]) == ("broken", 2)
+    assert (first["later"], second["later"]) == ("rank 1 failed: missing here", "missing here")
+    assert first["gather"] == second["gather"] == [{"rank": 0}, {"rank": 1}]
     assert (first["calls"], second["calls"]) == ([0], []), "where the first rank failed, nobody else tries"
 
 

@@ -94,8 +94,7 @@ def test_an_error_of_communication_becomes_the_name_of_the_lost_rank(three: list
         os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does
 
 
-def test_other_errors_stay_as_they_are(three: list[Watch], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "GRACE_SECONDS", 0.2)
+def test_other_errors_stay_as_they_are(three: list[Watch]) -> None:
     with pytest.raises(RuntimeError, match=r"^shapes differ$"), three[0].guard():
         raise RuntimeError("shapes differ")
     with pytest.raises(SystemExit, match="3"), three[1].guard():
@@ -104,7 +103,7 @@ def test_other_errors_stay_as_they_are(three: list[Watch], monkeypatch: pytest.M
 
 
 def test_nobody_lost_is_said_too(tmp_path: Path, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "_EXPLAIN_SECONDS", 0.2)
     first, second = connect(tmp_path, 2)
     with pytest.raises(RankError, match=r"cannot reach each other any more \(ncclSystemError\)"), first.guard():
         raise RuntimeError("ncclSystemError\nmore lines")

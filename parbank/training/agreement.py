@@ -28,6 +28,8 @@ Facts = Mapping[str, str]
 
 def compare_settings(config: RunConfig, runtime: Runtime, *, resume: bool) -> None:
     """Compares everything that is known before data is opened. Paths of the data may differ between machines."""
+    if runtime.world == 1:
+        return
     facts = {name: json.dumps(value) for name, value, _ in walk(config) if name != "data"}
     facts |= {f"version of {name}": version for name, version in versions().items() if name in SOFTWARE}
     facts |= {"--device": runtime.device.type, "--resume": json.dumps(resume), "code": hash_code()}
@@ -36,6 +38,8 @@ def compare_settings(config: RunConfig, runtime: Runtime, *, resume: bool) -> No
 
 def compare_state(trainer: Trainer, checkpoint: Path | None) -> None:
     """Compares the data, the checkpoint that the run continues from, and the weights."""
+    if trainer.runtime.world == 1:
+        return
     facts = {"data": trainer.dataset.fingerprint[:12], "step": str(trainer.step)}
     facts["checkpoint"] = hash_file(checkpoint) if checkpoint is not None else "none"
     facts["starting weights"] = hash_tensors(trainer.model.state_dict().items())

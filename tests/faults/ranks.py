@@ -110,12 +110,14 @@ def lose_rank(
     after: str = "training tokens",
     steps: int = 60,
     number: int = signal.SIGKILL,
+    device: str = "cpu",
+    environments: Sequence[Mapping[str, str]] = (),
 ) -> Loss:
     """Trains on several ranks, sends one of them a signal some seconds after the first rank has printed a text, and waits for
     the others."""
     out = folder / "run"
-    words = ["train", "--recipe", "nano", "--data", spec, "--out", str(out), "--device", "cpu", "--steps", str(steps)]
-    with start_ranks(folder, [words] * world) as ranks:
+    words = ["train", "--recipe", "nano", "--data", spec, "--out", str(out), "--device", device, "--steps", str(steps)]
+    with start_ranks(folder, [words] * world, environments) as ranks:
         wait_for(ranks[0], after)
         time.sleep(delay)
         moment = ranks[0].said().splitlines()[-1]

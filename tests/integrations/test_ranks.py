@@ -197,7 +197,7 @@ def test_a_stopped_rank_ends_the_other(text_spec: str, tmp_path: Path) -> None:
         folder = tmp_path / str(victim)
         return lose_rank(text_spec, folder, victim=victim, after="step 1 ", steps=100_000, number=signal.SIGSTOP)
 
-    with ThreadPoolExecutor(2) as both:  # two runs at once: each takes 45 s of waiting
+    with ThreadPoolExecutor(2) as both:  # two runs at once: each takes 50 s of waiting
         for loss in both.map(stop, (0, 1)):
             assert loss.complaint() == ""
             assert "has not answered for 40 s" in loss.errors[1 - loss.victim][0]
