@@ -10,7 +10,7 @@ so 1 / U_jj^2 is the curvature that column j has left once all later columns fol
 H_jj to sum_j 1 / U_jj^2 for the same rounding errors. A diagonal H gives plain rounding.
 
 All rows of all matrices of a bank are independent, so a bank (N, rows, cols) is rounded in `cols` steps; the columns
-beyond a block receive its errors as one product.
+beyond a block of `BLOCK` receive its errors as one product.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 64  # columns between two large products: a step writes only the rest of its block
+from parbank.ops.backend import use_triton
+from parbank.quant.kernels import BLOCK, round_block
 
 
 @dataclass(frozen=True)
@@ -70,26 +71,45 @@ def round_bank(
     n, rows, cols = weights.shape
     order = factors.order[:, :, None].expand(n, cols, rows)
     work = weights.float().mT.gather(1, order)  # (N, cols, rows): a step works on whole lines of memory
-    steps = _column_scales(scales, factors.order)
     values = torch.empty(n, cols, rows, dtype=torch.int8, device=weights.device)
     error = torch.zeros(n, rows, device=weights.device)
     table = None if prices is None else prices.mT.contiguous()
+    round_columns = _in_kernel if scales.shape[2] == 1 and use_triton(work) else _column_by_column
     for first in range(0, cols, BLOCK):
         last = min(first + BLOCK, cols)
-        block = work[:, first:last]
-        errors = torch.empty_like(block)
-        for j in range(last - first):
-            place = first + j
-            column, step = block[:, j], steps(place)
-            rounded = _round(column, step, q, table, factors.curvature[:, place, None])
-            row = factors.upper[:, place, place:last, None]
-            errors[:, j] = (column - rounded * step) / row[:, 0]
-            block[:, j + 1 :] -= row[:, 1:] * errors[:, None, j]
-            values[:, place] = rounded.to(torch.int8)
+        errors = round_columns(work, values, scales, q, factors, table, first, last)
         error += errors.square().sum(1)
         work[:, last:] -= factors.upper[:, first:last, last:].mT @ errors
     back = torch.empty_like(values).scatter_(1, order, values)
     return back.mT.contiguous(), error
+
+
+def _column_by_column(
+    work: Tensor, values: Tensor, scales: Tensor, q: int, factors: Factors, table: Tensor | None, first: int, last: int
+) -> Tensor:
+    """Rounds the columns of a block into `values`, and returns their errors (N, last - first, rows). Changes the block."""
+    steps, block = _column_scales(scales, factors.order), work[:, first:last]
+    errors = torch.empty_like(block)
+    for j in range(last - first):
+        place = first + j
+        column, step = block[:, j], steps(place)
+        rounded = _round(column, step, q, table, factors.curvature[:, place, None])
+        row = factors.upper[:, place, place:last, None]
+        errors[:, j] = (column - rounded * step) / row[:, 0]
+        block[:, j + 1 :] -= row[:, 1:] * errors[:, None, j]
+        values[:, place] = rounded.to(torch.int8)
+    return errors
+
+
+def _in_kernel(
+    work: Tensor, values: Tensor, scales: Tensor, q: int, factors: Factors, table: Tensor | None, first: int, last: int
+) -> Tensor:
+    """The same by one launch, for a scale a row. Leaves the block as it is: nothing reads it again."""
+    errors = torch.empty(len(work), last - first, work.shape[2], device=work.device)
+    steps, upper = scales[:, :, 0].float().contiguous(), factors.upper.contiguous()
+    curvature = factors.curvature.contiguous()
+    round_block(work, values, errors, steps, table, upper, curvature, first=first, q=q)
+    return errors
 
 
 def _column_scales(scales: Tensor, order: Tensor) -> Callable[[int], Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
+import torch
 
 from parbank.config import override
 from parbank.data.dataset import Dataset
@@ -16,6 +17,8 @@ from parbank.eval.sampling import extend
 from parbank.eval.score import tokens_together
 from parbank.eval.windows import score_windows
 from parbank.ops.rehearsal import can_rehearse
+from parbank.quant.bank import MAX_Q
+from parbank.quant.gptq import factorise, round_bank
 from parbank.runtime import Runtime
 from parbank.training.checks import check_settings
 from parbank.training.compiled import Lookups, compile_folder, count_lookups, has_kernels
@@ -80,7 +83,7 @@ def compile_aside(config: RunConfig, runtime: Runtime, say: Say) -> Iterator[boo
 
 
 def _rehearse_alone(config: RunConfig, runtime: Runtime) -> None:
-    """Rehearses the step of a trainer that is then thrown away, and the scoring and sampling that follow training."""
+    """Rehearses the step of a trainer that is then thrown away, and the work that follows training."""
     trainer = Trainer(config, runtime, random_data(config, config.batch.batch_tokens), compile_folder())
     try:
         trainer.rehearse(then=lambda: _read(trainer, tokens=1))  # a second token would capture a graph of nothing
@@ -89,13 +92,22 @@ def _rehearse_alone(config: RunConfig, runtime: Runtime) -> None:
 
 
 def _read(trainer: Trainer, *, tokens: int) -> None:
-    """Runs the model as scoring and sampling do: a batch of windows, and a few tokens one by one."""
+    """Runs the model as scoring and sampling do, a batch of windows and a few tokens one by one, and rounds as packing
+    does."""
     config, runtime, model = trainer.config, trainer.runtime, trainer.model
     context = config.batch.sequence_length
     windows = random_data(config, tokens_together(config.model.vocab_size, runtime)).train
     score_windows(model, windows, context=context, stride=context, runtime=runtime)
     for _ in extend(model, [0], tokens, context=context, choose=lambda logits: 0):
         pass
+    _round_once(runtime.device)
+
+
+def _round_once(device: torch.device) -> None:
+    """Rounds a small matrix as packing does. This also loads PyTorch's linear algebra, which takes a while on a GPU."""
+    ones = torch.ones(1, 64, 64, device=device)
+    prices = torch.zeros(1, 64, MAX_Q + 1, device=device)
+    round_bank(ones, ones[:, :, :1], MAX_Q, factorise(torch.eye(64, device=device)[None]), prices)
 
 
 class _RandomData:
