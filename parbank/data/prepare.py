@@ -127,13 +127,10 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
     inputs = [_describe_input(path) for path in corpus.files]
     with Spool(place / "spool") as spool:
         train, val, left_out = gather(corpus, spool, say)
-        overlap = _compare(train, val, spool, say)
-        began = time.monotonic()
-        try:
-            tokenizer = Tokenizer.train(sample(train, spool, SAMPLE_BYTES), vocab_size)
-        except DataError as error:
-            raise DataError(f"{corpus.spec}: {error}") from error
-        say(f"trained a tokenizer of {vocab_size} tokens in {time.monotonic() - began:.1f} s")
+        with ThreadPoolExecutor(1) as aside:  # the tokenizer's training takes one core, without Python's lock
+            comparing = aside.submit(_compare, train, val, spool, say)
+            tokenizer = _train_tokenizer(corpus, train, spool, vocab_size, say)
+            overlap = comparing.result()
         with Meter("tokenising", say, total=sum(entry.size for entry in train + val)) as meter:
             parts = {
                 name: _write_split(entries, spool, tokenizer, place, f"{corpus.name}_{name}", meter)
@@ -158,6 +155,16 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
         rate = part["bytes"] / max(1, part["tokens"] - part["documents"])
         say(f"{name}: {part['documents']} documents, {part['tokens']} tokens, {rate:.3f} bytes a token")
     return manifest
+
+
+def _train_tokenizer(corpus: Corpus, train: list[Document], spool: Spool, vocab_size: int, say: Say) -> Tokenizer:
+    began = time.monotonic()
+    try:
+        tokenizer = Tokenizer.train(sample(train, spool, SAMPLE_BYTES), vocab_size)
+    except DataError as error:
+        raise DataError(f"{corpus.spec}: {error}") from error
+    say(f"trained a tokenizer of {vocab_size} tokens in {time.monotonic() - began:.1f} s")
+    return tokenizer
 
 
 def gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], list[Document], dict[str, int]]:
