@@ -1,15 +1,15 @@
 """Training on a CPU beside other busy processes, and alone: tokens per second of the demo model.
 
-    python benchmarks/busy.py [--busy 4] [--seconds 12] [--repeats 3]
-
-Every measurement is a process of its own, and the providers take turns:
+    python benchmarks/busy.py [--busy 4] [--seconds 10] [--repeats 3]
 
     torch's defaults      as many threads as cores, which wait by spinning
     parbank               as `parbank train --minutes` runs: on a busy machine fewer threads, which sleep while they wait
     parbank, by steps     as `parbank train --steps` runs: the same number of threads always, which sleep while they wait
 
-The bound of the loaded case is the fair share: as many threads as cores, beside so many busy processes, get
-cores / (cores + busy) of the machine. The machine must be idle when this starts; the result holds its load.
+Alone, the first two take turns of two seconds within one process: two processes differ by more than what is measured.
+Beside busy processes each has a process of its own, from its start. The bound there is the fair share: as many threads
+as cores, beside so many busy processes, get cores / (cores + busy) of the machine. The machine must be idle when this
+starts, and takes about three minutes.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,10 +32,35 @@ MEASURED = ("parbank", "benchmarks/busy.py")
 DEFAULTS, OURS, STEPS = PROVIDERS = ("torch's defaults", "parbank", "parbank, by steps")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SPIN = "while True: pass"
+TURN_SECONDS = 2.0
 
 
-def train(seconds: float, provider: str) -> dict[str, Any]:
-    """Trains the demo model for some seconds in this process: tokens per second, threads and load."""
+class Turns:
+    """Gives the trainer the threads of each provider in turn, and adds up their tokens and seconds."""
+
+    def __init__(self, providers: dict[str, Any], trainer: Any) -> None:
+        self.trainer, self.providers = trainer, providers
+        self.tokens, self.seconds = dict.fromkeys(providers, 0), dict.fromkeys(providers, 0.0)
+        self._begun = time.perf_counter()
+        self.now = next(iter(providers))
+        trainer.threads = providers[self.now]
+
+    def note(self, reading: Any) -> None:
+        """After each step."""
+        self.tokens[self.now] += self.trainer.config.batch.batch_tokens
+        self.seconds[self.now] += reading.seconds
+        if len(self.providers) > 1 and time.perf_counter() - self._begun > TURN_SECONDS:
+            import torch
+
+            names = list(self.providers)
+            self.now = names[(names.index(self.now) + 1) % len(names)]
+            self.trainer.threads = self.providers[self.now]
+            torch.set_num_threads(self.trainer.threads.now)
+            self._begun = time.perf_counter()
+
+
+def train(seconds: float, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Trains the demo model in this process: tokens per second, threads and load of each provider."""
     import torch
 
     from parbank.config import override
@@ -48,26 +74,32 @@ def train(seconds: float, provider: str) -> dict[str, Any]:
     config = override(get_recipe("demo"), f"budget.minutes={seconds / 60}", "train.checkpoint_minutes=0")
     place = Runtime(device=torch.device("cpu"))
     with use_threads() as most, tempfile.TemporaryDirectory() as out:
-        threads = Threads(most, adapts=provider == OURS, measures=provider != DEFAULTS)
+        chosen = {name: Threads(most, adapts=name == OURS, measures=name != DEFAULTS) for name in names}
         length = config.batch.sequence_length
         dataset = open_dataset(config.data, vocab_size=config.model.vocab_size, sequence_length=length)
-        trainer = Trainer(config, place, dataset, Path(out), threads)
+        trainer = Trainer(config, place, dataset, Path(out))
+        turns = Turns(chosen, trainer)
         try:
             trainer.warm_up()
-            trainer.train()
+            trainer.train(turns.note)
         finally:
             trainer.close()
-            threads.close()
-    return {"tokens_per_second": trainer.tokens / trainer.clock.seconds(), **threads.describe()}
+            for threads in chosen.values():
+                threads.close()
+    return {
+        name: {"tokens_per_second": turns.tokens[name] / turns.seconds[name], **chosen[name].describe()}
+        for name in names
+    }
 
 
-def measure(seconds: float, provider: str) -> dict[str, Any]:
+def measure(seconds: float, names: list[str]) -> dict[str, dict[str, Any]]:
     """`train` in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name not in WAITING}
-    command = [sys.executable, __file__, "--train", provider, "--seconds", str(seconds)]
+    command = [sys.executable, __file__, "--train", *names, "--seconds", str(seconds)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    print(f"{provider:20} {found['tokens_per_second']:8,.0f} tokens/s  {found}", flush=True)
+    for name, one in found.items():
+        print(f"{name:20} {one['tokens_per_second']:8,.0f} tokens/s  {one['threads']}  {one['load']}", flush=True)
     return found
 
 
@@ -83,20 +115,17 @@ def busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-def take_turns(seconds: float, repeats: int, providers: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {provider: [] for provider in providers}
-    for turn in range(repeats):
-        for provider in providers[:: -1 if turn % 2 else 1]:  # forth and back, so that a drift meets both
-            found[provider].append(measure(seconds, provider))
-    return found
+def repeat(times: int, seconds: float, names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    runs = [measure(seconds, names) for _ in range(times)]
+    return {name: [run[name] for run in runs] for name in names}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--busy", type=int, default=4, help="processes that want a core each")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of training, in each measurement")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of training, for each provider and repeat")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--train", choices=PROVIDERS, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs="+", choices=PROVIDERS, default=None, help=argparse.SUPPRESS)
     if "--train" in sys.argv:
         arguments = parser.parse_args()
         print(json.dumps(train(arguments.seconds, arguments.train)))
@@ -105,10 +134,10 @@ def main() -> None:
 
     arguments = harness.start(parser)
     del arguments.train
-    alone = take_turns(arguments.seconds, arguments.repeats, (DEFAULTS, OURS))
+    seconds, repeats = arguments.seconds, arguments.repeats
+    alone = repeat(repeats, 2 * seconds, [DEFAULTS, OURS])
     with busy(arguments.busy):
-        loaded = take_turns(arguments.seconds, arguments.repeats, (OURS,))
-        loaded |= take_turns(arguments.seconds, 1, (STEPS, DEFAULTS))
+        loaded = repeat(repeats, seconds, [OURS]) | repeat(1, seconds, [STEPS]) | repeat(1, seconds, [DEFAULTS])
     rows = make_rows(alone, loaded, arguments.busy)
     options = harness.settings_of(arguments)
     extra = {"measurements": {"alone": alone, "loaded": loaded}}

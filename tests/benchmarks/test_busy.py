@@ -1,7 +1,7 @@
 """benchmarks/busy.py: shares are computed from medians, and other processes end with the measurement."""
 
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +27,17 @@ def test_the_shares_are_those_of_the_medians(busy: ModuleType) -> None:
     assert rows["of the fair share", busy.DEFAULTS].value == pytest.approx(5)
 
 
-def test_providers_take_turns_forth_and_back(busy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    monkeypatch.setattr(busy, "measure", lambda seconds, provider: order.append(provider) or {})
-    assert {name: len(runs) for name, runs in busy.take_turns(1.0, 3, ("a", "b")).items()} == {"a": 3, "b": 3}
-    assert order == ["a", "b", "b", "a", "a", "b"]
+def test_providers_take_turns_within_a_process(busy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(busy.time, "perf_counter", lambda: next(clock))
+    one, two = SimpleNamespace(now=1), SimpleNamespace(now=1)
+    trainer = SimpleNamespace(config=SimpleNamespace(batch=SimpleNamespace(batch_tokens=10)))
+    turns, order = busy.Turns({"a": one, "b": two}, trainer), []
+    for _ in range(9):
+        order.append((turns.now, trainer.threads is turns.providers[turns.now]))
+        turns.note(SimpleNamespace(seconds=0.5))
+    assert order == [("a", True)] * 3 + [("b", True)] * 3 + [("a", True)] * 3
+    assert (turns.tokens, turns.seconds) == ({"a": 60, "b": 30}, {"a": 3.0, "b": 1.5})
 
 
 def test_busy_processes_end_with_the_measurement(busy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
