@@ -15,7 +15,6 @@ A step, for any number of ranks:
 checkpoint.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from parbank.errors import ConfigError
 from parbank.ops.backend import use_triton
-from parbank.optim import kernels, state, update
+from parbank.optim import kernels, loading, state, update
 from parbank.optim.algorithm import ElementwiseAlgorithm, MatrixAlgorithm, Settings, Work, find_algorithm
 from parbank.optim.algorithms import ALGORITHMS
 from parbank.optim.banking import zero_bank_grads
@@ -169,13 +168,38 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As for any optimizer, with whole tensors: it loads on any number of ranks. Collective."""
-        return state.save(self, functools.partial(_plain(torch.optim.Optimizer.state_dict), self))
+        # Before the user's hooks, which then see whole tensors.
+        handle = self.register_state_dict_post_hook(lambda _, saved: state.complete(self, saved), prepend=True)
+        try:
+            return _plain(torch.optim.Optimizer.state_dict)(self)
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state written on any number of ranks; each rank keeps its part. Collective."""
-        _plain(torch.optim.Optimizer.load_state_dict)(self, state_dict)
-        state.load(self, state_dict)
-        self._reset_counters()
+        """Loads a state written on any number of ranks; each rank keeps its part. Collective.
+
+        Options that the state lacks stay as they are. States of torch.optim.AdamW and torch.optim.Muon load, too.
+        """
+        prepared: dict[str, Any] = {}
+
+        def prepare(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            prepared.update(loading.prepare(self, given))
+            return prepared
+
+        def load(_: Any) -> None:
+            state.load(self, prepared)
+            self._reset_counters()
+
+        # After the user's hooks that may change the state, and before those that see the result.
+        handles = [
+            self.register_load_state_dict_pre_hook(prepare),
+            self.register_load_state_dict_post_hook(load, prepend=True),
+        ]
+        try:
+            _plain(torch.optim.Optimizer.load_state_dict)(self, state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def reset(self) -> None:
         """Forgets momentum, moments, step counts and skipped steps, as in a new optimizer."""

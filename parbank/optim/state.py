@@ -10,7 +10,7 @@ device mesh to be read. No arithmetic changes a value on the way.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,15 +49,13 @@ def _zeros(member: Member, pieces: Sequence[Piece], world: int, shape: tuple[int
     return torch.zeros(owned, *shape, device=member.param.device)
 
 
-def save(optimizer: "ParallelMuon", plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """`plain()`, with whole tensors in place of shards."""
-    result = plain()
+def complete(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> None:
+    """Puts whole tensors in place of shards. Collective."""
     if optimizer.ranks.world == 1:
-        return result
+        return
     numbers = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     for param, values in gather(optimizer, optimizer.batches()).items():
-        result["state"][numbers[id(param)]] = values
-    return result
+        state_dict["state"][numbers[id(param)]] = values
 
 
 def gather(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> dict[Tensor, dict[str, Any]]:
@@ -137,7 +135,7 @@ def _copy_like(value: Tensor, param: Tensor) -> Tensor:
 
 
 def load(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> None:
-    """Loads the tensors of a state dict, each in the dtype it was saved in.
+    """Loads the tensors of a state dict: numbers as float32 tensors, as all states here, and integers unchanged.
 
     PyTorch has matched the groups before, but has also converted every tensor to its weight's dtype: for bfloat16
     weights the momentum would lose 16 bits.
@@ -146,8 +144,11 @@ def load(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, param in zip(numbers, params):
         for key, value in state_dict["state"].get(number, {}).items():
-            if isinstance(value, Tensor):
-                optimizer.state[param][key] = _copy_like(value, param)
+            if key == "step":  # PyTorch writes any kind of number
+                optimizer.state[param][key] = torch.as_tensor(value).to(param.device, torch.float32, copy=True)
+            elif isinstance(value, Tensor):
+                wide = value.float() if value.is_floating_point() else value
+                optimizer.state[param][key] = _copy_like(wide, param)
     optimizer.forget_layout()
     if optimizer.ranks.world > 1:
         scatter(optimizer, {param: dict(optimizer.state[param]) for param in params if param in optimizer.state})

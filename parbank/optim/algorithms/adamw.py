@@ -28,7 +28,7 @@ class AdamW(ElementwiseAlgorithm):
 
     def init_state(self, state: dict[str, Any], param: Tensor) -> None:
         """Moments in float32 whatever the weight, the step count on the device."""
-        if "step" not in state:
+        if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys():
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
