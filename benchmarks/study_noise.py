@@ -41,7 +41,7 @@ def main() -> None:
     base = replace(override(get_recipe(arguments.recipe), *budget), data=arguments.data)
     study = Study(name="noise", base=base, seeds=tuple(range(2 * arguments.pairs)), score_tokens=1 << 15)
     with tempfile.TemporaryDirectory() as folder:
-        runs = Training(study, Runtime(device=pick_device(None)), Path(folder), Display(enabled=False))
+        runs = Training(Runtime(device=pick_device(None)), Path(folder), Display(enabled=False))
         scores = [runs.measure(study, Job(BASE, seed))["value"] for seed in study.seeds]
     pairs = [scores[n : n + 2] for n in range(0, len(scores), 2)]
     about = {"recipe": arguments.recipe, "steps": arguments.steps, "data": without_folders(arguments.data)}

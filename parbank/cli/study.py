@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from parbank.cli.terminal import DeviceOption, data_option, print_next, read_count
+
+if TYPE_CHECKING:
+    from parbank.study.study import Study
 
 _STUDY, _MACHINE = "Study", "Machine"
 ArmOption = Annotated[
@@ -60,6 +63,19 @@ def run(
         float | None, typer.Option(help="Smallest difference of interest; the smallest visible one if not given.")
     ] = None,
     workers: WorkersOption = 1,
+    submit: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="Submit the workers to slurm, and return.", rich_help_panel=_MACHINE),
+    ] = None,
+    submit_set: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--submit-set",
+            metavar="NAME=VALUE",
+            help="For submitit: slurm_partition=gpu, gpus_per_node=1, timeout_min=60; repeatable.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
     device: DeviceOption = "auto",
     out: Annotated[Path | None, typer.Option(help="The study's folder; runs/study-NAME if not given.")] = None,
 ) -> None:
@@ -79,33 +95,49 @@ def run(
 
       parbank study run runs/study-seeds
     """
-    from parbank.study.engine import run_study
+    from parbank.study.engine import open_study, run_study
     from parbank.study.ship import make_study
     from parbank.study.study import STUDY
 
     if (Path(study) / STUDY).exists():
-        print(run_study(None, study, workers=workers, device=device).text())
+        made, folder = None, Path(study)
+    else:
+        made = make_study(
+            study,
+            recipe=recipe,
+            data=data,
+            holdout=holdout,
+            budget=budget,
+            seeds=seeds,
+            arms=None if arms is None else [name.strip() for name in arms.split(",") if name.strip()],
+            extra=arm or (),
+            settings=settings or (),
+            packed=packed,
+            score_tokens=score_tokens or 0,
+            keep=keep,
+            checkpoints=map(str, checkpoint or ()),
+            noise=noise,
+            difference=difference,
+        )
+        folder = out or Path("runs") / f"study-{made.name}"
+    if submit is not None:
+        _submit(open_study(folder, made), folder, workers, submit, submit_set or [], device)
         return
-    made = make_study(
-        study,
-        recipe=recipe,
-        data=data,
-        holdout=holdout,
-        budget=budget,
-        seeds=seeds,
-        arms=None if arms is None else [name.strip() for name in arms.split(",") if name.strip()],
-        extra=arm or (),
-        settings=settings or (),
-        packed=packed,
-        score_tokens=score_tokens or 0,
-        keep=keep,
-        checkpoints=map(str, checkpoint or ()),
-        noise=noise,
-        difference=difference,
-    )
-    folder = out or Path("runs") / f"study-{made.name}"
-    print(run_study(made, folder, workers=workers, device=device).text())
-    print_next(("parbank", "study", "add", folder, "--seeds", len(made.seeds)))
+    report = run_study(made, folder, workers=workers, device=device)
+    print(report.text())
+    print_next(("parbank", "study", "add", folder, "--seeds", len(report.study.seeds)))
+
+
+def _submit(study: "Study", folder: Path, workers: int, cluster: str, options: list[str], device: str) -> None:
+    from parbank.study.engine import introduce
+    from parbank.study.slurm import submit_workers
+    from parbank.study.study import parse_assignment
+
+    print("\n".join(introduce(study, folder, workers)))
+    given = dict(map(parse_assignment, options))
+    for job in submit_workers(folder, workers, cluster=cluster, options=given, device=device):
+        print(f"submitted {job.job_id}")
+    print_next(("parbank", "study", "show", folder))
 
 
 def add(
@@ -194,6 +226,63 @@ def list_(
         print(f"{path.parent}: {states.count('done')} of {len(states)} runs done")
 
 
+def search(
+    space: Annotated[
+        list[str],
+        typer.Option(
+            "--space", metavar="a.b=LOW..HIGH", help="A setting's range: 8..12, 0.01..0.1:log or [x,y]; repeatable."
+        ),
+    ],
+    rungs: Annotated[str, typer.Option(help="Budgets of complete schedules, each longer than the last.")] = "30s,120s",
+    trials: Annotated[int, typer.Option(min=2, help="Trials of the first rung; half of them go on.")] = 16,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each trial on the last rung.")] = 4,
+    recipe: Annotated[str, typer.Option(help="The base.")] = "sprint",
+    data: Annotated[str | None, data_option("What to train on; the recipe's own data if not given.")] = None,
+    holdout: Annotated[
+        str, typer.Option(help="dev: score on 1 in 64 training documents; val: on the validation text.")
+    ] = "dev",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=v", help="Change the base; repeatable.")
+    ] = None,
+    score_tokens: Annotated[
+        int | None,
+        typer.Option(parser=read_count, metavar="COUNT", help="Score on so many tokens at most; all if not given."),
+    ] = None,
+    device: DeviceOption = "auto",
+    out: Annotated[Path, typer.Option(help="The search's folder.")] = Path("runs/search"),
+) -> None:
+    """Search over settings, by trials on short schedules and halving on longer ones.
+
+    Optuna proposes the trials (pip install 'parbank[search]'). Every run is a complete schedule. The rank correlation
+    between rungs says whether the shorter one can be trusted.
+
+    Example:
+
+      parbank study search --space optim.matrix_lr=0.01..0.05:log --space optim.warmdown=0.4..0.8 --rungs 30s,120s
+    """
+    from parbank.study import search as searching
+    from parbank.study.ship import make_study
+
+    base = make_study(
+        "seeds",
+        recipe=recipe,
+        data=data,
+        holdout=holdout,
+        settings=settings or (),
+        score_tokens=score_tokens or 0,
+    )
+    report = searching.search(
+        base,
+        out,
+        space=[searching.read_range(text) for text in space],
+        trials=trials,
+        rungs=[rung.strip() for rung in rungs.split(",") if rung.strip()],
+        seeds=seeds,
+        device=device,
+    )
+    print(report.text())
+
+
 def work(
     folder: FolderArgument,
     device: DeviceOption = "auto",
@@ -215,4 +304,11 @@ def work(
         print(f"no run is left; this worker ran {count}")
 
 
-COMMANDS = {"study run": run, "study add": add, "study show": show, "study list": list_, "study work": work}
+COMMANDS = {
+    "study run": run,
+    "study add": add,
+    "study show": show,
+    "study list": list_,
+    "study search": search,
+    "study work": work,
+}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,10 +36,12 @@ def run_study(
     workers: int = 1,
     device: str = "auto",
     quiet: bool = False,
+    kept: dict[Any, Any] | None = None,
 ) -> Report:
     """Runs what is left of a study and returns its report, which also lies in the folder as table.md and result.json.
 
     study: None continues the study in `folder`. workers: processes, each with a GPU of its own where there are GPUs.
+    kept: what several studies of one process share, such as opened data.
     """
     folder = Path(folder)
     study = open_study(folder, study)
@@ -51,7 +54,7 @@ def run_study(
         if workers == 1:
             # a bar on a terminal; lines of every training step would hide the study's own
             bar = display if display.console.is_terminal else Display(enabled=False)
-            work(folder, device=device, display=bar, ended=progress.show)
+            work(folder, device=device, display=bar, ended=progress.show, kept=kept)
         else:
             _run_workers(folder, workers, device, progress)
     except KeyboardInterrupt:

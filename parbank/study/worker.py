@@ -17,11 +17,17 @@ _POLL = 0.5  # seconds between looks at a queue in which other workers have the 
 
 
 def work(
-    folder: Path, *, device: str = "auto", display: Display | None = None, ended: Callable[[], object] = lambda: None
+    folder: Path,
+    *,
+    device: str = "auto",
+    display: Display | None = None,
+    ended: Callable[[], object] = lambda: None,
+    kept: dict[Any, Any] | None = None,
 ) -> int:
     """Runs jobs in this process and calls `ended` after each. Returns how many this process ran.
 
-    It waits while others have the last jobs, because a job of a worker that dies comes back. Ctrl-C gives the job back.
+    `kept` holds what several studies of one process share, such as opened data. It waits while others have the last
+    jobs, because a job of a worker that dies comes back. Ctrl-C gives the job back.
     """
     display, queue, count = display or Display(enabled=False), Queue(folder), 0
     study = read_study(folder)
@@ -29,7 +35,7 @@ def work(
     if others := neighbours.others():
         display.say(f"warning: other processes are on the GPU: {', '.join(others)}; end them, or times mean little")
     with runtime.start(device) as place:
-        kind = KINDS[study.kind](study, place, folder, display)
+        kind = KINDS[study.kind](place, folder, display, kept)
         while True:
             study = read_study(folder)  # seeds and arms may have been added
             jobs = study.jobs()

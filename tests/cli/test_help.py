@@ -22,7 +22,7 @@ def test_every_command_and_every_option_explains_itself(call: Call) -> None:
     assert found.keys() == {
         "", "train", "warmup", "eval", "sample", "pack", "inspect", "export", "import", "recipes", "doctor",
         "data", "data prepare", "data info", "data fetch",
-        "study", "study run", "study add", "study show", "study list", "study work",
+        "study", "study run", "study add", "study show", "study list", "study search", "study work",
     }  # fmt: skip
     for name, command in found.items():
         answer = call(*name.split(), "--help")

@@ -19,8 +19,10 @@ class Kind(ABC):
     unit: ClassVar[str] = "bits/byte"
     """Of the measured value. Lower is better in every kind."""
 
-    def __init__(self, study: Study, runtime: Runtime, folder: Path, display: Display) -> None:
-        self.study, self.runtime, self.folder, self.display = study, runtime, folder, display
+    def __init__(self, runtime: Runtime, folder: Path, display: Display, kept: dict[Any, Any] | None = None) -> None:
+        """`kept`: what earlier studies of this process have made, such as opened data."""
+        self.runtime, self.folder, self.display = runtime, folder, display
+        self.kept: dict[Any, Any] = {} if kept is None else kept
 
     @classmethod
     @abstractmethod

@@ -40,7 +40,6 @@ class Stored(Kind):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         use_compile_cache()
-        self._kept: dict[tuple[str, ...], Any] = {}
 
     @classmethod
     def check(cls, study: Study) -> None:
@@ -88,10 +87,11 @@ class Stored(Kind):
 
     def keep(self, make: Callable[[], Any], *key: str) -> Any:
         """What `make` returns, kept for later jobs of the same key. Only the last of its kind is kept."""
-        if key not in self._kept:
-            self._kept = {other: value for other, value in self._kept.items() if other[0] != key[0]}
-            self._kept[key] = make()
-        return self._kept[key]
+        if key not in self.kept:
+            for other in [other for other in self.kept if other[0] == key[0]]:
+                del self.kept[other]
+            self.kept[key] = make()
+        return self.kept[key]
 
     def score(self, study: Study, model: GPT, tokenizer: Tokenizer, method: Method) -> Scored:
         data, say = study.base.data, self.display.say

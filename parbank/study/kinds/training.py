@@ -40,10 +40,6 @@ class Training(Kind):
 
     name = "training"
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._datasets: dict[tuple[str, int], Dataset] = {}
-
     @classmethod
     def check(cls, study: Study) -> None:
         for seed in study.seeds:
@@ -111,14 +107,15 @@ class Training(Kind):
     def _open(self, config: RunConfig) -> Dataset:
         """The data of a config, opened once for each spec and vocabulary. The first time, kernels are compiled beside
         it."""
-        key = (config.data, config.model.vocab_size)
-        if key not in self._datasets:
+        key = ("dataset", config.data, config.model.vocab_size)
+        if key not in self.kept:
             use_compile_cache()
             say = self.display.say
             with compile_aside(config, self.runtime, say):
-                self._datasets[key] = open_dataset(config.data, vocab_size=config.model.vocab_size, say=say)
-        self._datasets[key].require_length(config.batch.sequence_length)
-        return self._datasets[key]
+                self.kept[key] = open_dataset(config.data, vocab_size=config.model.vocab_size, say=say)
+        dataset: Dataset = self.kept[key]
+        dataset.require_length(config.batch.sequence_length)
+        return dataset
 
     def _score(self, trainer: Trainer, val: TokenSet) -> float:
         context, tokenizer = trainer.config.batch.sequence_length, trainer.dataset.tokenizer
