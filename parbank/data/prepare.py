@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from parbank.data.journal import Journal, has_journal
 from parbank.data.manifest import FORMAT, MANIFEST, TOKENIZER, listed_files, read_manifest, verify_folder
 from parbank.data.overlap import RUN, Overlap, measure_overlap
 from parbank.data.progress import Meter, Say, say_on_stderr
@@ -89,8 +90,10 @@ def ensure_prepared(
             return manifest
         _check_place(folder)
         say(f"preparing {corpus.name} with {vocab_size} tokens in {folder}")
-        with _building(folder) as place:
-            return _prepare(corpus, place, vocab_size=vocab_size, say=say)
+        inputs = [_describe_input(path) for path in corpus.files]
+        key = {"format": FORMAT, "spec": corpus.spec, "vocab_size": vocab_size, "inputs": inputs}
+        with _building(folder, key, say) as place:
+            return _prepare(corpus, place, Journal(place, key), say)
 
 
 @contextmanager
@@ -123,21 +126,22 @@ def matching_manifest(corpus: Corpus, folder: Path, *, vocab_size: int) -> dict[
         return None
 
 
-def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[str, Any]:
-    inputs = [_describe_input(path) for path in corpus.files]
-    with Spool(place / "spool") as spool:
-        train, val, left_out = gather(corpus, spool, say)
-        with ThreadPoolExecutor(1) as aside:  # the tokenizer's training takes one core, without Python's lock
-            comparing = aside.submit(_compare, train, val, spool, say)
-            tokenizer = _train_tokenizer(corpus, train, spool, vocab_size, say)
-            overlap = comparing.result()
+def _prepare(corpus: Corpus, place: Path, journal: Journal, say: Say) -> dict[str, Any]:
+    with Spool(place / "spool", reopen=journal.continues) as spool:
+        if journal.continues:
+            say("continuing a preparation of this text that was interrupted")
+            train, val, left_out = journal.load_documents()
+        else:
+            train, val, left_out = gather(corpus, spool, say)
+            journal.save_documents(spool, train, val, left_out)
+        tokenizer, overlap = _study(corpus, train, val, spool, place, journal, say)
         with Meter("tokenising", say, total=sum(entry.size for entry in train + val)) as meter:
             parts = {
-                name: _write_split(entries, spool, tokenizer, place, f"{corpus.name}_{name}", meter)
+                name: _write_split(name, entries, spool, tokenizer, place, f"{corpus.name}_{name}", journal, meter)
                 for name, entries in (("train", train), ("val", val))
             }
     (place / "spool").unlink()
-    write_file(place / TOKENIZER, tokenizer.model_bytes)
+    journal.remove()
     manifest = {
         "made_by": "parbank",
         "format": FORMAT,
@@ -148,7 +152,7 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
         **left_out,
         "overlap": overlap.to_dict(),
         **parts,
-        "inputs": inputs,
+        "inputs": journal.key["inputs"],
     }
     write_json(place / MANIFEST, manifest)
     for name, part in parts.items():
@@ -157,14 +161,34 @@ def _prepare(corpus: Corpus, place: Path, *, vocab_size: int, say: Say) -> dict[
     return manifest
 
 
-def _train_tokenizer(corpus: Corpus, train: list[Document], spool: Spool, vocab_size: int, say: Say) -> Tokenizer:
-    began = time.monotonic()
-    try:
-        tokenizer = Tokenizer.train(sample(train, spool, SAMPLE_BYTES), vocab_size)
-    except DataError as error:
-        raise DataError(f"{corpus.spec}: {error}") from error
-    say(f"trained a tokenizer of {vocab_size} tokens in {time.monotonic() - began:.1f} s")
-    return tokenizer
+def _study(
+    corpus: Corpus,
+    train: list[Document],
+    val: list[Document],
+    spool: Spool,
+    place: Path,
+    journal: Journal,
+    say: Say,
+) -> tuple[Tokenizer, Overlap]:
+    """The tokenizer of the training text, written to its file, and how much of the validation text is in it.
+
+    The tokenizer's training takes one core, without Python's lock; the comparison uses the others meanwhile.
+    """
+    known = journal.load_overlap()
+    if known is not None:
+        return Tokenizer.load(place / TOKENIZER), known
+    with ThreadPoolExecutor(1) as aside:
+        comparing = aside.submit(_compare, train, val, spool, say)
+        began, vocab_size = time.monotonic(), journal.key["vocab_size"]
+        try:
+            tokenizer = Tokenizer.train(sample(train, spool, SAMPLE_BYTES), vocab_size)
+        except DataError as error:
+            raise DataError(f"{corpus.spec}: {error}") from error
+        say(f"trained a tokenizer of {vocab_size} tokens in {time.monotonic() - began:.1f} s")
+        overlap = comparing.result()
+    write_file(place / TOKENIZER, tokenizer.model_bytes)
+    journal.save_overlap(overlap)
+    return tokenizer, overlap
 
 
 def gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], list[Document], dict[str, int]]:
@@ -236,19 +260,33 @@ def _compare(train: list[Document], val: list[Document], spool: Spool, say: Say)
 
 
 def _write_split(
-    entries: list[Document], spool: Spool, tokenizer: Tokenizer, place: Path, prefix: str, meter: Meter
+    name: str,
+    entries: list[Document],
+    spool: Spool,
+    tokenizer: Tokenizer,
+    place: Path,
+    prefix: str,
+    journal: Journal,
+    meter: Meter,
 ) -> dict[str, Any]:
     """Writes BOS and the tokens of each document, in the order of the entries, and proves that they are its bytes."""
     digest = hashlib.sha256()
     bos = np.array([tokenizer.bos_id], dtype=np.uint16)
-    with ShardWriter(place, prefix) as writer:
-        for documents, encoded in _encode_ahead(entries, spool, tokenizer):
+    done, written, tokens_there = journal.position(name)
+    for entry in entries[:done]:
+        digest.update(spool.read(entry))
+        meter.advance(entry.size)
+    with ShardWriter(place, prefix, written=written, tokens=tokens_there) as writer:
+        for documents, encoded in _encode_ahead(entries[done:], spool, tokenizer):
             for document, tokens in zip(documents, encoded):
                 check_tokens(tokenizer, tokens, document, f"a document of {prefix}")
                 digest.update(document)
                 writer.append(bos)
                 writer.append(tokens)
+            done += len(documents)
             meter.advance(sum(map(len, documents)))
+            if journal.is_due():
+                journal.note(name, done, *writer.sync())
         shards: list[ShardInfo] = writer.close()
     return {
         "documents": len(entries),
@@ -293,17 +331,41 @@ def _batches(entries: list[Document]) -> Iterator[list[Document]]:
 
 
 @contextmanager
-def _building(folder: Path) -> Iterator[Path]:
-    """A temporary folder that replaces `folder` if the block succeeds, and is deleted otherwise."""
+def _building(folder: Path, key: dict[str, Any], say: Say) -> Iterator[Path]:
+    """A temporary folder that replaces `folder` if the block succeeds, and is deleted otherwise. After an interruption it
+    stays if the next preparation with this key can continue in it."""
     mark = f".{folder.name}.preparing-"
     place = folder.with_name(f"{mark}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    kept = False
     try:
-        _sweep(folder.parent, mark)
-        place.mkdir()
+        if not _take_over(folder.parent, mark, place, key):
+            place.mkdir()
+        _sweep(folder.parent, mark, place)
         yield place
         _take_place(place, folder)
+    except (KeyboardInterrupt, SystemExit):
+        kept = has_journal(place, key)
+        if kept:
+            say(f"interrupted; the same command continues with what is in {place}")
+        raise
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        if not kept:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _take_over(parent: Path, mark: str, place: Path, key: dict[str, Any]) -> bool:
+    """Renames the folder of an interrupted preparation to `place`, if there is one to continue."""
+    for left in sorted(parent.glob(f"{mark}{socket.gethostname()}-*")):
+        if _is_left(left, mark) and has_journal(left, key):
+            os.rename(left, place)
+            return True
+    return False
+
+
+def _is_left(place: Path, mark: str) -> bool:
+    """Whether the process that built a temporary folder has ended. This process builds one at a time."""
+    pid = place.name.removeprefix(f"{mark}{socket.gethostname()}-").split("-")[0]
+    return pid.isdigit() and (int(pid) == os.getpid() or not _is_running(int(pid)))
 
 
 def _take_place(place: Path, folder: Path) -> None:
@@ -336,11 +398,10 @@ def _written_files(folder: Path) -> list[Path]:
     return [folder / name for name in (*listed_files(manifest), MANIFEST)]
 
 
-def _sweep(parent: Path, mark: str) -> None:
+def _sweep(parent: Path, mark: str, own: Path) -> None:
     """Deletes temporary folders of killed preparations on this machine."""
     for place in parent.glob(f"{mark}{socket.gethostname()}-*"):
-        pid = place.name.removeprefix(f"{mark}{socket.gethostname()}-").split("-")[0]
-        if pid.isdigit() and not _is_running(int(pid)):
+        if place != own and _is_left(place, mark):
             if place.name.endswith(_OLD):
                 _remove_prepared(place)
             else:

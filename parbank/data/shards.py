@@ -174,10 +174,19 @@ class ShardWriter:
     The files are complete only after close(); the caller builds them in a temporary folder.
     """
 
-    def __init__(self, folder: Path, prefix: str, *, shard_tokens: int = SHARD_TOKENS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        prefix: str,
+        *,
+        shard_tokens: int = SHARD_TOKENS,
+        written: Sequence[ShardInfo] = (),
+        tokens: int = 0,
+    ) -> None:
+        """Continues an earlier writer after its full shards, `written`, and so many `tokens` of the next."""
         self._folder, self._prefix, self._limit = folder, prefix, shard_tokens
-        self._written: list[ShardInfo] = []
-        self._open()
+        self._written = list(written)
+        self._open(tokens)
 
     def append(self, tokens: np.ndarray) -> None:
         tokens = np.ascontiguousarray(tokens, dtype=TOKEN)
@@ -190,6 +199,12 @@ class ShardWriter:
             self._hash.update(piece.view(np.uint8).data)
             self._count += len(piece)
             tokens = tokens[len(piece) :]
+
+    def sync(self) -> tuple[list[ShardInfo], int]:
+        """Writes everything to the disk. Returns the full shards, and how many tokens the next one has."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._written, self._count
 
     def close(self) -> list[ShardInfo]:
         """Completes the last file and returns what was written."""
@@ -205,12 +220,19 @@ class ShardWriter:
     ) -> None:
         self._file.close()
 
-    def _open(self) -> None:
-        self._name = f"{self._prefix}_{len(self._written):06d}.bin"
-        self._file = open(self._folder / self._name, "wb")  # noqa: SIM115 (closed by _finish and __exit__)
-        self._file.write(_header(0))
+    def _open(self, tokens: int = 0) -> None:
+        """Starts the next file, or goes on after so many tokens of it."""
+        self._name, self._count = f"{self._prefix}_{len(self._written):06d}.bin", tokens
+        mode = "r+b" if tokens else "w+b"
+        self._file = open(self._folder / self._name, mode)  # noqa: SIM115 (closed by _finish and __exit__)
         self._hash = hashlib.sha256()
-        self._count = 0
+        if not tokens:
+            self._file.write(_header(0))
+            return
+        self._file.truncate(HEADER_BYTES + TOKEN.itemsize * tokens)
+        self._file.seek(HEADER_BYTES)
+        while block := self._file.read(_BLOCK):
+            self._hash.update(block)
 
     def _finish(self) -> None:
         self._file.seek(0)

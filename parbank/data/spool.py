@@ -29,8 +29,9 @@ class Document(NamedTuple):
 class Spool:
     """A temporary file of documents. add() until seal(), then read()."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "w+b")  # noqa: SIM115 (closed by __exit__)
+    def __init__(self, path: Path, *, reopen: bool = False) -> None:
+        """`reopen`: the sealed file of an earlier preparation."""
+        self._file = open(path, "r+b" if reopen else "w+b")  # noqa: SIM115 (closed by __exit__)
         self._size = 0
 
     def add(self, document: bytes) -> Document:
@@ -42,6 +43,10 @@ class Spool:
 
     def seal(self) -> None:
         self._file.flush()
+
+    def sync(self) -> None:
+        """Writes everything to the disk."""
+        os.fsync(self._file.fileno())
 
     def read(self, entry: Document) -> bytes:
         """Reads by position, so threads may read at once. A map of the file would count as this process's memory."""
