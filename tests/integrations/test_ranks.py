@@ -115,6 +115,9 @@ def test_torchrun_restarts_give_the_same_result(undisturbed: Path, text_spec: st
     finally:
         run.process.kill()
         run.process.wait()
+    for victim in (0, 1):
+        assert any(f"rank {victim} was lost: its process was killed" in line for line in run.complained())
+    assert not any("Traceback" in line for line in run.complained())
     assert "to resume from; the run starts at its beginning" in run.said()
     assert "resuming from" in run.said()
     assert_same(tensors(out), tensors(undisturbed))
