@@ -182,7 +182,7 @@ def read_specs(artifact: Artifact) -> list[Spec]:
     specs = _read_table(artifact)
     integers = sum(spec.count for spec in specs if spec.q)
     _check_claim(artifact, integers, INTEGERS)
-    _check_claim(artifact, integers + sum(spec.halves for spec in specs), PREFIX)
+    _check_claim(artifact, integers + 2 * sum(spec.halves for spec in specs), PREFIX)
     _check_claim(artifact, sum(spec.scales for spec in specs), SCALES, free=FREE_SCALES)
     if not _may_multiply(artifact.sections, specs):
         what = "its low-rank factors claim to make more of its weights than their size allows"
