@@ -141,3 +141,18 @@ def test_a_pause_is_noticed_and_a_slow_step_is_not() -> None:
     assert not budget.is_stall(1.9)
     assert not budget.is_stall(2.9)
     assert budget.is_stall(3.1)
+
+
+def test_a_full_disk_under_tensorboard_fails_in_this_thread(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE is a disk that is full after so many bytes of a file; only the events are that long here."""
+    out = tmp_path / "run"
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from parbank.training.loggers import LOGGERS\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))\n"
+        "logger = LOGGERS['tensorboard'](Path(sys.argv[1]), resume_step=0)\n"
+        "for step in range(100): logger.write({'step': step, 'loss': 1.0})\n"
+    )
+    command = [sys.executable, "-c", code, str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "OSError: [Errno 27] File too large" in done.stderr
+    assert "Thread" not in done.stderr
