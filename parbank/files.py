@@ -127,11 +127,11 @@ def locked(lock: Path, folder: Path, *, wait: Callable[[str], None] | None = Non
         write_json(holder, {"pid": os.getpid(), "host": socket.gethostname(), "since": since})
         yield
     finally:
-        for path in (
-            holder,
-            lock,
-        ):  # while the lock is held: a waiting process sees that the file is gone and starts over
-            path.unlink(missing_ok=True)
+        # While the lock is held: a waiting process sees that the file is gone and starts over. A folder that cannot be
+        # written any more keeps them, and they lock nothing once this process has ended.
+        with suppress(OSError):
+            holder.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
         file.release()
 
 

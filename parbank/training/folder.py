@@ -14,7 +14,7 @@ from parbank.runtime import Runtime
 from parbank.training.checkpoint import list_checkpoints
 from parbank.training.config import RunConfig, read_config
 
-LOCK = ".run.lock"
+LOCK, HOLDER = ".run.lock", ".run.json"
 UNFINISHED = ".unfinished"  # marks the folder as one that parbank writes to, until the run ends
 WRITTEN = ("config.json", "metrics.jsonl", "model.pbk", "summary.json")
 
@@ -53,6 +53,8 @@ def open_folder(out: Path, resume: bool, runtime: Runtime) -> Iterator[RunFolder
 @contextmanager
 def _claim(out: Path, resume: bool, folder: RunFolder) -> Iterator[None]:
     """Locks the folder, after checking that it can be written and that it holds nothing that this run would destroy."""
+    for name in (HOLDER, UNFINISHED, *WRITTEN):  # first: what a killed run left there is no file of the user's
+        remove_leftovers(out, name)
     _check_contents(out, resume)
     made = [path for path in (out, *out.parents) if not path.exists()]
     try:
@@ -64,8 +66,6 @@ def _claim(out: Path, resume: bool, folder: RunFolder) -> Iterator[None]:
     try:
         with locked(out / LOCK, out):
             _check_contents(out, resume)  # again: another run may have ended since
-            for name in WRITTEN:
-                remove_leftovers(out, name)
             if not (resume and _newest(out)):
                 write_json(out / UNFINISHED, {"made_by": "parbank"})
             try:
@@ -93,7 +93,7 @@ def _check_contents(out: Path, resume: bool) -> None:
     """A new run needs an empty folder, or that of a run which ended before its first checkpoint."""
     if not out.is_dir() or (resume and _newest(out)):
         return
-    names = {path.name for path in out.iterdir()} - {LOCK, Path(LOCK).with_suffix(".json").name}
+    names = {path.name for path in out.iterdir()} - {LOCK, HOLDER}
     if resume and "summary.json" in names:
         raise CheckpointError(f"the run in {out} has ended, and its checkpoints are gone; choose another --out")
     if list_checkpoints(out / "checkpoint") or "summary.json" in names:

@@ -70,6 +70,13 @@ def test_an_attempt_that_failed_before_its_first_checkpoint_may_be_repeated(tmp_
         pass
 
 
+@pytest.mark.parametrize("name", [".run.json", ".unfinished", "config.json"])
+def test_what_a_kill_left_of_a_first_write_is_no_file_of_the_user(name: str, tmp_path: Path) -> None:
+    (tmp_path / f".{name}.0123456789ab.tmp").write_text("{")
+    with open_folder(tmp_path, False, PLACE):
+        assert {path.name for path in tmp_path.iterdir()} == {".run.lock", ".run.json", UNFINISHED}
+
+
 def test_a_model_without_a_summary_is_not_overwritten(tmp_path: Path) -> None:
     for name in (UNFINISHED, "model.pbk"):
         (tmp_path / name).write_text("{}")
