@@ -4,7 +4,6 @@ A study compares runs of minutes. A card that throttles, or that another process
 arms do, so every run stores what the card did.
 """
 
-import os
 import shutil
 import statistics
 import subprocess
@@ -12,6 +11,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
+
+from parbank.gpu import GpuProcess, other_processes
 
 _FIELDS = {"clock_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temperature.gpu"}
 _EVERY = "500"  # milliseconds between samples
@@ -59,35 +60,27 @@ def summarise(output: str) -> dict[str, float]:
 
 
 class Neighbours:
-    """Other processes on the GPU. Make it before this process uses the GPU, then call `settle_once` when it does.
+    """Other processes on a GPU. Make it before this process uses the GPU, then call `settle_once` when it does.
 
     In a container nvidia-smi gives this process another number. So its own are those that appear in between.
     """
 
-    def __init__(self) -> None:
-        self._before = gpu_processes()
-        self._own: set[str] | None = None
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = {process.pid for process in self._list()}
+        self._own: set[int] = set()
+        self._settled = False
 
     def settle_once(self) -> None:
-        if self._own is None:
-            now, pid = gpu_processes().keys(), str(os.getpid())
-            self._own = {pid} if pid in now else now - self._before.keys()
+        if not self._settled:
+            self._own = {process.pid for process in self._list()} - self._before
+            self._settled = True
 
     def others(self) -> list[str]:
-        return [f"{pid} ({name})" for pid, name in gpu_processes().items() if pid not in (self._own or ())]
+        return [f"{process.pid} ({process.name})" for process in self._list() if process.pid not in self._own]
 
-
-def gpu_processes() -> dict[str, str]:
-    """Process numbers and names of all that compute on a GPU of this machine."""
-    if not shutil.which("nvidia-smi"):
-        return {}
-    command = ["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    rows = (line.split(",", 1) for line in listed.splitlines() if "," in line)
-    return {pid.strip(): name.strip().rsplit("/", 1)[-1] for pid, name in rows if pid.strip().isdigit()}
+    def _list(self) -> list[GpuProcess]:
+        return other_processes(self._device) if self._device.type == "cuda" else []
 
 
 def _card(device: torch.device) -> str:

@@ -12,7 +12,7 @@ from parbank.study.kinds import KINDS
 from parbank.study.noise import Noise, Results, assume_noise, differences
 from parbank.study.queue import Queue, State
 from parbank.study.statistics import Comparison, compare, interval, rank_correlation, smallest_difference
-from parbank.study.study import BASE, Job, Study, describe_budget, read_study
+from parbank.study.study import BASE, Arm, Job, Study, describe_budget, read_study
 
 COLUMNS = (
     "arm",
@@ -58,8 +58,8 @@ class Report:
     def text(self) -> str:
         """Markdown that reads well as plain text."""
         lines = [f"# {self.study.name}", "", self._describe(), "", *self._table(), ""]
-        claims = [f"- {arm.name}: {arm.claim}" for arm in self.study.arms if arm.claim]
-        lines += ["Claims:", "", *claims, ""] if claims else []
+        claims = [self._against_claim(arm) for arm in self.study.arms if arm.claim]
+        lines += ["Claims, and what was found here:", "", *claims, ""] if claims else []
         lines += [f"- {note}" for note in self.notes()]
         return "\n".join(lines).rstrip() + "\n"
 
@@ -85,6 +85,11 @@ class Report:
         widths = [max(len(row[n]) for row in rows) for n in range(len(COLUMNS))]
         lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows]
         return [lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]]
+
+    def _against_claim(self, arm: Arm) -> str:
+        found = self.comparisons[arm.name]
+        here = "not run yet" if math.isnan(found.mean) else f"{found.mean:+.{self.digits}f}{self.unit}"
+        return f"- {arm.name}. {arm.claim} Here: {here}, {found.describe(self.digits, self.unit)}."
 
     def _row(self, name: str) -> tuple[str, ...]:
         runs = [result for job, result in self.results.items() if job.arm == name]

@@ -31,7 +31,7 @@ def work(
     """
     display, queue, count = display or Display(enabled=False), Queue(folder), 0
     study = read_study(folder)
-    neighbours = Neighbours()
+    neighbours = Neighbours(runtime.pick_device(device))
     if others := neighbours.others():
         display.say(f"warning: other processes are on the GPU: {', '.join(others)}; end them, or times mean little")
     with runtime.start(device) as place:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.mutants.run import Mutant, find_faults, load_mutants
 
-ROOMS = ("ops", "optim", "model", "data", "quant", "artifact", "eval", "training", "cli")
+ROOMS = ("ops", "optim", "model", "data", "quant", "artifact", "eval", "training", "study", "cli")
 
 
 def test_every_mutant_can_be_planted() -> None:

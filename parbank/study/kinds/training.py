@@ -5,6 +5,7 @@ checkpoint where the study keeps them.
 """
 
 import gc
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +58,7 @@ class Training(Kind):
             dataset = self._open(config)
         config = override(config, f"model.bos_id={dataset.tokenizer.bos_id}")
         out = self.folder / "runs" / job.key
+        shutil.rmtree(out, ignore_errors=True)  # what a killed worker left of this run
         with parts.time("model"):
             trainer = Trainer(config, self.runtime, dataset, out)
         trainer.say = self.display.say
