@@ -8,46 +8,29 @@ the remedy.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from parbank.config import choose
 from parbank.errors import ConfigError
 from parbank.optim.algorithm import MatrixAlgorithm
 from parbank.optim.algorithms import ALGORITHMS
+from parbank.optim.roles import (
+    Found,
+    check_last_linear,
+    find_declared,
+    find_heads,
+    find_role,
+    is_vector,
+    role_of_module,
+)
 
 _log = logging.getLogger("parbank")
 
-HEAD_NAMES = frozenset({
-    "lm_head", "head", "output_head", "embed_out", "unembed", "unembedding", "classifier", "score", "logits", "output",
-})  # fmt: skip
-GATE_NAMES = frozenset(["gate", "gates", "router", "gating"])
-MATRIX_NAMES = frozenset(["weight", "kernel", "bank", "banks"])
-SMALL_SIDE = 64  # a gate or router has a few outputs; a hidden matrix this thin is not worth orthogonalising
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-@dataclass
-class _Found:
-    """One parameter, every module that holds it, and all its names."""
-
-    param: Tensor
-    names: list[str] = field(default_factory=list)
-    owners: list[nn.Module] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def words(self) -> list[str]:
-        """The parts of the name, without a final `weight`."""
-        parts = self.name.lower().split(".")
-        return parts[:-1] if parts[-1] == "weight" and len(parts) > 1 else parts
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Parts of a name that torch.compile, FSDP and activation checkpointing add."""
 
 
 def split_parameters(
@@ -83,11 +66,12 @@ def split_parameters(
         raise ConfigError(
             f"overrides names {unused[0]!r}, which no trainable parameter has; `model.named_parameters()` lists them"
         )
-    heads = _find_heads(found)
+    declared = find_declared(model)
+    heads = find_heads(found, declared)
     unclear = []
     for item in found:
         if item.name not in chosen:
-            role = "head" if any(item is head for head in heads) else _role(item)
+            role = "head" if any(item is head for head in heads) else declared.get(id(item.param)) or find_role(item)
             roles[item.name] = role
             if role.startswith("?"):
                 unclear.append(f"{item.name} {tuple(item.param.shape)}: {role[1:]}")
@@ -99,22 +83,25 @@ def split_parameters(
             + f'\nsay so, for instance split_parameters(model, overrides={{"{example}": "adamw"}}); '
             'patterns like "*.gate.weight" work too'
         )
-    _check_last_linear(found, roles, chosen)
+    check_last_linear(found, roles, chosen)
     return _group(found, roles, chosen, lr, adam_lr)
 
 
-def _find(model: nn.Module) -> list[_Found]:
+def _find(model: nn.Module) -> list[Found]:
     """All parameters, each once, with every place it is used in."""
-    found: dict[int, _Found] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    found: dict[int, Found] = {}
+    modules = {prefix: module for prefix, module in model.named_modules(remove_duplicate=False)}
+    for prefix, module in modules.items():
         for name, param in module.named_parameters(recurse=False):
-            item = found.setdefault(id(param), _Found(param))
-            item.names.append(f"{prefix}.{name}" if prefix else name)
+            item = found.setdefault(id(param), Found(param))
+            path = [part for part in prefix.split(".") if part and part not in WRAPPERS]
+            item.names.append(".".join([*path, name]))
             item.owners.append(module)
+            item.parents.append(modules.get(prefix.rpartition(".")[0]) if prefix else None)
     return list(found.values())
 
 
-def _override(item: _Found, overrides: Mapping[str, str]) -> str | None:
+def _override(item: Found, overrides: Mapping[str, str]) -> str | None:
     """The algorithm that the first matching pattern names."""
     for pattern, algorithm in overrides.items():
         choose(ALGORITHMS, algorithm, f"overrides[{pattern!r}]")
@@ -123,108 +110,42 @@ def _override(item: _Found, overrides: Mapping[str, str]) -> str | None:
     return None
 
 
-def _role_under(item: _Found, algorithm: str) -> str:
+def _role_under(item: Found, algorithm: str) -> str:
     """The role of a parameter whose algorithm was given."""
     if not isinstance(ALGORITHMS[algorithm], MatrixAlgorithm):
-        return "small" if _is_vector(item.param) else "other"
-    role = _role_of_module(item, item.owners[0])
+        return "small" if is_vector(item.param) else "other"
+    role = role_of_module(item)
     return role if role in ("flattened", "transposed", "triple") else "matrix"
 
 
-def _is_vector(param: Tensor) -> bool:
-    """One number per channel, however many dimensions the tensor has."""
-    return param.ndim < 2 or param.numel() == max(param.shape)
-
-
-def _find_heads(found: list[_Found]) -> list[_Found]:
-    """Output layers: by name, if only one layer has it, or by having one output per token of the embedding."""
-    linears = [
-        item for item in found if any(isinstance(owner, nn.Linear) for owner in item.owners) and item.param.ndim == 2
-    ]
-    words = [item.words[-1] for item in linears]
-    named = [item for item, word in zip(linears, words) if word in HEAD_NAMES and words.count(word) == 1]
-    if named:
-        return named
-    vocabularies = {owner.num_embeddings for item in found for owner in item.owners if isinstance(owner, nn.Embedding)}
-    return [i for i in linears if i.param.shape[0] in vocabularies and i.param.shape[0] != i.param.shape[1]][-1:]
-
-
-def _role(item: _Found) -> str:
-    """matrix, flattened, transposed, triple, embedding, head or small; or, after a question mark, why it is unclear."""
-    param, owner, last = item.param, item.owners[0], item.words[-1]
-    if any(isinstance(o, (nn.Embedding, nn.EmbeddingBag)) for o in item.owners):
-        return "embedding"  # also a head that is tied to it
-    if _is_vector(param) or "norm" in type(owner).__name__.lower() or item.names[0].endswith("bias"):
-        return "small"
-    if any("embed" in word or word in ("wte", "wpe") for word in item.words):
-        return "embedding"
-    if set(last.split("_")) & GATE_NAMES and not last.endswith("proj"):
-        return "small" if min(param.shape) < SMALL_SIDE else "?named a gate, but as large as a hidden matrix"
-    return _role_of_module(item, owner)
-
-
-def _role_of_module(item: _Found, owner: nn.Module) -> str:
-    param = item.param
-    if isinstance(owner, CONVOLUTIONS):
-        return (
-            "small" if param[0].numel() == owner.kernel_size[0] ** (param.ndim - 2) else "flattened"
-        )  # depthwise: filters
-    if isinstance(owner, nn.Linear):
-        return "matrix"
-    if isinstance(owner, nn.MultiheadAttention):
-        return "triple" if item.name.endswith("in_proj_weight") else "matrix"
-    if type(owner).__name__ == "Conv1D" and param.ndim == 2:  # GPT-2's linear layer in transformers: (in, out)
-        return "transposed"
-    if isinstance(owner, (nn.RNNBase, nn.modules.conv._ConvTransposeNd, nn.Bilinear)):
-        return f"?{type(owner).__name__} packs several maps into one weight"
-    if param.ndim == 3 and min(param.shape[1:]) > 1:
-        return "matrix"
-    final = item.name.lower().split(".")[-1]
-    if param.ndim == 2 and (final in MATRIX_NAMES or final.endswith(("_weight", "_proj", "_bank"))):
-        return "matrix"
-    return f"?a bare parameter of {type(owner).__name__}"
-
-
 def _group(
-    found: list[_Found], roles: dict[str, str], chosen: Mapping[str, str], lr: float | None, adam_lr: float | None
+    found: list[Found], roles: dict[str, str], chosen: Mapping[str, str], lr: float | None, adam_lr: float | None
 ) -> list[dict[str, Any]]:
-    """One group for each kind of parameter and algorithm."""
+    """One group for each kind of parameter, algorithm and set of options."""
     kinds: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
         "matrices": (("matrix",), "muon", {}),
         "convolutions": (("flattened",), "muon", {"flatten": True}),
-        "transposed matrices": (("transposed",), "muon", {"transposed": (True,)}),
+        "transposed matrices": (("transposed",), "muon", {}),
         "joint query, key and value": (("triple",), "muon", {"num_heads": 3}),
         "embeddings and heads": (("embedding", "head", "other"), "adamw", {}),
+        "other weights": (("packed",), "adamw", {}),
         "norms, biases, gates and scalars": (("small",), "adamw", {"weight_decay": 0.0}),
     }
     groups = []
     for role, (members, usual, options) in kinds.items():
-        by_algorithm: dict[str, list[_Found]] = {}
+        alike: dict[tuple[str, int], list[Found]] = {}
         for item in found:
             if roles[item.name] in members:
-                by_algorithm.setdefault(chosen.get(item.name, usual), []).append(item)
+                stack = (item.param.shape[0] if item.param.ndim == 3 else 1) if role == "transposed matrices" else 0
+                alike.setdefault((chosen.get(item.name, usual), stack), []).append(item)
         rate = lr if usual == "muon" else adam_lr
-        for algorithm, items in by_algorithm.items():
+        for (algorithm, stack), items in alike.items():
             params = [(item.name, item.param) for item in items]
             group = {"params": params, "role": role, "algorithm": algorithm, **options}
+            if stack:
+                group["transposed"] = (True,) * stack
             groups.append(group if rate is None else {**group, "lr": rate})
             total = sum(item.param.numel() for item in items)
             names = ", ".join(item.name for item in items[:4]) + (", ..." if len(items) > 4 else "")
             _log.info("%s: %d %s, %s numbers (%s)", algorithm, len(items), role, f"{total:,}", names)
     return groups
-
-
-def _check_last_linear(found: list[_Found], roles: dict[str, str], chosen: Mapping[str, str]) -> None:
-    """A model without a known head may still end in one: the last Linear, if no other has its shape, is ambiguous."""
-    if any(role in ("head", "other") for role in roles.values()) or any(len(item.names) > 1 for item in found):
-        return
-    linears = [item for item in found if isinstance(item.owners[0], nn.Linear) and item.param.ndim == 2]
-    if not linears or roles[linears[-1].name] != "matrix" or linears[-1].name in chosen:
-        return
-    last = linears[-1]
-    shapes = [item.param.shape for item in linears]
-    if len(linears) > 1 and shapes.count(last.param.shape) == 1:
-        raise ConfigError(
-            f"{last.name} {tuple(last.param.shape)} is the last Linear and no other has its shape: it may be the output layer "
-            f'(adamw) or a hidden matrix (muon). Say so: split_parameters(model, overrides={{"{last.name}": "adamw"}})'
-        )
