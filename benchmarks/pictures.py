@@ -19,6 +19,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import curves  # noqa: E402
 import quality  # noqa: E402
 import quantisation  # noqa: E402
+import startup  # noqa: E402
 import waterfall  # noqa: E402
 from harness import RESULTS  # noqa: E402
 
@@ -53,11 +54,22 @@ def draw_step(results: list[About], path: Path) -> None:
     waterfall.draw(falls, path, f"{size}, {results[0]['machine']['gpu']}", floor)
 
 
+def draw_startup(results: list[About], path: Path) -> None:
+    machine, settings = results[0]["machine"], results[0]["settings"]
+    words = (
+        f"parbank train --recipe {settings['recipe']}, without training"
+        if settings["only"] != "eval"
+        else "parbank eval"
+    )
+    startup.draw(results[0]["rows"], path, f"{words}: {machine.get('gpu', machine['cpu'])}")
+
+
 PICTURES: dict[str, tuple[str, Callable[[list[About], Path], None]]] = {
     "quality.py": ("curve.png", draw_quality),
     "curves.py": ("curves.png", draw_curves),
     "quantisation.py": ("sizes.png", draw_quantisation),
     "step.py": ("waterfall.png", draw_step),
+    "startup.py": ("phases.png", draw_startup),
 }
 """By the script that made a result: the name of its picture, and what draws it."""
 

@@ -32,6 +32,8 @@ import torch  # noqa: E402
 MEASURED = ("parbank", "benchmarks/startup.py")
 STARTS = ("first start", "second start")
 IMPORTED = "imported"
+SUMS = ("whole command", "command to first step", "training", "after training")
+"""Rows of a training that are sums of others, and the training itself."""
 READY = "the clock starts now"
 """In the line that `parbank train` prints when setup ends."""
 
@@ -102,6 +104,52 @@ def eval_rows(method: str, start: str, seconds: float, lines: list[tuple[float, 
         harness.Row(f"eval, {method}: scoring alone", start, result["seconds"], "s"),
         harness.Row(f"eval, {method}: bits per byte", start, result["val_bpb"], "bits/byte"),
     ]
+
+
+def find_phases(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The seconds of each phase by start, from the rows of a result: parts that add up to the command, without training."""
+    bars: dict[str, dict[str, float]] = {}
+    for row in rows:
+        case, start, value = row["case"], row["provider"], row["value"]
+        if case.startswith("train: ") and case.removeprefix("train: ") not in SUMS:
+            bars.setdefault(start, {})[case.removeprefix("train: ").removeprefix("after training: ")] = value
+        elif case.startswith("eval, ") and ":" not in case:
+            bars.setdefault(f"{case.removeprefix('eval, ')}, {start}", {})["loading and compiling"] = value
+        elif case.endswith(": scoring alone"):
+            bar = bars[f"{case.removeprefix('eval, ').removesuffix(': scoring alone')}, {start}"]
+            bar["loading and compiling"] -= value
+            bar["scoring"] = value
+    return bars
+
+
+def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """One bar a start, stacked by phase."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    bars = find_phases(rows)
+    names = list(dict.fromkeys(name for bar in bars.values() for name in bar))
+    figure, axes = pyplot.subplots(figsize=(10, 1.6 + 0.7 * len(bars)))
+    for number, bar in enumerate(bars.values()):
+        left = 0.0
+        for index, name in enumerate(names):
+            width = bar.get(name, 0.0)
+            axes.barh(number, width, left=left, color=f"C{index}", label=name if number == 0 else None)
+            if width > 0.04 * sum(bar.values()):
+                axes.text(left + width / 2, number, f"{width:.1f}", ha="center", va="center", fontsize=8, color="white")
+            left += width
+        axes.text(left, number, f" {left:.1f} s", va="center", fontsize=9)
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * max(sum(bar.values()) for bar in bars.values()))
+    axes.set(xlabel="seconds", title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(ncols=5, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.3))
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
 
 
 def main() -> None:

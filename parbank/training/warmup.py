@@ -76,10 +76,21 @@ def compile_aside(config: RunConfig, runtime: Runtime, say: Say) -> Iterator[boo
     if not (runtime.is_cuda and runtime.world == 1 and can_rehearse() and not has_kernels()):
         yield False
         return
-    say("compiling the kernels of a step beside the preparation of the data")
+    say("compiling kernels beside the preparation of the data")
     with ThreadPoolExecutor(1) as aside:
-        aside.submit(_rehearse_alone, config, runtime)  # an error is met again, and raised, by the warm-up
+        aside.submit(_rehearse_aside, config, runtime, say)
         yield True
+
+
+def _rehearse_aside(config: RunConfig, runtime: Runtime, say: Say) -> None:
+    """An error here costs time only: the warm-up meets it again, and raises it."""
+    began = time.perf_counter()
+    try:
+        _rehearse_alone(config, runtime)
+    except Exception as error:
+        say(f"note: kernels could not be compiled ahead ({type(error).__name__}: {error}); the warm-up compiles them")
+    else:
+        say(f"compiled {count_lookups().built} kernels in {time.perf_counter() - began:.1f} s")
 
 
 def _rehearse_alone(config: RunConfig, runtime: Runtime) -> None:

@@ -19,10 +19,20 @@ STEP_ROWS = [
 ]
 QUANTISED = {"method": "solver at 8,000", "bytes": 8000, "bpb": 1.3, "lost": 0.1, "seconds": 2.0, "note": ""}
 LOSSES = {"way": "on", "seed": 0, "device": "cpu", "losses": [3.0, 2.0]}
+STARTS = [
+    {"case": case, "provider": start, "value": value}
+    for start in ("first start", "second start")
+    for case, value in (
+        ("train: whole command", 9.0), ("train: data", 4.0), ("train: training", 2.0), ("train: after training", 3.0),
+        ("train: after training: packing", 3.0), ("warmup --import", 1.0),
+        ("eval, chunked", 5.0), ("eval, chunked: scoring alone", 2.0), ("eval, chunked: bits per byte", 1.1),
+    )
+]  # fmt: skip
 ABOUTS: dict[str, dict[str, Any]] = {
     "quality.py": {"runs": [RUN | {"seed": 1}], "settings": {"recipe": "demo"}},
     "step.py": {"rows": STEP_ROWS, "machine": {"gpu": "H200"}},
     "quantisation.py": {"results": [QUANTISED], "float32_bpb": 1.2},
+    "startup.py": {"rows": STARTS, "machine": {"cpu": "x"}, "settings": {"recipe": "nano", "only": None}},
     "curves.py": {"runs": [LOSSES, LOSSES | {"way": "off"}], "settings": {"recipe": "demo"}},
 }
 
@@ -51,7 +61,13 @@ def test_every_picture_can_be_drawn_from_its_result(pictures: ModuleType, tmp_pa
 
 
 def test_results_without_pictures_are_left_alone(pictures: ModuleType, tmp_path: Path) -> None:
-    assert pictures.draw(add(tmp_path, "startup.py")) is None
+    assert pictures.draw(add(tmp_path, "ops.py")) is None
+
+
+def test_the_phases_of_a_start_are_its_parts(pictures: ModuleType) -> None:
+    bars = pictures.startup.find_phases(STARTS)
+    assert bars["first start"] == {"data": 4.0, "packing": 3.0}
+    assert bars["chunked, second start"] == {"loading and compiling": 3.0, "scoring": 2.0}
 
 
 def test_seeds_of_one_commit_share_a_picture(
