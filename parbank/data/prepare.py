@@ -35,6 +35,7 @@ from parbank.data.spool import VAL_SHARE, Document, Spool, hold_out, is_dev, sam
 from parbank.data.tokenizer import Tokenizer, check_vocab
 from parbank.errors import ConfigError, DataError
 from parbank.files import default_cache, locked, sync_folder, write_file, write_json
+from parbank.threads import count_cores
 
 # 16 MB train a vocabulary of 1024 in 3 to 5 seconds; from 4 MB it is 0.2% worse on English, 0.7% on Python (measured).
 SAMPLE_BYTES = 16_000_000
@@ -251,7 +252,7 @@ def _compare(train: list[Document], val: list[Document], spool: Spool, say: Say)
             ([spool.read(entry) for entry in batch] for batch in _batches(train)),
             map(spool.read, val),
             sum(entry.size for entry in val),
-            threads=_cores(),
+            threads=count_cores(),
             advance=meter.advance,
         )
     much = "; a model can learn them by heart, and its score will flatter it" if overlap.share > _MUCH else ""
@@ -304,7 +305,9 @@ def _encode_ahead(
 
     def encode(batch: list[Document]) -> tuple[list[bytes], list[np.ndarray]]:
         documents = [spool.read(entry) for entry in batch]
-        return documents, tokenizer.encode_batch([document.decode("utf-8") for document in documents], threads=_cores())
+        return documents, tokenizer.encode_batch(
+            [document.decode("utf-8") for document in documents], threads=count_cores()
+        )
 
     with ThreadPoolExecutor(1) as aside:
         coming: Future[tuple[list[bytes], list[np.ndarray]]] | None = None
@@ -459,7 +462,3 @@ def _same_inputs(known: list[dict[str, Any]], corpus: Corpus) -> bool:
 def _names(corpus: Corpus) -> str:
     first = ", ".join(str(path) for path in corpus.files[:3])
     return first + (f" and {len(corpus.files) - 3} more" if len(corpus.files) > 3 else "")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,7 +8,6 @@ on uninitialised memory. So the results are garbage, and the caller restores its
 Work may be rehearsed if no address and no decision of the host depends on values that a kernel writes.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from parbank.ops import backend
+from parbank.threads import count_cores
 
 
 def can_rehearse() -> bool:
@@ -57,7 +57,7 @@ def rehearsal(device: torch.device, threads: int | None = None) -> Iterator[None
         return launch(self, *args, warmup=True, **options)
 
     index = torch.cuda.current_device() if device.index is None else device.index  # set_device wants a number
-    pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, initializer=torch.cuda.set_device, initargs=(index,))
+    pool = ThreadPoolExecutor(threads or count_cores(), initializer=torch.cuda.set_device, initargs=(index,))
     JITFunction.run = ask
     try:
         # Autograd's own threads do not know that a pool is open, so backward runs in this one.
