@@ -41,7 +41,10 @@ def prepare_apart(spec: str, *, vocab_size: int, cache: Path, say: Say) -> None:
 
 
 def _pass_on(line: str, say: Say) -> None:
-    message = json.loads(line)
+    try:
+        message = json.loads(line)
+    except ValueError:  # a library's own words
+        message = {"text": line.rstrip()}
     if "error" in message:
         raise getattr(errors, message["error"])(message["text"])
     say(message["text"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from parbank.data.apart import prepare_apart
+from parbank.data.apart import _pass_on, prepare_apart
 from parbank.data.dataset import open_dataset
 from parbank.errors import DataError
 
@@ -53,3 +53,10 @@ def test_an_interrupted_parent_ends_its_child(folder: Path, tmp_path: Path) -> N
     with pytest.raises(KeyboardInterrupt):
         prepare_apart(f"text:{folder}", vocab_size=320, cache=tmp_path / "cache", say=interrupt)
     assert not list((tmp_path / "cache").glob("text-*"))
+
+
+def test_other_words_of_the_child_are_passed_on() -> None:
+    said: list[str] = []
+    _pass_on("a library's warning\n", said.append)
+    _pass_on('{"text": "reading"}\n', said.append)
+    assert said == ["a library's warning", "reading"]
