@@ -160,12 +160,12 @@ def add(
     """
     from parbank.study.engine import add_to_study, run_study
     from parbank.study.report import make_report
-    from parbank.study.ship import make_arm
+    from parbank.study.ship import CONFIGURED, make_arm
     from parbank.study.study import read_arm, read_study
 
     study = read_study(folder)
     more = [make_arm(name.strip(), study.base, study.kind) for name in arms.split(",") if name.strip()]
-    more += [read_arm(text, None if study.kind == "scoring" else study.base) for text in arm or ()]
+    more += [read_arm(text, study.base if study.kind in CONFIGURED else None) for text in arm or ()]
     add_to_study(folder, study.with_more(seeds=seeds, arms=more, results=len(make_report(folder).results)))
     print(run_study(None, folder, workers=workers, device=device).text())
 

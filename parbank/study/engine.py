@@ -130,7 +130,7 @@ def _describe_time(study: Study, folder: Path, workers: int) -> str:
     if walls:
         each = statistics.median(walls)
         return f"time: about {format_seconds(each * rounds)} for {left} runs ({each:.1f} s each so far)"
-    if study.kind == "training" and study.seconds is not None:
+    if study.kind in ("training", "inside") and study.seconds is not None:
         each = study.seconds + BEYOND
         return (
             f"time: about {format_seconds(each * rounds)} for {left} runs ({study.seconds:g} s of training and some {BEYOND:g} s "

@@ -89,7 +89,7 @@ class Report:
     def _against_claim(self, arm: Arm) -> str:
         found = self.comparisons[arm.name]
         here = "not run yet" if math.isnan(found.mean) else f"{found.mean:+.{self.digits}f}{self.unit}"
-        return f"- {arm.name}. {arm.claim} Here: {here}, {found.describe(self.digits, self.unit)}."
+        return f"- {arm.name}: {arm.claim.rstrip('.')}. Here: {here}, {found.describe(self.digits, self.unit)}."
 
     def _row(self, name: str) -> tuple[str, ...]:
         runs = [result for job, result in self.results.items() if job.arm == name]

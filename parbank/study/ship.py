@@ -30,7 +30,7 @@ class Shipped:
     packed: bool = False
     seeds: int = SEEDS
     grid: tuple[tuple[str, str, str], ...] = ()
-    """Arms that are settings of scoring: name, settings, claim."""
+    """Arms that are no settings of a run: name, settings, claim."""
 
 
 STUDIES: dict[str, Shipped] = {
@@ -79,6 +79,14 @@ STUDIES: dict[str, Shipped] = {
         ),
         seeds=8,
     ),
+    "inside-clock": Shipped(
+        help="a learning rate chosen inside the clock, against the default for the whole clock",
+        kind="inside",
+        grid=(
+            ("halving", "strategy=halving,rates=[0.5,1,2]", "halving among candidates on one GPU: an idea, no number."),
+            ("bandit", "strategy=bandit,rates=[0.7,1,1.4]", "a bandit over learning rates: an idea, no number."),
+        ),
+    ),
     "published-kernels": Shipped(
         help="kernels against what they would replace, by micro-benchmarks",
         kind="kernels",
@@ -87,6 +95,7 @@ STUDIES: dict[str, Shipped] = {
     ),
 }
 STORED = ("packing", "scoring")  # kinds that start from checkpoints
+CONFIGURED = ("training", "packing")  # kinds whose arms are settings of a run
 
 
 def make_study(
@@ -125,7 +134,7 @@ def make_study(
         base = override(base, *read_budget(budget or file.budget or ""))
     own = [] if arms is not None else list(file.arm.values())
     made = [make_arm(arm, base, file.kind) for arm in (file.arms if arms is None else arms)]
-    made += [*own, *(read_arm(text, None if file.kind == "scoring" else base) for text in extra)]
+    made += [*own, *(read_arm(text, base if file.kind in CONFIGURED else None) for text in extra)]
     count = len(stored) if len(stored) > 1 else seeds or file.seeds or SEEDS
     first = 0 if file.kind in STORED else base.seed
     return Study(
@@ -187,9 +196,7 @@ def _look_up(name: str) -> StudyFile:
             seeds=found.seeds,
             packed=found.packed,
             arms=found.arms,
-            arm={
-                name: Arm(name=name, settings=tuple(text.split(",")), claim=claim) for name, text, claim in found.grid
-            },
+            arm={name: replace(read_arm(f"{name}:{text}"), claim=claim) for name, text, claim in found.grid},
         )
     path = Path(name)
     if path.suffix == ".toml" or path.is_file():

@@ -1,9 +1,14 @@
 """Training with reports: rows of metrics for the loggers, a bar or lines for the display."""
 
+from collections.abc import Callable
+
 from parbank.training.display import Display, format_seconds
 from parbank.training.metrics import Metrics
 from parbank.training.telemetry import Reading
-from parbank.training.trainer import Trainer
+from parbank.training.trainer import Report, Trainer
+
+Loop = Callable[[Trainer, Report], None]
+"""Runs a trainer to its end, and hands every reading on."""
 
 
 def introduce(trainer: Trainer) -> str:
@@ -18,8 +23,13 @@ def introduce(trainer: Trainer) -> str:
     )
 
 
-def train_with_reports(trainer: Trainer, display: Display) -> None:
-    """The loop, with a row every log_every steps and after the first and the last step."""
+def train_plainly(trainer: Trainer, report: Report) -> None:
+    trainer.train(report)
+
+
+def train_with_reports(trainer: Trainer, display: Display, loop: Loop = train_plainly) -> None:
+    """The loop, with a row every log_every steps and after the first and the last step. Another `loop` may watch the
+    readings, too."""
     first = trainer.step
     latest: Reading | None = None
     metrics = Metrics(trainer, display.say)
@@ -36,7 +46,7 @@ def train_with_reports(trainer: Trainer, display: Display) -> None:
 
     display.start("training")
     try:
-        trainer.train(report)
+        loop(trainer, report)
         if latest is not None and metrics.step <= latest.step:
             metrics.add(latest)
     finally:

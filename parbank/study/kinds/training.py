@@ -28,7 +28,7 @@ from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.display import Display
 from parbank.training.pack import calibrate_model, pack_run
-from parbank.training.reports import train_with_reports
+from parbank.training.reports import Loop, train_plainly, train_with_reports
 from parbank.training.trainer import Trainer
 from parbank.training.warmup import compile_aside
 
@@ -52,8 +52,23 @@ class Training(Kind):
                 raise ConfigError(f"arm {arm}: {error}") from error
 
     def measure(self, study: Study, job: Job) -> dict[str, Any]:
+        return self.run(study, job, study.config(job))
+
+    def run(self, study: Study, job: Job, config: RunConfig, train: Loop = train_plainly) -> dict[str, Any]:
+        """Trains and scores. `train` runs the loop and hands on its readings."""
         parts = Parts()
-        config = override(study.config(job), *SETTINGS)
+        trainer = self.make_trainer(config, job, parts)
+        try:
+            result = self._train(trainer, train, parts, study)
+        finally:
+            with parts.time("freeing"):
+                trainer.close()
+                del trainer
+                self.free()
+        return result | {"parts": parts.seconds, "wall_seconds": parts.total}
+
+    def make_trainer(self, config: RunConfig, job: Job, parts: "Parts") -> Trainer:
+        config = override(config, *SETTINGS)
         with parts.time("data"):
             dataset = self._open(config)
         config = override(config, f"model.bos_id={dataset.tokenizer.bos_id}")
@@ -62,21 +77,14 @@ class Training(Kind):
         with parts.time("model"):
             trainer = Trainer(config, self.runtime, dataset, out)
         trainer.say = self.display.say
-        try:
-            result = self._train(trainer, parts, study)
-        finally:
-            with parts.time("freeing"):
-                trainer.close()
-                del trainer
-                self._free()
-        return result | {"parts": parts.seconds, "wall_seconds": parts.total}
+        return trainer
 
-    def _train(self, trainer: Trainer, parts: "Parts", study: Study) -> dict[str, Any]:
+    def _train(self, trainer: Trainer, train: Loop, parts: "Parts", study: Study) -> dict[str, Any]:
         dataset = trainer.dataset
         with parts.time("warm-up"):
             trainer.warm_up()
         with parts.time("training"), Watch(self.runtime.device) as watch:
-            train_with_reports(trainer, self.display)
+            train_with_reports(trainer, self.display, train)
         val = first_tokens(dataset.val, study.score_tokens)
         seconds, tokens = trainer.clock.seconds(), trainer.tokens
         result: dict[str, Any] = {
@@ -131,7 +139,7 @@ class Training(Kind):
         trainer.model.load_state_dict(read_tensors(path))
         return packed.size
 
-    def _free(self) -> None:
+    def free(self) -> None:
         """Gives back the memory of the last run, the pools of its CUDA graphs included."""
         gc.collect()
         if self.runtime.is_cuda:
