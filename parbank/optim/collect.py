@@ -20,9 +20,8 @@ from torch import Tensor
 from parbank.errors import ConfigError
 from parbank.optim.algorithm import is_matrix_group
 from parbank.optim.communication import Ranks, wait
-from parbank.optim.dtensor import is_sharded, local_of
+from parbank.optim.dtensor import count_copies, is_sharded, local_of
 from parbank.optim.layout import Batch, Member, Piece, name_of
-from parbank.optim.sharded import count_replicas
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -47,8 +46,8 @@ class Collected:
     small: list[Small] = field(default_factory=list)
     split: list[Tensor] = field(default_factory=list)
     """Terms of the norm that are partial, and summed over ranks."""
-    copies: int = 1
-    """How many ranks hold each of these terms (more than one with HSDP)."""
+    copied: dict[int, list[Tensor]] = field(default_factory=dict)
+    """The same, by the number of ranks that hold each term: of DTensors."""
     shared: list[Tensor] = field(default_factory=list)
     """Terms of the norm that are equal on every rank."""
     active: Tensor | None = None
@@ -86,12 +85,13 @@ def collect(
         blocks = {id(m.param): m.blocks(grad_of(m)) for m in batch.members}
         found.pieces.append([blocks[id(p.member.param)][p.block : p.block + p.count] for p in mine])
         found.shared += [m.param.grad for m in batch.members if m.param.grad is not None]
-    grads = [grad for small in found.small for grad in small.grads]
-    grads += [p.grad for group in groups if is_matrix_group(group) for p in group["params"] if is_sharded(p)]
-    found.shared += [grad for grad in grads if grad is not None and not is_sharded(grad)]
-    sharded = [grad for grad in grads if grad is not None and is_sharded(grad)]
-    found.split = [local for local in map(local_of, sharded) if local.numel()]
-    found.copies = count_replicas(sharded[0]) if sharded else 1
+    found.shared += [grad for small in found.small for grad in small.grads if not is_sharded(grad)]
+    for param in [param for group in groups for param in group["params"] if is_sharded(param)]:
+        held = found.copied.setdefault(
+            count_copies(param, ranks.world), []
+        )  # by parameters: ranks must agree on the keys
+        if param.grad is not None and local_of(param.grad).numel():
+            held.append(local_of(param.grad))
     if ranks.world > 1:
         found.active = constant(_flags(groups, matrices=True)).clone()
         ranks.sum(found.active)
@@ -111,7 +111,10 @@ def _reduce(
     rest = [(n, param) for n, group in enumerate(groups) if not is_matrix_group(group) for param in group["params"]]
     matrices = sum(len(group["params"]) for group in groups if is_matrix_group(group))
     device = groups[0]["params"][0].device
-    parts = [torch.zeros(p.numel(), device=device) if p.grad is None else p.grad.reshape(-1).float() for _, p in rest]
+    parts = [
+        torch.zeros(p.numel(), dtype=torch.float32, device=device) if p.grad is None else p.grad.reshape(-1).float()
+        for _, p in rest
+    ]
     parts.append(constant([*_flags(groups, matrices=True), *_flags(groups, matrices=False)]))
     if early:
         parts.append(_is_spoilt(groups, device))
@@ -148,7 +151,7 @@ def _is_spoilt(groups: Sequence[dict[str, Any]], device: torch.device) -> Tensor
     """(1,): 1.0 if a gradient of this rank is not finite, else 0.0."""
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None and p.grad.numel()]
     if not grads:
-        return torch.zeros(1, device=device)
+        return torch.zeros(1, dtype=torch.float32, device=device)
     largest = torch.stack(torch._foreach_norm(grads, torch.inf, dtype=torch.float32))
     return (~torch.isfinite(largest).all()).float().view(1)
 
@@ -204,10 +207,12 @@ def measure(
     wait(found.flying)
     device = max_norm.device
     total = _sum_of_squares(found.split, device)
+    for copies, grads in sorted(found.copied.items()):
+        total = total + _sum_of_squares(grads, device) / copies
     if ranks.world > 1:
         ranks.sum(total)
-    total = total / found.copies + (_sum_of_squares(found.shared, device) if found.squares is None else found.squares)
-    factor = torch.full((), 1.0 / found.divisor, device=device)
+    total = total + (_sum_of_squares(found.shared, device) if found.squares is None else found.squares)
+    factor = torch.full((), 1.0 / found.divisor, dtype=torch.float32, device=device)
     if grad_scale is not None:
         factor = factor / grad_scale.squeeze()
     norm = total.sqrt() * factor
@@ -222,7 +227,7 @@ def measure(
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     if not tensors:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float32, device=device)
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
     return torch.stack(norms).square().sum()
 

@@ -20,7 +20,7 @@ class HyperTable:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.values: Tensor = torch.empty(0, WIDTH, device=device)
+        self.values: Tensor = torch.empty(0, WIDTH, dtype=torch.float32, device=device)
         self._sent: list[list[float]] | None = None
 
     def refresh(self, groups: Sequence[dict[str, Any]], max_norm: float | None) -> None:

@@ -221,8 +221,8 @@ def prepare(
     entries = [(piece.member, piece.local, piece.count) for piece in pieces]
     table, owner, aligned = tables.get((id(batch), "prepare"), entries, grads, buffers)
     per_block = count_tiles(batch.rows, batch.cols)
-    squares = torch.empty(local, per_block, device=device)
-    inverse = torch.empty(local, device=device)
+    squares = torch.empty(local, per_block, dtype=torch.float32, device=device)
+    inverse = torch.empty(local, dtype=torch.float32, device=device)
     shared = (table, owner, control.hyper, control.active, control.values)
     options = {
         "WIDTH": WIDTH, "MOMENTUM": MOMENTUM, "NESTEROV": batch.options.nesterov, "BLOCK": TILE, "ALIGNED": aligned,

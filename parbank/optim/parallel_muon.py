@@ -30,11 +30,12 @@ from parbank.optim.algorithms import ALGORITHMS
 from parbank.optim.banking import zero_bank_grads
 from parbank.optim.collect import Collected, Small, check_gradients, collect, measure
 from parbank.optim.communication import Ranks, wait
-from parbank.optim.dtensor import is_sharded
+from parbank.optim.dtensor import check_mesh, is_sharded, place_gradient
 from parbank.optim.groups import check_group, complete_group
 from parbank.optim.hyper import DECAY, LR, HyperTable, send
-from parbank.optim.layout import LAYOUT_OPTIONS, Batch, Piece, find_matrices, plan_batches
+from parbank.optim.layout import LAYOUT_OPTIONS, Batch, Piece, find_matrices, name_of, plan_batches
 from parbank.optim.newton_schulz import Coefficients
+from parbank.optim.skipped import SkipWatch
 from parbank.optim.update import Control
 
 
@@ -151,7 +152,8 @@ class ParallelMuon(torch.optim.Optimizer):
         self._tables = kernels.Tables()
         self._staging: dict[int, Tensor] = {}
         self._layouts = 0
-        self.last_grad_norm = torch.zeros(())
+        self._watch = SkipWatch()
+        self.last_grad_norm = torch.zeros((), dtype=torch.float32)
         self.last_skipped = torch.zeros((), dtype=torch.bool)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64)
 
@@ -207,6 +209,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self._reset_counters()
 
     def _reset_counters(self) -> None:
+        self._watch = SkipWatch()
         for counter in (self.last_grad_norm, self.last_skipped, self.skipped_in_a_row):
             counter.zero_()
 
@@ -284,7 +287,7 @@ class ParallelMuon(torch.optim.Optimizer):
         return self._constants[key]
 
     def _sharded(self) -> bool:
-        """Whether FSDP2 has sharded the parameters, and so reduced the gradients."""
+        """Whether the parameters are DTensors (FSDP2, tensor parallelism), whose gradients are reduced elsewhere."""
         kinds = {is_sharded(param) for group in self.param_groups for param in group["params"]}
         if len(kinds) == 2 and self.reduce_gradients and self._ranks.world > 1:
             raise ConfigError(
@@ -292,6 +295,14 @@ class ParallelMuon(torch.optim.Optimizer):
                 "reduces; call fully_shard on the whole model, or reduce the others yourself and pass reduce_gradients=False"
             )
         return True in kinds
+
+    def _place_gradients(self) -> None:
+        """Completes the gradients of DTensors, on every rank in the same order."""
+        for group in self.param_groups:
+            for position, param in enumerate(group["params"]):
+                if is_sharded(param):
+                    check_mesh(param, name_of(group, position), self._ranks.world, self.reduce_gradients)
+                    place_gradient(param)
 
     def _settle(self) -> None:
         """Follows the parameters to their device."""
@@ -320,6 +331,8 @@ class ParallelMuon(torch.optim.Optimizer):
             self._graph.step()
         else:
             self.run()
+        if getattr(self, "found_inf", None) is None:  # a GradScaler skips steps as it searches for its scale
+            self._watch.look(self.skipped_in_a_row, self.param_groups)
         return loss
 
     def run(self) -> None:
@@ -327,13 +340,16 @@ class ParallelMuon(torch.optim.Optimizer):
         batches = self.batches()
         pieces = [batch.pieces(self._ranks.rank) for batch in batches]
         sharded = self._sharded()
+        if sharded:
+            self._place_gradients()
         reduce = self.reduce_gradients and not sharded
         staging = None if self._graph is None else self._staging
         early = self.max_norm is None
         found = collect(self.param_groups, batches, pieces, self._ranks, reduce, self._constant, staging, early)
         self._check_scaler(found)
         if found.spoilt is not None:
-            values = torch.stack([1 - found.spoilt.float(), torch.full((), 1 / found.divisor, device=self._device)])
+            factor = torch.full((), 1 / found.divisor, dtype=torch.float32, device=self._device)
+            values = torch.stack([1 - found.spoilt.float(), factor])
             self._step_small(found, values)
         control = self._measure(found)
         flying = []

@@ -1,9 +1,10 @@
-"""FSDP2: weights that `fully_shard` has cut along their first dimension (DTensor, Shard(0)).
+"""DTensors. FSDP2 first: weights that `fully_shard` has cut along their first dimension (Shard(0)).
 
 Momentum is element-wise, so each rank updates its own rows. Newton-Schulz is not: each matrix is gathered, normalised
 and in 16 bits, to one rank, orthogonalised whole, and its rows are sent back. Matrices are distributed so that counts
 differ by at most one, and one all-to-all each way carries all matrices of a shape. A stack (N, rows, cols) is cut
-between its matrices, so each rank has whole ones and nothing is sent. State is sharded like its weight, so that
+between its matrices, so each rank has whole ones and nothing is sent. Weights that are cut in any other way (tensor
+parallelism, alone or with FSDP2), or not at all, are gathered by every rank. State is sharded like its weight, so that
 `torch.distributed.checkpoint` saves and re-shards it like the model.
 """
 
@@ -33,8 +34,11 @@ class Sharded:
     group: int
     index: int
     stacked: bool
+    count: int
     rows: int
     cols: int
+    whole: bool
+    """Not cut along dimension 0 alone: every rank gathers the whole update."""
     owner: int = 0
 
     def split(self, world: int) -> list[int]:
@@ -45,17 +49,15 @@ class Sharded:
 
 def check_sharded(param: Any, group: dict[str, Any], name: str) -> None:
     """Refuses weights that cannot be gathered."""
-    shards = [placement for placement in param.placements if placement.is_shard()]
-    if len(shards) != 1 or shards[0].dim != 0 or any(p.is_partial() for p in param.placements):
+    if any(placement.is_partial() for placement in param.placements):
         raise ConfigError(
-            f"{name} is placed as {param.placements}; Muon takes weights sharded by fully_shard along dimension 0"
+            f"{name} is placed as {param.placements}: a weight that is a sum over ranks; give the optimizer "
+            "param.redistribute(...) with Shard or Replicate"
         )
     if not param.is_contiguous():
         raise ConfigError(f"{name} is sharded and has strides {param.stride()}; shard a weight that is contiguous")
-    if group["normuon"] or (group["num_heads"] or 0) > 1:
-        raise ConfigError(
-            f"{name} is sharded by FSDP2, where normuon and num_heads are not available; leave them out of its group"
-        )
+    if group["normuon"]:
+        raise ConfigError(f"{name} is a DTensor, where normuon is not available; leave it out of its group")
 
 
 def step_sharded(params: Sequence[MatrixParam], groups: Sequence[dict[str, Any]], state: Any, control: Control) -> None:
@@ -63,10 +65,12 @@ def step_sharded(params: Sequence[MatrixParam], groups: Sequence[dict[str, Any]]
     for items in plan(params, groups):
         group = groups[items[0].group]
         updates = [_move_momentum(item, group, state[item.param], control) for item in items]
-        mesh_group, rank, world = _ranks(items[0].param)
-        if items[0].stacked:
-            directions = [_orthogonalize_stack(u, group) for u in updates]
+        if items[0].whole:
+            directions = [_orthogonalize_whole(item, u, groups[item.group]) for item, u in zip(items, updates)]
+        elif items[0].stacked:
+            directions = [_orthogonalize(u, group) for u in updates]
         else:
+            mesh_group, rank, world = _ranks(items[0].param)
             directions = _orthogonalize_gathered(items, updates, group, mesh_group, rank, world)
         for item, direction in zip(items, directions):
             _apply(item, direction, groups[item.group], state[item.param], control)
@@ -78,18 +82,28 @@ def plan(params: Sequence[MatrixParam], groups: Sequence[dict[str, Any]]) -> lis
     for given in params:
         param: Any = given.param
         group = groups[given.group]
-        _, rows, cols, _ = block_shape(param, group, given.name)
+        count, rows, cols, _ = block_shape(param, group, given.name)
         stacked = param.ndim == 3 and not group["flatten"]
+        whole = _cut_dimensions(param) != [0] or (group["num_heads"] or 0) > 1
         options = tuple(group[name] for name in ("ns_steps", "coefficients", "method", "nesterov"))
-        key = (stacked, rows, cols, *options, id(param.device_mesh))
-        batches.setdefault(key, []).append(Sharded(param, given.group, given.index, stacked, rows, cols))
+        key = (whole, stacked, rows, cols, *options, id(param.device_mesh))
+        item = Sharded(param, given.group, given.index, stacked, count, rows, cols, whole)
+        batches.setdefault(key, []).append(item)
     owner = 0
     for items in batches.values():
+        if items[0].whole or items[0].stacked:
+            continue
         world = _ranks(items[0].param)[2]
         for item in items:
             item.owner = owner % world
-            owner += not item.stacked
+            owner += 1
     return list(batches.values())
+
+
+def _cut_dimensions(param: Any) -> list[int | None]:
+    """Per dimension of the mesh that cuts a weight: the weight's dimension, or None for another way of cutting it (FSDP2
+    over tensor parallelism interleaves rows)."""
+    return [p.dim if p.is_shard() else None for p in param.placements if not p.is_replicate()]
 
 
 def _ranks(param: Any) -> tuple[Any, int, int]:
@@ -99,17 +113,13 @@ def _ranks(param: Any) -> tuple[Any, int, int]:
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
-def count_replicas(param: Any) -> int:
-    """How many ranks hold the same part of a weight: more than one with HSDP."""
-    return param.device_mesh.size() // _ranks(param)[2]
-
-
 def _taken(item: Sharded, control: Control) -> Tensor:
     return (control.values[0] * control.active[item.index]) > 0
 
 
 def _move_momentum(item: Sharded, group: dict[str, Any], held: dict[str, Any], control: Control) -> Tensor:
-    """This rank's part of the update: (its matrices, rows, cols) of a stack, or (1, its rows, cols)."""
+    """This rank's part of the update: (its matrices, rows, cols) of a stack, or (1, its rows, cols); of a `whole` one, as
+    the weight is cut."""
     param = item.param
     if "momentum_buffer" not in held:
         held["momentum_buffer"] = torch.zeros_like(param, dtype=torch.float32)
@@ -121,12 +131,29 @@ def _move_momentum(item: Sharded, group: dict[str, Any], held: dict[str, Any], c
     g = torch.where(taken, grad.float() * control.values[1], 0.0)
     buffer.mul_(torch.where(taken, momentum, 1.0)).add_(g)
     update = g + momentum * buffer if group["nesterov"] else buffer.clone()
+    if item.whole:
+        return update
     count, rows = (update.shape[0], item.rows) if item.stacked else (1, update.shape[0])
     return update.reshape(count, rows, item.cols)
 
 
-def _orthogonalize_stack(update: Tensor, group: dict[str, Any]) -> Tensor:
+def _orthogonalize(update: Tensor, group: dict[str, Any]) -> Tensor:
     return orthogonalize(update, group["ns_steps"], group["coefficients"], group["method"])
+
+
+def _orthogonalize_whole(item: Sharded, update: Tensor, group: dict[str, Any]) -> Tensor:
+    """Gathers the update on every rank of the mesh; each does the same work and keeps its part of the result, times the
+    learning-rate factor of each block."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    param, mesh = item.param, item.param.device_mesh
+    cut = DTensor.from_local(update, mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
+    found = _orthogonalize(cut.full_tensor().reshape(item.count, item.rows, item.cols), group).float()
+    flags = group["transposed"] or (False,) * item.count
+    scales = [logical_scale(group["lr_scale"], item.rows, item.cols, flag) for flag in flags]
+    found = found * send(scales, torch.float32, found.device).view(-1, 1, 1)
+    whole = DTensor.from_local(found.reshape(param.shape), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return local_of(whole.redistribute(placements=param.placements))
 
 
 def _orthogonalize_gathered(
@@ -183,6 +210,8 @@ def _apply(item: Sharded, direction: Tensor, group: dict[str, Any], held: dict[s
 
 def _scales(item: Sharded, group: dict[str, Any], update: Tensor) -> Tensor | float:
     """The learning-rate factor of the logical matrix: one number, or one per matrix of this rank's part of a stack."""
+    if item.whole:
+        return 1.0  # already in the direction
     flags = group["transposed"] or (False,)
     if not any(flags):
         return logical_scale(group["lr_scale"], item.rows, item.cols, False)

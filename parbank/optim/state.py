@@ -46,7 +46,7 @@ def _zeros(member: Member, pieces: Sequence[Piece], world: int, shape: tuple[int
     if world == 1 and len(shape) == 2:
         return torch.zeros_like(member.param, dtype=torch.float32)
     owned = sum(piece.count for piece in pieces if piece.member is member)
-    return torch.zeros(owned, *shape, device=member.param.device)
+    return torch.zeros(owned, *shape, dtype=torch.float32, device=member.param.device)
 
 
 def complete(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> None:
@@ -74,7 +74,8 @@ def gather(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> dict[Tensor, 
             if not having:
                 continue
             width = max(math.prod(found[key]) for found in shapes.values() if key in found)
-            local = torch.zeros(sum(p.count for p in pieces), width, device=having[0].param.device)
+            owned = sum(p.count for p in pieces)
+            local = torch.zeros(owned, width, dtype=torch.float32, device=having[0].param.device)
             for piece in pieces:
                 if piece.member in having:
                     values = blocks_of(optimizer.state[piece.member.param], key, piece, batch).reshape(piece.count, -1)

@@ -44,7 +44,7 @@ def prepare(
     """
     local = sum(piece.count for piece in pieces)
     device = control.values.device
-    X = torch.empty(local, batch.rows, batch.cols, device=device)
+    X = torch.empty(local, batch.rows, batch.cols, dtype=torch.float32, device=device)
     for piece, grad, buffer in zip(pieces, grads, buffers):
         momentum = control.hyper[piece.member.group, MOMENTUM]
         taken = control.taken(piece)

@@ -148,5 +148,5 @@ def test_bfloat16_weights_keep_their_low_bits(ranks: list[dict[str, Any]]) -> No
 
 
 def test_refuses_what_it_cannot_do(ranks: list[dict[str, Any]]) -> None:
-    assert "leave them out" in ranks[0]["normuon"]
+    assert "leave it out" in ranks[0]["normuon"]
     assert "fully_shard on the whole model" in ranks[0]["mixed"]
