@@ -61,7 +61,7 @@ def batch_third_larger(config: RunConfig) -> RunConfig:
 @arm
 def width_576(config: RunConfig) -> RunConfig:
     """Width 576, not 512, with 9 heads of 64: +0.006 with int5 under the cap (parameter-golf #670)."""
-    return override(config, "model.width=576", "model.heads=9", "model.kv_heads=3")
+    return override(config, "model.width=576", *_heads(config, 576))
 
 
 @arm
@@ -194,20 +194,22 @@ def qat_straight(config: RunConfig) -> RunConfig:
     return override(config, "quant.qat_share=0.2", "quant.qat_rounding=straight")
 
 
+def _heads(config: RunConfig, width: int) -> list[str]:
+    """Heads as wide as the config's where that divides the width, else of 64 channels, and about as many queries to a key."""
+    model = config.model
+    heads = width // (model.head_width if width % model.head_width == 0 else 64)
+    most = heads * model.kv_heads / model.heads
+    kv_heads = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(1, most))
+    return [f"model.heads={heads}", f"model.kv_heads={kv_heads}"]
+
+
 def shape(layers: int, width: int) -> Change:
-    """A model of so many layers and channels, with heads of 64 channels; the value embedding stays in the last two."""
+    """A model of so many layers and channels; the value embedding stays in the last layers."""
 
     def change(config: RunConfig) -> RunConfig:
-        heads = width // 64
-        kv_heads = heads // 2 if heads % 2 == 0 else next(n for n in (3, 5, 1) if heads % n == 0)
-        return override(
-            config,
-            f"model.layers={layers}",
-            f"model.width={width}",
-            f"model.heads={heads}",
-            f"model.kv_heads={kv_heads}",
-            f"model.value_layers=[{layers - 2},{layers - 1}]",
-        )
+        last = [layers - n for n in range(len(config.model.value_layers), 0, -1)]
+        sizes = [f"model.layers={layers}", f"model.width={width}", f"model.value_layers={last}"]
+        return override(config, *sizes, *_heads(config, width))
 
     change.__doc__ = f"{layers} layers of width {width}. Width beat depth: d=640 over 11 layers (parameter-golf #1192)."
     return change

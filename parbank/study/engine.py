@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from parbank.runtime import pick_device
 from parbank.study.kinds import KINDS
 from parbank.study.noise import assume_noise
 from parbank.study.queue import Queue
-from parbank.study.report import Report, make_report, target_of
+from parbank.study.report import Report, count, make_report, smallest_shown
 from parbank.study.statistics import quantile
 from parbank.study.study import STUDY, Job, Study, describe_budget, read_study, write_study
 from parbank.study.worker import work
 from parbank.training.display import Display, format_seconds
 
 BEYOND = 6.0  # seconds that a run is expected to take beyond its clock, until one has been measured
+TRAINED = ("training", "inside")  # kinds whose runs have a budget
 _POLL = 0.5
 
 
@@ -73,6 +75,7 @@ def open_study(folder: Path, study: Study | None) -> Study:
         if folder.is_dir() and any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty, and holds no study; choose a new or empty --out")
         KINDS[study.kind].check(study)
+        study = state(study, folder)
         write_study(folder, study)
         return study
     there = read_study(folder)
@@ -92,22 +95,30 @@ def open_study(folder: Path, study: Study | None) -> Study:
 def add_to_study(folder: Path, study: Study) -> None:
     """Writes a study with more seeds or arms over the earlier one."""
     KINDS[study.kind].check(study)
-    write_study(folder, study)
+    write_study(folder, state(study, folder))
+
+
+def state(study: Study, folder: Path) -> Study:
+    """The study with the smallest difference that its seeds can show, by the noise that is known now."""
+    smallest = smallest_shown(study, assume_noise(study, folder))
+    return replace(study, stated=smallest if math.isfinite(smallest) else None)
 
 
 def introduce(study: Study, folder: Path, workers: int) -> list[str]:
     """What is run, the smallest difference that can be shown, and the time: printed before the first run."""
     jobs, queue = study.jobs(), Queue(folder)
     done = len(queue.results(jobs))
-    noise, unit, n = assume_noise(study, folder), KINDS[study.kind].unit, len(study.seeds)
+    noise, n = assume_noise(study, folder), len(study.seeds)
+    unit = "%" if study.own_baselines else KINDS[study.kind].unit
+    arms = count(len(study.arms), "arm") + ("" if study.own_baselines else " and the base")
+    budget = f", {describe_budget(study.base)} each" if study.kind in TRAINED else ""
     lines = [
-        f"{study.name}: {1 + len(study.arms)} arms with the base, {n} seeds, {describe_budget(study.base)} each: {len(jobs)} runs, "
-        f"{done} of them done; in {folder}"
+        f"{study.name}: {arms}, {count(n, 'seed')}{budget}: {count(len(jobs), 'run')}, {done} of them done; in {folder}"
     ]
     if study.arms:
-        smallest = target_of(study, noise)
+        smallest = smallest_shown(study, noise)
         shown = "nothing: two seeds are needed" if math.isinf(smallest) else f"{smallest:.2g} {unit}"
-        why = "as asked for" if study.difference else f"80% power, Holm over {len(study.arms)} arms"
+        why = f"80% power, Holm over {count(len(study.arms), 'arm')}"
         lines.append(
             f"smallest difference it can show: {shown} ({why}), if paired differences have the standard deviation {noise.sd:.2g} "
             f"({noise.source})"
@@ -130,13 +141,13 @@ def _describe_time(study: Study, folder: Path, workers: int) -> str:
     if walls:
         each = statistics.median(walls)
         return f"time: about {format_seconds(each * rounds)} for {left} runs ({each:.1f} s each so far)"
-    if study.kind in ("training", "inside") and study.seconds is not None:
+    if study.kind in TRAINED and study.seconds is not None:
         each = study.seconds + BEYOND
         return (
             f"time: about {format_seconds(each * rounds)} for {left} runs ({study.seconds:g} s of training and some {BEYOND:g} s "
             "beyond it each), and the first start: data and kernels"
         )
-    return f"time: known after the first of {left} runs, since the budget is not a time"
+    return f"time: known after the first of {left} runs"
 
 
 class Progress:

@@ -66,11 +66,9 @@ class Report:
     def _describe(self) -> str:
         study = self.study
         unit = KINDS[study.kind].unit
-        arms = f"{len(study.arms)} arms against the base" if study.arms else "the base alone"
+        arms = f"{count(len(study.arms), 'arm')} against the base" if study.arms else "the base alone"
         if study.own_baselines:
-            return (
-                f"{len(study.arms)} arms, each against what it would replace, {len(study.seeds)} repetitions; {unit}."
-            )
+            return f"{count(len(study.arms), 'arm')}, each against what it would replace, {len(study.seeds)} repetitions; {unit}."
         if study.checkpoints:
             stored = ", ".join(Path(path).name for path in study.checkpoints)
             how = f"{study.kind}, stored: {stored}"
@@ -119,7 +117,7 @@ class Report:
         if study.arms:
             found.append(
                 "A difference is arm minus base at the same seed, below zero is better. Intervals are paired t, corrected by Holm "
-                f"over {len(study.arms)} arms; they alone decide."
+                f"over {count(len(study.arms), 'arm')}; they alone decide."
             )
         if len(study.checkpoints) == 1:
             found.append(
@@ -162,10 +160,16 @@ def make_report(folder: Path, study: Study | None = None) -> Report:
 
 
 def target_of(study: Study, noise: Noise) -> float:
-    """The difference that the study is after: as given, or the smallest that its seeds can show."""
-    if study.difference is not None:
-        return study.difference
+    """The difference that the study is after: as given, or as stated before its seeds ran."""
+    return study.difference or study.stated or smallest_shown(study, noise)
+
+
+def smallest_shown(study: Study, noise: Noise) -> float:
     return smallest_difference(sd=noise.sd, pairs=len(study.seeds), comparisons=max(1, len(study.arms)))
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
 
 
 def _costs(runs: Sequence[dict[str, Any]]) -> tuple[str, ...]:

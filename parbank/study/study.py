@@ -82,7 +82,9 @@ class Study:
     noise: float | None = None
     """Standard deviation of paired differences to assume before there are any; None looks for earlier runs."""
     difference: float | None = None
-    """The smallest difference of interest; None takes the smallest that the seeds can show."""
+    """The smallest difference of interest; None takes the one that was stated."""
+    stated: float | None = None
+    """The smallest difference that the seeds can show, as stated before they ran."""
     own_baselines: bool = False
     """Every arm measures what it would replace beside itself, and the base is not run."""
     added: tuple[Added, ...] = ()

@@ -12,6 +12,7 @@ import pytest
 from parbank.errors import CheckpointError, ConfigError, TrainingError
 from parbank.study.engine import add_to_study, introduce, open_study, run_study
 from parbank.study.kinds.training import Training
+from parbank.study.queue import Queue
 from parbank.study.report import make_report
 from parbank.study.study import BASE, Job, Study, read_study
 from parbank.study.worker import work
@@ -58,7 +59,7 @@ def test_a_complete_study_runs_nothing_again(complete: Path, monkeypatch: pytest
 
 def start_worker(folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "parbank", "study", "work", str(folder), "--device", "cpu", "--quiet"]
-    return subprocess.Popen(command, stderr=subprocess.PIPE)
+    return subprocess.Popen(command)
 
 
 def wait_for_claim(folder: Path) -> None:
@@ -74,14 +75,20 @@ def test_two_workers_one_killed_end_with_the_same_table(complete: Path, study: S
     open_study(folder, study)
     victim = start_worker(folder)
     wait_for_claim(folder)
-    victim.send_signal(signal.SIGKILL)
-    victim.communicate()
-    other = start_worker(folder)
-    wait_for_claim(folder)
-    here = work(folder, device="cpu")
-    _, error = other.communicate(timeout=300)
-    assert other.returncode == 0, error.decode()
-    assert here < len(study.jobs())
+    held, ended = Queue(folder).states(study.jobs()), []
+
+    def kill_after_one_job() -> None:
+        """While both are at work."""
+        ended.append(victim.poll())
+        if len(ended) == 1:
+            victim.kill()
+            victim.wait()
+
+    here = work(folder, device="cpu", ended=kill_after_one_job)
+    assert "running" in held.values()
+    assert ended[0] is None, "the victim was alive when it was killed"
+    assert victim.returncode == -signal.SIGKILL
+    assert 1 < here <= len(study.jobs())
     assert values_of(folder) == values_of(complete)
     assert make_report(folder).comparisons == make_report(complete).comparisons
     assert not list((folder / "claims").iterdir())
@@ -152,6 +159,8 @@ def test_what_is_added_after_looking_is_said(study: Study, tmp_path: Path, monke
     add_to_study(folder, before.study.with_more(seeds=2, results=len(before.results)))
     after = run_study(None, folder, device="cpu", quiet=True)
     assert after.study.seeds == (0, 1, 2, 3, 4)
+    assert before.study.stated == pytest.approx(0.0043, abs=1e-3)  # by the usual noise: there were no runs yet
+    assert after.comparisons["same"].target == after.study.stated != before.study.stated
     assert after.comparisons["slow"].pairs == 5
     assert "Added after 9 runs had ended: seeds 3, 4." in after.text()
     run_study(study, folder, device="cpu", quiet=True)  # the first command still continues it
@@ -182,7 +191,7 @@ def test_what_it_can_show_and_how_long_it_takes_is_said_before(
 ) -> None:
     open_study(tmp_path / "s", study)
     first, smallest, seconds = introduce(study, tmp_path / "s", 1)
-    assert "3 arms with the base, 3 seeds, 6 steps each: 9 runs, 0 of them done" in first
+    assert "2 arms and the base, 3 seeds, 6 steps each: 9 runs, 0 of them done" in first
     assert "80% power, Holm over 2 arms" in smallest
     assert "standard deviation 0.00099 (no earlier runs here; two independent sprint runs" in smallest
     assert "known after the first" in seconds

@@ -36,6 +36,11 @@ def test_an_arm_is_the_settings_that_its_function_changes() -> None:
         assert len(arm.claim) > 20, f"{name} has no claim"
     assert make_arm("batch-third-larger", base).settings == ("batch.batch_tokens=262144",)
     assert make_arm("batch-third-larger", get_recipe("golf")).settings == ("batch.batch_tokens=1048576",)
+    assert "model.heads=9" in make_arm("width-576", base).settings
+    assert "model.kv_heads=3" in make_arm("width-576", base).settings
+    assert set(make_arm("6x768", base).settings) == {
+        "model.layers=6", "model.width=768", "model.heads=12", "model.kv_heads=6", "model.value_layers=[4, 5]",
+    }  # fmt: skip
     assert settings_between(base, base) == ()
     with pytest.raises(ConfigError, match="the arm head-128 does not fit the recipe nano"):
         make_arm("head-128", get_recipe("nano"))
