@@ -28,14 +28,18 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[C], values: dict[str, Any], *, path: str = "") -> C:
-    """Builds `cls` from nested dicts. An unknown or ill-typed field is an error that names its full path."""
+    """Builds `cls` from nested dicts. An unknown, missing or ill-typed field is an error that names its full path."""
     if not isinstance(values, dict):
         raise ConfigError(f"{path or cls.__name__} must be a table of fields, got {values!r}")
     hints = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    names = [field.name for field in fields]
     unknown = sorted(set(values) - set(names))
     if unknown:
         raise ConfigError(f"{_join(path, unknown[0])} is not a setting; {path or cls.__name__} has: {', '.join(names)}")
+    needed = [f.name for f in fields if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    if missing := sorted(set(needed) - set(values)):
+        raise ConfigError(f"{_join(path, missing[0])} is missing; {path or cls.__name__} needs: {', '.join(needed)}")
     return cls(**{name: _convert(hints[name], value, _join(path, name)) for name, value in values.items()})
 
 

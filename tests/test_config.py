@@ -110,3 +110,10 @@ def test_the_micro_batch_divides_the_batch_over_any_fitting_world() -> None:
     assert [batch.micro_sequences(world) for world in (1, 2, 4, 8, 16)] == [48, 48, 48, 48, 24]
     with pytest.raises(ConfigError, match="5 ranks"):
         batch.micro_sequences(5)
+
+
+def test_a_missing_field_is_named() -> None:
+    values = to_dict(get_recipe("nano"))
+    del values["budget"]
+    with pytest.raises(ConfigError, match=r"budget is missing; RunConfig needs: .*recipe"):
+        from_dict(RunConfig, values)
