@@ -143,4 +143,6 @@ def judge(index: int, kind: str, size: int, found: Measured) -> Outcome:
     elif size <= MAX_FILE and found.megabytes > MAX_MEGABYTES:
         fault = f"{size:,} bytes took {found.megabytes:.0f} MB; {found.said[:300]}"
     ending = "broken" if fault else found.ending
+    if size > MAX_FILE:  # what it took is no part of the claim
+        return Outcome(index, kind, ending, fault)
     return Outcome(index, kind, ending, fault, seconds=found.seconds, megabytes=found.megabytes)
