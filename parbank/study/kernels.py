@@ -58,10 +58,10 @@ def kernel(function: Pair) -> Pair:
     return function
 
 
-def both_ways(function: Callable[..., Tensor], inputs: list[Tensor]) -> Call:
-    """Forward and backward, with a random gradient of the output."""
+def both_ways(bench: Bench, function: Callable[..., Tensor], inputs: list[Tensor]) -> Call:
+    """Forward and backward, with a random gradient of the output, the same for both calls of a pair."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    grad = torch.randn_like(function(*leaves))
+    grad = bench.random(*function(*leaves).shape, number=99)
     return lambda: torch.autograd.grad(function(*leaves), leaves, grad)
 
 
@@ -98,7 +98,7 @@ def fused_mlp_both_ways(bench: Bench) -> tuple[Call, Call]:
     """GEMM and activation in one kernel, forward and backward: 2.7 times slower (parameter-golf #670); faster, 3% of the
     step, where both directions are ops that the compiler knows (#1105)."""
     inputs = _mlp_inputs(bench)
-    return both_ways(_fused_mlp, inputs), both_ways(bench.compile(_plain_mlp), inputs)
+    return both_ways(bench, _fused_mlp, inputs), both_ways(bench, bench.compile(_plain_mlp), inputs)
 
 
 @kernel
@@ -170,8 +170,8 @@ def activation_in_cuda(bench: Bench) -> tuple[Call, Call]:
 def norm_with_residual(bench: Bench) -> tuple[Call, Call]:
     """Residual addition and RMSNorm in one kernel each way, in place of two: a tie (parameter-golf #670)."""
     inputs = [bench.random(bench.tokens, 512, number=n) for n in range(2)]
-    fused = both_ways(lambda x, y: sum_of(ops.add_rms_norm(x, y)), inputs)
-    return fused, both_ways(lambda x, y: sum_of((x + y, ops.rms_norm(x + y))), inputs)
+    fused = both_ways(bench, lambda x, y: sum_of(ops.add_rms_norm(x, y)), inputs)
+    return fused, both_ways(bench, lambda x, y: sum_of((x + y, ops.rms_norm(x + y))), inputs)
 
 
 def sum_of(outputs: tuple[Tensor, Tensor]) -> Tensor:
@@ -186,7 +186,7 @@ def fp8_mlp(bench: Bench) -> tuple[Call, Call]:
     bench.need_cuda("FP8")
     inputs = _mlp_inputs(bench)
     eight = bench.compile(lambda x, up, down: fp8.mlp(x, up, down, SLOPE))
-    return both_ways(eight, inputs), both_ways(_fused_mlp, inputs)
+    return both_ways(bench, eight, inputs), both_ways(bench, _fused_mlp, inputs)
 
 
 @kernel
