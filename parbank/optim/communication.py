@@ -70,6 +70,12 @@ class Ranks:
             works.append(dist.broadcast(everything[slot], group_src=owner, group=self.group, async_op=True))
         return everything, works
 
+    def share(self, numbers: Tensor) -> Tensor:
+        """(ranks, numbers): the numbers of every rank."""
+        everything = torch.empty(self.world, len(numbers), dtype=numbers.dtype, device=numbers.device)
+        _all_gather(everything.view(-1), numbers, group=self.group)
+        return everything
+
     def sum(self, tensor: Tensor, async_op: bool = False) -> list[Any]:
         """Starts (or completes) the sum of a tensor over all ranks, in place."""
         if self.world == 1:

@@ -25,6 +25,7 @@ from torch import Tensor
 from parbank.errors import ConfigError
 from parbank.ops.backend import use_triton
 from parbank.optim import kernels, loading, state, update
+from parbank.optim.agreement import check_agreement
 from parbank.optim.algorithm import ElementwiseAlgorithm, MatrixAlgorithm, Settings, Work, find_algorithm
 from parbank.optim.algorithms import ALGORITHMS
 from parbank.optim.banking import zero_bank_grads
@@ -152,6 +153,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self._tables = kernels.Tables()
         self._staging: dict[int, Tensor] = {}
         self._layouts = 0
+        self._agreed = False
         self._watch = SkipWatch()
         self.last_grad_norm = torch.zeros((), dtype=torch.float32)
         self.last_skipped = torch.zeros((), dtype=torch.bool)
@@ -326,6 +328,9 @@ class ParallelMuon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._settle()
+        if self._ranks.world > 1 and not self._agreed:
+            check_agreement(self, self._ranks)
+            self._agreed = True
         self._hyper.refresh(self.param_groups, self.max_norm)
         if self._graph is not None:
             self._graph.step()

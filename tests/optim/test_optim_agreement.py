@@ -1,0 +1,153 @@
+"""Ranks that disagree end at the first step, by an error with rank and parameter; and calls on one rank do not hang.
+
+One set of three ranks runs every scenario.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parbank.errors import RankError
+from parbank.optim import ParallelMuon, split_parameters
+from tests.distributed import run_distributed_test
+
+WORLD = 3
+
+
+def _model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = {"first": nn.Linear(6, 6), "second": nn.Linear(6, 6), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 2)}
+    return nn.ModuleDict(layers)
+
+
+def _backward(model: Any, seed: int) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+    model["head"](model["norm"](model["second"](model["first"](x).tanh()))).square().mean().backward()
+
+
+def _alike(rank: int) -> ParallelMuon:
+    model = _model()
+    _backward(model, rank)
+    return ParallelMuon(split_parameters(model))
+
+
+def _other_weight(rank: int) -> ParallelMuon:
+    model: Any = _model()
+    if rank == 1:
+        with torch.no_grad():
+            model["second"].weight[2, 3] += 1e-6
+    _backward(model, rank)
+    return ParallelMuon(split_parameters(model))
+
+
+def _other_option(rank: int) -> ParallelMuon:
+    model = _model()
+    _backward(model, rank)
+    return ParallelMuon(split_parameters(model, lr=0.03 if rank == 2 else 0.02))
+
+
+def _other_order(rank: int) -> ParallelMuon:
+    model: Any = _model()
+    _backward(model, rank)
+    named = list(model.named_parameters())
+    matrices = [(name, param) for name, param in named if param.ndim == 2]
+    return ParallelMuon(matrices[::-1] if rank == 1 else matrices)
+
+
+def _fewer_parameters(rank: int) -> ParallelMuon:
+    model: Any = _model()
+    _backward(model, rank)
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    return ParallelMuon(matrices[: 2 if rank == 0 else 3])
+
+
+def _other_clip(rank: int) -> ParallelMuon:
+    model = _model()
+    _backward(model, rank)
+    return ParallelMuon(split_parameters(model), max_norm=1.0 if rank else None)
+
+
+def _not_reduced(rank: int) -> ParallelMuon:
+    model = _model()
+    _backward(model, rank)
+    return ParallelMuon(split_parameters(model), reduce_gradients=False)
+
+
+def _reduced(rank: int) -> ParallelMuon:
+    model = _model()
+    _backward(model, 0)
+    return ParallelMuon(split_parameters(model), reduce_gradients=False)
+
+
+MISTAKES: dict[Callable[[int], ParallelMuon], str | None] = {
+    _alike: None,
+    _reduced: None,
+    _other_weight: r"rank 1 differs from rank 0 in the weight of second.weight: .*broadcast the weights",
+    _other_option: r"rank 2 differs from rank 0 in lr of group 0: 0.03, against 0.02; build the optimizer with the same",
+    _other_order: r"rank 1 differs from rank 0 in parameter 0 of group 0: head.weight \(2, 6\).*against first.weight",
+    _fewer_parameters: r"rank 0 differs from rank 1 in the number of parameters: \[2\], against \[3\]",
+    _other_clip: r"rank 0 differs from rank 1 in max_norm: None, against 1.0",
+    _not_reduced: r"rank . differs from rank 0 in the gradient of .*: wrap the model in DistributedDataParallel",
+}
+
+
+def _run() -> dict[str, Any]:
+    rank = dist.get_rank()
+    said: dict[str, Any] = {}
+    for scenario in MISTAKES:
+        optimizer = scenario(rank)
+        try:
+            optimizer.step()
+            said[scenario.__name__] = None
+        except RankError as error:
+            said[scenario.__name__] = str(error)
+    return {"said": said, "dtypes": _default_dtypes(rank)}
+
+
+def _default_dtypes(rank: int) -> tuple[list[str], bool]:
+    """The dtypes of the state, and whether weights are those of a run with float32 as default."""
+    ends, kinds = [], []
+    for default in (torch.float32, torch.bfloat16):
+        model = _model()
+        torch.set_default_dtype(default)
+        try:
+            optimizer = ParallelMuon(split_parameters(model), normuon=True, max_norm=1.0)
+            for step in range(2):
+                optimizer.zero_grad()
+                for number, param in enumerate(model.parameters()):
+                    generator = torch.Generator().manual_seed(100 * number + 10 * step + rank)
+                    param.grad = torch.randn(param.shape, dtype=torch.float32, generator=generator)
+                optimizer.step()
+            saved = optimizer.state_dict()["state"]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        kinds += [str(v.dtype) for held in (*optimizer.state.values(), *saved.values()) for v in held.values()]
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return sorted(set(kinds)), torch.equal(*ends)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_distributed_test(_run, WORLD)
+
+
+@pytest.mark.parametrize("scenario", MISTAKES, ids=lambda scenario: scenario.__name__)
+def test_ranks_that_disagree_are_told_at_the_first_step(ranks: list[Any], scenario: Callable[..., Any]) -> None:
+    message = MISTAKES[scenario]
+    for result in ranks:
+        said = result["said"][scenario.__name__]
+        if message is None:
+            assert said is None
+        else:
+            assert said is not None, "trained on"
+            assert re.search(message, said), said
+
+
+def test_the_default_dtype_does_not_reach_the_state(ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        assert result["dtypes"] == (["torch.float32"], True)
