@@ -10,20 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from parbank import threads
+from parbank import cores, threads
+from parbank.cores import LoadMeter, count_cores, estimate_others, read_quota
 from parbank.errors import ConfigError
-from parbank.threads import (
-    LoadMeter,
-    ShortWaits,
-    check_threads,
-    choose_threads,
-    compute_with,
-    count_cores,
-    estimate_others,
-    is_busy,
-    read_quota,
-    use_threads,
-)
+from parbank.threads import ShortWaits, check_threads, choose_threads, compute_with, is_busy, use_threads
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 libgomp = pytest.mark.skipif(
@@ -145,8 +135,8 @@ def test_a_system_without_cgroups_has_no_quota(tmp_path: Path) -> None:
 def test_cores_are_those_of_affinity_and_quota(
     monkeypatch: pytest.MonkeyPatch, cpus: int, quota: float | None, expected: int
 ) -> None:
-    monkeypatch.setattr(threads, "_cpus", lambda: set(range(cpus)))
-    monkeypatch.setattr(threads, "read_quota", lambda: quota)
+    monkeypatch.setattr(cores, "cpus", lambda: set(range(cpus)))
+    monkeypatch.setattr(cores, "read_quota", lambda: quota)
     assert count_cores() == expected
 
 
@@ -154,7 +144,7 @@ def test_cores_are_those_of_affinity_and_quota(
 def test_affinity_limits_the_threads_of_a_process() -> None:
     """As `taskset` sets it, whatever OpenMP makes of it."""
     script = (
-        "import os\nfrom parbank.threads import count_cores\nos.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
+        "import os\nfrom parbank.cores import count_cores\nos.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
     )
     subprocess.run([sys.executable, "-c", f"{script}assert count_cores() == 1"], check=True, timeout=60)
 
@@ -216,8 +206,8 @@ def test_a_command_waits_shortly_where_it_found_a_busy_machine(
     ("line", "expected"), [("95 5 3", False), ("8 2 3", True), ("1 0 3", False), ("0 0 0", False), ("", False)]
 )
 def test_a_thread_knows_whether_it_had_to_wait(line: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_read", lambda path: line)
-    assert threads.had_to_wait() == expected
+    monkeypatch.setattr(cores, "_read", lambda path: line)
+    assert cores.had_to_wait() == expected
 
 
 @pytest.mark.parametrize("number", [0, -1, 1025, 99999])
@@ -255,34 +245,33 @@ intr 5
 
 def test_busy_time_is_that_of_our_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without idle time, time waiting for disks, and work at a lower priority than ours; with time stolen from the machine."""
-    monkeypatch.setattr(threads, "_cpus", lambda: {0, 1})
+    monkeypatch.setattr(cores, "cpus", lambda: {0, 1})
     monkeypatch.setattr(os, "getpriority", lambda which, who: 0)
     ticks = os.sysconf("SC_CLK_TCK")
-    assert threads._busy_seconds(STAT) == (137 + 237) / ticks
+    assert cores._busy_seconds(STAT) == (137 + 237) / ticks
     monkeypatch.setattr(os, "getpriority", lambda which, who: 10)
-    assert threads._busy_seconds(STAT) == (157 + 257) / ticks
-    assert threads._busy_seconds("cpu  1 2 3\n") is None
+    assert cores._busy_seconds(STAT) == (157 + 257) / ticks
+    assert cores._busy_seconds("cpu  1 2 3\n") is None
 
 
 def test_a_meter_needs_a_system_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_read", lambda path: "")
+    monkeypatch.setattr(cores, "_read", lambda path: "")
     assert LoadMeter(2).measure(2) is None
 
 
 @linux
 def test_other_processes_are_noticed() -> None:
     """Two busy processes for each CPU, and this thread computing beside them: at most a third of a core is left to it."""
-    cores = count_cores()
+    count = count_cores()
     script = "import time\nend = time.monotonic() + 20\nprint(flush=True)\nwhile time.monotonic() < end: pass"
     others = [
-        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-        for _ in range(2 * len(threads._cpus()))
+        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) for _ in range(2 * len(cores.cpus()))
     ]
     try:
         for process in others:
             assert process.stdout is not None
             process.stdout.readline()  # it runs
-        meter = LoadMeter(cores)
+        meter = LoadMeter(count)
         assert meter.measure(1, least_seconds=0.5) is None, "too early"
         end = time.monotonic() + 0.7
         while time.monotonic() < end:
@@ -293,5 +282,5 @@ def test_other_processes_are_noticed() -> None:
             process.kill()
             process.communicate()
     assert found is not None
-    assert found > 0.8 * cores
-    assert choose_threads(cores=cores, most=cores, others=found) <= max(1, round(0.6 * cores))
+    assert found > 0.8 * count
+    assert choose_threads(cores=count, most=count, others=found) <= max(1, round(0.6 * count))

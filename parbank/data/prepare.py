@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from parbank.cores import count_cores
 from parbank.data.journal import Journal, has_journal
 from parbank.data.manifest import FORMAT, MANIFEST, TOKENIZER, listed_files, read_manifest, verify_folder
 from parbank.data.overlap import RUN, Overlap, measure_overlap
@@ -35,7 +36,6 @@ from parbank.data.spool import VAL_SHARE, Document, Spool, hold_out, is_dev, sam
 from parbank.data.tokenizer import Tokenizer, check_vocab
 from parbank.errors import ConfigError, DataError
 from parbank.files import default_cache, locked, sync_folder, write_file, write_json
-from parbank.threads import count_cores
 
 # 16 MB train a vocabulary of 1024 in 3 to 5 seconds; from 4 MB it is 0.2% worse on English, 0.7% on Python (measured).
 SAMPLE_BYTES = 16_000_000

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from parbank.cores import count_cores
 from parbank.ops import backend
-from parbank.threads import count_cores
 
 
 def can_rehearse() -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from parbank.cores import LoadMeter, count_cores
 from parbank.runtime import Runtime
-from parbank.threads import MOST_THREADS, LoadMeter, ShortWaits, choose_threads, count_cores, is_busy
+from parbank.threads import MOST_THREADS, ShortWaits, choose_threads, is_busy
 from parbank.training.config import RunConfig
 
 LOOK_SECONDS = 2.0

@@ -68,18 +68,21 @@ def warm_up(config: RunConfig, runtime: Runtime, say: Say) -> Warmed | None:
 
 @contextmanager
 def compile_aside(config: RunConfig, runtime: Runtime, say: Say) -> Iterator[bool]:
-    """Inside, a thread compiles the kernels of a step, while the caller prepares its data. Yields whether it does so.
+    """Inside, a thread compiles the kernels of a step, or loads kernels that were kept, while the caller prepares its
+    data. Yields whether it compiles, which leaves little of this process to the caller.
 
-    It does where no kernel was ever kept, on a single GPU: several ranks talk to each other while they prepare data, and
-    only one thread of a process may.
+    It does so on a single GPU: several ranks talk to each other while they prepare data, and only one thread of a
+    process may.
     """
-    if not (runtime.is_cuda and runtime.world == 1 and can_rehearse() and not has_kernels()):
+    if not (runtime.is_cuda and runtime.world == 1 and can_rehearse()):
         yield False
         return
-    say("compiling kernels beside the preparation of the data")
+    compiles = not has_kernels()
+    if compiles:
+        say("compiling kernels beside the preparation of the data")
     with ThreadPoolExecutor(1) as aside:
         aside.submit(_rehearse_aside, config, runtime, say)
-        yield True
+        yield compiles
 
 
 def _rehearse_aside(config: RunConfig, runtime: Runtime, say: Say) -> None:
@@ -90,7 +93,8 @@ def _rehearse_aside(config: RunConfig, runtime: Runtime, say: Say) -> None:
     except Exception as error:
         say(f"note: kernels could not be compiled ahead ({type(error).__name__}: {error}); the warm-up compiles them")
     else:
-        say(f"compiled {count_lookups().built} kernels in {time.perf_counter() - began:.1f} s")
+        if built := count_lookups().built:
+            say(f"compiled {built} kernels in {time.perf_counter() - began:.1f} s")
 
 
 def _rehearse_alone(config: RunConfig, runtime: Runtime) -> None:

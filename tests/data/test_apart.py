@@ -1,5 +1,6 @@
 """Text prepared in a process of its own: the same result, the same messages, the same errors."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def test_the_result_is_the_same(folder: Path, tmp_path: Path) -> None:
     assert apart.folder.parent == tmp_path / "apart"
     assert {line.split()[0] for line in said} == {line.split()[0] for line in here}
     assert sum(line.startswith("preparing") for line in said) == 1, "this process found it ready"
+
+
+def test_the_process_starts_without_torch() -> None:
+    """Importing torch takes seconds, and every cold start would wait for them."""
+    script = "import sys, parbank.data.dataset\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_an_error_is_raised_here(folder: Path, tmp_path: Path) -> None:
