@@ -82,7 +82,7 @@ def collect(
         return _reduce(groups, batches, pieces, ranks, constant, staging, early)
     found = Collected(small=_find_small(groups))
     for batch, mine in zip(batches, pieces):
-        blocks = {id(m.param): m.blocks(grad_of(m)) for m in batch.members}
+        blocks = {id(m.param): _place_blocks(m, staging) for m in batch.members}
         found.pieces.append([blocks[id(p.member.param)][p.block : p.block + p.count] for p in mine])
         found.shared += [m.param.grad for m in batch.members if m.param.grad is not None]
     found.shared += [grad for small in found.small for grad in small.grads if not is_sharded(grad)]
@@ -176,6 +176,18 @@ def flatten_batch(batch: Batch, staging: dict[int, Tensor] | None = None) -> Ten
     slots = [flat[m.first : m.first + m.count] for m in batch.members]
     torch._foreach_copy_(slots, [block.view(block.shape[0], size) for block in blocks])
     return flat
+
+
+def _place_blocks(member: Member, staging: dict[int, Tensor] | None) -> Tensor:
+    """A gradient's blocks: in place, or a copy where it lies in memory in another order than its weight. With `staging`
+    the copy has the same address at every step."""
+    grad = grad_of(member)
+    blocks = member.blocks(grad)
+    if staging is None or blocks.data_ptr() == grad.data_ptr():
+        return blocks
+    if id(member.param) not in staging:
+        staging[id(member.param)] = torch.empty_like(blocks)
+    return staging[id(member.param)].copy_(blocks)
 
 
 def grad_of(member: Member) -> Tensor:

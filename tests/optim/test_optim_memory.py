@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from parbank.errors import ConfigError
 from parbank.optim import ParallelMuon
+from parbank.optim.collect import collect
 
 GUARD = 7.0  # the value of every number that does not belong to the parameter
 
@@ -117,3 +118,20 @@ def test_an_expanded_gradient_is_read_and_not_written(algorithm: str) -> None:
     for group in groups:
         ParallelMuon(group, max_norm=1.0).step()
     torch.testing.assert_close(params[0], params[1])
+
+
+def test_a_gradient_in_another_order_is_copied_to_one_address() -> None:
+    """A CUDA graph reads the addresses of the step that it captured."""
+    param = nn.Parameter(torch.zeros(4, 6).T)
+    param.grad = torch.zeros(6, 4)
+    optimizer = ParallelMuon([{"params": [param], "algorithm": "muon"}])
+    batches, staging = optimizer.batches(), {}
+    pieces, addresses = [batch.pieces(0) for batch in batches], set()
+    for step in range(3):
+        param.grad = torch.full((6, 4), float(step))
+        found = collect(
+            optimizer.param_groups, batches, pieces, optimizer._ranks, False, optimizer._constant, staging
+        ).pieces[0][0]
+        assert (found == step).all()
+        addresses.add(found.data_ptr())
+    assert len(addresses) == 1
