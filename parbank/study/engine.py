@@ -54,9 +54,7 @@ def run_study(
     progress = Progress(folder, display, workers)
     try:
         if workers == 1:
-            # a bar on a terminal; lines of every training step would hide the study's own
-            bar = display if display.console.is_terminal else Display(enabled=False)
-            work(folder, device=device, display=bar, ended=progress.show, kept=kept)
+            work(folder, device=device, display=display, ended=progress.show, kept=kept)
         else:
             _run_workers(folder, workers, device, progress)
     except KeyboardInterrupt:
@@ -247,7 +245,7 @@ def _run_workers(folder: Path, workers: int, device: str, progress: Progress) ->
 def _start(folder: Path, number: int, device: str) -> subprocess.Popen[bytes]:
     gpus = torch.cuda.device_count() if pick_device(device).type == "cuda" else 0
     chosen = f"cuda:{number % gpus}" if gpus > 1 else device
-    command = [sys.executable, "-m", "parbank", "study", "work", str(folder), "--device", chosen, "--quiet"]
+    command = [sys.executable, "-m", "parbank", "study", "work", str(folder), "--device", chosen]
     with open(folder / "workers" / f"{number}.log", "ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 

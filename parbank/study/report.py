@@ -142,11 +142,16 @@ class Report:
         return {
             "study": to_dict(self.study),
             "noise": asdict(self.noise),
-            "arms": {name: asdict(found) | {"words": found.describe()} for name, found in self.comparisons.items()},
+            "arms": {name: self._as_json(found) for name, found in self.comparisons.items()},
             "runs": {job.key: result for job, result in sorted(self.results.items())},
             "failures": {job.key: error for job, error in self.failures.items()},
             "notes": self.notes(),
         }
+
+    def _as_json(self, found: Comparison) -> dict[str, Any]:
+        """None for a number that is not finite yet: JSON has no other word for it."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(found).items()}
+        return finite | {"words": found.describe(self.digits, self.unit)}
 
 
 def make_report(folder: Path, study: Study | None = None) -> Report:

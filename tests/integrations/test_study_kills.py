@@ -1,8 +1,14 @@
-"""A study that is killed thirty times at random ends with the table of an undisturbed one."""
+"""Studies whose workers are killed: the table at the end is that of an undisturbed study."""
 
+import json
 import multiprocessing
+import os
 import random
+import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from parbank.study.engine import open_study, run_study
@@ -57,3 +63,32 @@ def wait_for_claim(folder: Path) -> None:
     end = time.monotonic() + 60
     while not any((folder / "claims").glob("*.json")) and time.monotonic() < end:
         time.sleep(0.01)
+
+
+def test_a_worker_that_dies_is_replaced_and_its_job_tried_again(text_spec: str, tmp_path: Path) -> None:
+    """`study run --workers 2`, one of the two killed while it holds a job."""
+    command = [sys.executable, "-m", "parbank", "study", "run", "seeds", "--recipe", "nano", "--data", text_spec]
+    command += ["--budget", "60steps", "--seeds", "3", "--arms", "value-residual", "--workers", "2", "--device", "cpu"]
+    running = subprocess.Popen([*command, "--out", str(tmp_path / "s")], stdout=subprocess.PIPE, text=True)
+    victim = wait_for_holder(tmp_path / "s")
+    os.kill(victim, signal.SIGKILL)
+    out, _ = running.communicate(timeout=300)
+    assert running.returncode == 0
+    report = make_report(tmp_path / "s")
+    assert report.is_complete
+    assert not report.failures
+    (failure,) = (tmp_path / "s" / "failures").iterdir()
+    assert "ended with code -9" in failure.read_text()
+    assert "6 of 6  " in out
+    assert "| value-residual | 3 " in out
+
+
+def wait_for_holder(folder: Path) -> int:
+    """The process number of a worker that holds a job."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        for path in (folder / "claims").glob("*.json"):
+            with suppress(OSError, ValueError):
+                return int(json.loads(path.read_text())["pid"])
+        time.sleep(0.01)
+    raise AssertionError("no worker has claimed a job")

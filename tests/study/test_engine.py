@@ -45,7 +45,9 @@ def test_a_study_ends_with_verdicts_on_pairs(complete: Path) -> None:
     assert "| slow | 3 " in text
     assert "corrected by Holm over 2 arms" in text
     assert "Beyond its training clock a run took" in text
-    assert json.loads((complete / "result.json").read_text())["arms"]["slow"]["verdict"] == "worse"
+    stored = json.loads((complete / "result.json").read_text())
+    assert stored["arms"]["slow"]["verdict"] == "worse"
+    assert "Infinity" not in json.dumps(stored)
     assert (complete / "runs" / "slow.1" / "metrics.jsonl").exists()
 
 
@@ -114,6 +116,8 @@ def test_ctrl_c_gives_the_job_back_and_the_same_command_goes_on(
     assert "stopped; continue with the same command" in out
     assert "4 of 9  " in out
     assert "so far " in out
+    strictly = json.loads((tmp_path / "s" / "result.json").read_text(), parse_constant=pytest.fail)
+    assert strictly["arms"]["slow"]["low"] is None
     table = (tmp_path / "s" / "table.md").read_text()
     assert "Not complete: 5 of 9 runs are still to come." in table
     run_study(study, tmp_path / "s", device="cpu", quiet=True)

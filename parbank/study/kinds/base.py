@@ -22,6 +22,8 @@ class Kind(ABC):
     def __init__(self, runtime: Runtime, folder: Path, display: Display, kept: dict[Any, Any] | None = None) -> None:
         """`kept`: what earlier studies of this process have made, such as opened data."""
         self.runtime, self.folder, self.display = runtime, folder, display
+        # a bar on a terminal; elsewhere lines of every training step would hide those of the study
+        self.bar = display if display.console.is_terminal else Display(enabled=False)
         self.kept: dict[Any, Any] = {} if kept is None else kept
 
     @classmethod

@@ -9,6 +9,7 @@ import json
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,8 @@ class Packing(Stored):
 
     def evaluate(self, study: Study, arm: Arm, checkpoint: str) -> tuple[Scored, Tokenizer, dict[str, Any]]:
         model, tokenizer, own = self.keep(lambda: self._load(checkpoint), "model", checkpoint)
-        config = override(study.base, *arm.settings)
+        asked = override(study.base, *arm.settings)
+        config = replace(own, quant=asked.quant, budget=asked.budget, data=asked.data)
         method = make_method("chunked", context=own.batch.sequence_length)
         unpacked = self.keep(
             lambda: self.score(study, model, tokenizer, method).total(tokenizer).bpb, "plain", checkpoint
@@ -140,7 +142,7 @@ class Packing(Stored):
         began = time.perf_counter()
         measured = self._calibrate(model, config, tokenizer, checkpoint)
         path = self.folder / "packed" / f"{arm.name}.{study.checkpoints.index(checkpoint)}.pbk"
-        packed = pack_run(model, config, tokenizer, measured, path, say=self.display.say)
+        packed = pack_run(model, config, tokenizer, measured, path)
         seconds = time.perf_counter() - began
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         try:
@@ -160,7 +162,7 @@ class Packing(Stored):
         def make() -> Calibration | None:
             context, say = config.batch.sequence_length, self.display.say
             tokens = open_training_tokens(config.data, tokenizer, context=context, count=count, say=say)
-            return calibrate_model(model, config, tokens, self.runtime, self.display)
+            return calibrate_model(model, config, tokens, self.runtime, self.bar)
 
         return self.keep(make, "calibration", checkpoint, str(count), config.quant.method)
 

@@ -84,7 +84,7 @@ class Training(Kind):
         with parts.time("warm-up"):
             trainer.warm_up()
         with parts.time("training"), Watch(self.runtime.device) as watch:
-            train_with_reports(trainer, self.display, train)
+            train_with_reports(trainer, self.bar, train)
         val = first_tokens(dataset.val, study.score_tokens)
         seconds, tokens = trainer.clock.seconds(), trainer.tokens
         result: dict[str, Any] = {
@@ -133,7 +133,7 @@ class Training(Kind):
 
     def _pack(self, trainer: Trainer) -> int:
         config, dataset = trainer.config, trainer.dataset
-        measured = calibrate_model(trainer.model, config, dataset.train, self.runtime, self.display)
+        measured = calibrate_model(trainer.model, config, dataset.train, self.runtime, self.bar)
         path = trainer.out / "model.pbk"
         packed = pack_run(trainer.model, config, dataset.tokenizer, measured, path)
         trainer.model.load_state_dict(read_tensors(path))
