@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import stdev, variance
+from statistics import median, stdev
 from typing import Any
 
 from parbank.errors import ParbankError
@@ -65,13 +65,14 @@ def _measure(folder: Path, like: Study) -> Noise | None:
 
 
 def measure_noise(study: Study, results: Results, name: str) -> Noise | None:
-    """The pooled deviation of an arm's differences; of a study without arms, sqrt(2) times that of its runs."""
+    """The deviation of differences, the median over arms, since an arm that goes wrong is noisy, too; of a study without
+    arms, sqrt(2) times the deviation of its runs."""
     found = [values for values in differences(study, results).values() if len(values) > 1]
     pairs = sum(map(len, found))
     if pairs - len(found) >= FEWEST - 1:
-        pooled = sum((len(values) - 1) * variance(values) for values in found) / (pairs - len(found))
-        if pooled > 0:
-            return Noise(math.sqrt(pooled), f"{pairs} pairs of runs in {name}")
+        sd = median(stdev(values) for values in found)
+        if sd > 0:
+            return Noise(sd, f"{pairs} pairs of runs in {name}")
     values = [result["value"] for job, result in results.items() if job.arm == BASE]
     if len(values) >= FEWEST and stdev(values) > 0:
         return Noise(

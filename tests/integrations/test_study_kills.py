@@ -30,9 +30,9 @@ def test_thirty_kills_change_nothing(text_spec: str, tmp_path: Path) -> None:
         extra=["slow:optim.matrix_lr=0.0001,optim.embedding_lr=0.0001"],
         score_tokens=5000,
     )
-    undisturbed = run_study(study, tmp_path / "undisturbed", device="cpu", quiet=True)
+    undisturbed = run_study(study, tmp_path / "alone" / "undisturbed", device="cpu", quiet=True)
     seconds = max(run["wall_seconds"] for run in undisturbed.results.values())
-    folder = tmp_path / "killed"
+    folder = tmp_path / "apart" / "killed"  # beside the other study it would count on the noise found there
     open_study(folder, study)
     forks = multiprocessing.get_context("forkserver")  # imports once, and forks a worker in milliseconds
     forks.set_forkserver_preload(["parbank.study.worker"])
