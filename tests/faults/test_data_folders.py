@@ -149,3 +149,23 @@ def test_a_second_preparation_is_told_of_the_first(text: Path, tmp_path: Path) -
     assert time.monotonic() - began < 30
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
     assert len(np.unique(open_shards(out).val.read(0, 50))) > 5
+
+
+KILLED_LATE = """
+import os, signal, sys
+from pathlib import Path
+from parbank.data import prepare
+prepare._remove_prepared = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+prepare.prepare_text([sys.argv[1]], Path(sys.argv[2]), vocab_size=310, say=lambda line: None)
+"""
+
+
+def test_a_kill_after_the_work_was_done_leaves_nothing_for_long(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(text, out)
+    subprocess.run([sys.executable, "-c", KILLED_LATE, str(text), str(out)], check=False, timeout=120)
+    left = {path.name for path in tmp_path.iterdir()} - {"in", "out"}
+    assert ".out.lock" in left
+    assert any(name.endswith("-old") for name in left)
+    prepare(text, out, vocab=310)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
