@@ -50,10 +50,15 @@ class TrainingError(ParbankError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that this machine's memory is used up. PyTorch has no type of its own for that."""
+    """Whether an error says that this machine's memory is used up. Threads that cannot start are a sign of it, too: each
+    needs memory for its stack."""
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "bad_alloc" in str(error))
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
     )
+
+
+# Of PyTorch, C++, Python and pthreads; none of them has a type of its own.
+_OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "can't start new thread", "Resource temporarily unavailable")
 
 
 @contextmanager

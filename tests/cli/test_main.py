@@ -142,3 +142,11 @@ def test_a_narrow_output_encoding_is_no_crash(trained: Path, monkeypatch: pytest
     sys.stdout.flush()
     assert not ended.value.code
     assert raw.getvalue().startswith(b"??")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError("can't start new thread")],
+)
+def test_too_little_memory_is_a_sentence(error: Exception) -> None:
+    assert "this machine has too little memory" in (cli._explain(error) or "")
