@@ -17,7 +17,11 @@ ArmOption = Annotated[
     typer.Option("--arm", metavar="NAME:a.b=v,c.d=w", help="One more arm; repeatable.", rich_help_panel=_STUDY),
 ]
 WorkersOption = Annotated[
-    int, typer.Option(help="Processes; one per GPU, or more if the budget is in steps.", rich_help_panel=_MACHINE)
+    int | None,
+    typer.Option(
+        help="Processes; one for each GPU if not given. More may share a GPU if the budget is in steps.",
+        rich_help_panel=_MACHINE,
+    ),
 ]
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study.")]
 
@@ -62,7 +66,7 @@ def run(
     difference: Annotated[
         float | None, typer.Option(help="Smallest difference of interest; the smallest visible one if not given.")
     ] = None,
-    workers: WorkersOption = 1,
+    workers: WorkersOption = None,
     submit: Annotated[
         str | None,
         typer.Option(metavar="CLUSTER", help="Submit the workers to slurm, and return.", rich_help_panel=_MACHINE),
@@ -121,7 +125,7 @@ def run(
         )
         folder = out or Path("runs") / f"study-{made.name}"
     if submit is not None:
-        _submit(open_study(folder, made), folder, workers, submit, submit_set or [], device)
+        _submit(open_study(folder, made), folder, workers or 1, submit, submit_set or [], device)
         return
     report = run_study(made, folder, workers=workers, device=device)
     print(report.text())
@@ -145,7 +149,7 @@ def add(
     seeds: Annotated[int, typer.Option(min=0, help="More runs of each arm.")] = 0,
     arms: Annotated[str, typer.Option(help="Shipped arms, with commas.")] = "",
     arm: ArmOption = None,
-    workers: WorkersOption = 1,
+    workers: WorkersOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Add seeds or arms to a study, and run them.

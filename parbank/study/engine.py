@@ -35,18 +35,19 @@ def run_study(
     study: Study | None,
     folder: str | Path,
     *,
-    workers: int = 1,
+    workers: int | None = None,
     device: str = "auto",
     quiet: bool = False,
     kept: dict[Any, Any] | None = None,
 ) -> Report:
     """Runs what is left of a study and returns its report, which also lies in the folder as table.md and result.json.
 
-    study: None continues the study in `folder`. workers: processes, each with a GPU of its own where there are GPUs.
+    study: None continues the study in `folder`. workers: processes; one for each GPU if not given.
     kept: what several studies of one process share, such as opened data.
     """
     folder = Path(folder)
     study = open_study(folder, study)
+    workers = count_gpus(device) if workers is None else workers
     _check_workers(study, workers, device)
     display = Display(enabled=not quiet)
     for line in introduce(study, folder, workers):
@@ -200,12 +201,18 @@ def write_report(folder: Path) -> Report:
     return report
 
 
+def count_gpus(device: str) -> int:
+    """The GPUs that `device` leaves open; 1 on a CPU."""
+    chosen = pick_device(device)
+    return torch.cuda.device_count() if chosen.type == "cuda" and chosen.index is None else 1
+
+
 def _check_workers(study: Study, workers: int, device: str) -> None:
     if workers < 1:
         raise ConfigError(f"--workers must be at least 1, got {workers}")
-    gpus = torch.cuda.device_count() if pick_device(device).type == "cuda" else 1
+    gpus = count_gpus(device)
     if workers > gpus and study.seconds is not None:
-        where = f"{gpus} GPUs" if pick_device(device).type == "cuda" else "one machine without a GPU"
+        where = count(gpus, "GPU") if pick_device(device).type == "cuda" else "a machine without a GPU"
         raise ConfigError(
             f"{workers} workers on {where} would slow each other down, and the budget is a time; use --workers {gpus}, "
             "or a budget in steps"
@@ -243,7 +250,7 @@ def _run_workers(folder: Path, workers: int, device: str, progress: Progress) ->
 
 
 def _start(folder: Path, number: int, device: str) -> subprocess.Popen[bytes]:
-    gpus = torch.cuda.device_count() if pick_device(device).type == "cuda" else 0
+    gpus = count_gpus(device)
     chosen = f"cuda:{number % gpus}" if gpus > 1 else device
     command = [sys.executable, "-m", "parbank", "study", "work", str(folder), "--device", chosen]
     with open(folder / "workers" / f"{number}.log", "ab") as log:

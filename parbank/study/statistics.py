@@ -47,6 +47,8 @@ class Comparison:
         """The verdict in words."""
         if self.verdict in ("better", "worse"):
             return self.verdict
+        if self.verdict == "no difference" and self.mean == self.sd == 0:
+            return "equal in every pair"
         if self.verdict == "no difference":
             return f"no difference of more than {max(-self.low, self.high):.{digits}f}{unit} shown"
         return f"too few seeds: {self.more} more would show {self.target:.{digits}f}{unit}"

@@ -82,6 +82,7 @@ def test_verdicts_in_words() -> None:
 def test_too_few_pairs_and_equal_pairs_give_no_verdict_by_accident() -> None:
     found = compare({"none": [], "one": [-5.0], "equal": [0.0, 0.0, 0.0]}, target=0.1, assumed_sd=1.0)
     assert [found[name].verdict for name in found] == ["too few seeds", "too few seeds", "no difference"]
+    assert found["equal"].describe() == "equal in every pair"
     assert found["one"].more == pairs_needed(0.1, sd=1.0, comparisons=3) - 1
     assert math.isinf(found["one"].high)
     constant = compare({"constant": [0.25, 0.25]}, target=0.1)["constant"]
