@@ -161,6 +161,14 @@ class MatrixAlgorithm(Algorithm, ABC):
         The dtype must not depend on the rank: a rank that owns no block returns an empty tensor of the same dtype.
         """
 
+    follows: ClassVar[bool] = False
+    """Has `follow`: where gradients are equal on all ranks, each rank then holds the whole state."""
+
+    def follow(self, work: Work) -> None:
+        """Updates the state, of the blocks in `work` that other ranks own, as `directions` does there: bit for bit. States of
+        fewer dimensions than a block are sent by the owner instead."""
+        raise NotImplementedError
+
     def check_sharded(self, param: Tensor, group: Group, name: str) -> None:
         """Raises ConfigError where a weight that FSDP2 has sharded cannot be used."""
         raise ConfigError(

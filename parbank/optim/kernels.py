@@ -218,20 +218,47 @@ def prepare(
     X = torch.empty(local, batch.rows, batch.cols, dtype=working_dtype(control.values), device=device)
     if not local:
         return X
-    entries = [(piece.member, piece.local, piece.count) for piece in pieces]
-    table, owner, aligned = tables.get((id(batch), "prepare"), entries, grads, buffers)
-    per_block = count_tiles(batch.rows, batch.cols)
-    squares = torch.empty(local, per_block, dtype=torch.float32, device=device)
+    shared, options, squares = _move(batch, pieces, grads, buffers, control, tables, "prepare")
     inverse = torch.empty(local, dtype=torch.float32, device=device)
+    _muon_inverse_norm_kernel[(local,)](squares, inverse, squares.shape[1], EPS=NORM_EPS, BLOCK=256)
+    _muon_normalize_kernel[(shared[1].numel(),)](*shared, inverse, X, **options)
+    return X
+
+
+def follow(
+    batch: Batch,
+    pieces: Sequence[Piece],
+    grads: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    control: Control,
+    tables: Tables,
+) -> None:
+    """As `update.follow`, by the kernel that `prepare` uses: the same bits."""
+    if pieces:
+        _move(batch, pieces, grads, buffers, control, tables, "follow")
+
+
+def _move(
+    batch: Batch,
+    pieces: Sequence[Piece],
+    grads: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    control: Control,
+    tables: Tables,
+    name: str,
+) -> tuple[tuple[Tensor, ...], dict[str, Any], Tensor]:
+    """Updates the momentum. Returns arguments and options of the next kernels, and the tiles' squared norms."""
+    entries = [(piece.member, piece.local, piece.count) for piece in pieces]
+    table, owner, aligned = tables.get((id(batch), name), entries, grads, buffers)
+    per_block = count_tiles(batch.rows, batch.cols)
+    squares = torch.empty(sum(p.count for p in pieces), per_block, dtype=torch.float32, device=control.values.device)
     shared = (table, owner, control.hyper, control.active, control.values)
     options = {
         "WIDTH": WIDTH, "MOMENTUM": MOMENTUM, "NESTEROV": batch.options.nesterov, "BLOCK": TILE, "ALIGNED": aligned,
         "GRAD": tl.bfloat16 if grads[0].dtype == torch.bfloat16 else tl.float32,
     }  # fmt: skip
     _muon_momentum_kernel[(owner.numel(),)](*shared, squares, **options)
-    _muon_inverse_norm_kernel[(local,)](squares, inverse, per_block, EPS=NORM_EPS, BLOCK=256)
-    _muon_normalize_kernel[(owner.numel(),)](*shared, inverse, X, **options)
-    return X
+    return shared, options, squares
 
 
 def apply(

@@ -13,7 +13,7 @@ batches, so that no rank gets all of them.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -120,6 +120,8 @@ class Batch:
     dtype: torch.dtype
     """Of the weights."""
     world: int
+    whole: bool
+    """Every rank holds the state of all blocks, not only of those it owns."""
     first_owner: int
     """The rank that owns the first remaining block; the next blocks go to the following ranks."""
     members: list[Member] = field(default_factory=list)
@@ -159,6 +161,13 @@ class Batch:
             local += count
         return found
 
+    def others(self, rank: int) -> list[Piece]:
+        """The blocks that a rank does not own, if it holds their state."""
+        found: list[Piece] = []
+        for piece in [p for other in range(self.world) if other != rank and self.whole for p in self.pieces(other)]:
+            found.append(replace(piece, local=sum(p.count for p in found)))
+        return found
+
     @cached_property
     def state_shapes(self) -> dict[Member, dict[str, tuple[int, ...]]]:
         """Per member: the state of each block, by name."""
@@ -181,8 +190,13 @@ def logical_scale(kind: str | None, rows: int, cols: int, transposed: bool) -> f
     return 1.0
 
 
-def plan_batches(groups: Sequence[dict[str, Any]], params: Sequence[Tensor] | None, world: int) -> list[Batch]:
-    """Sorts the parameters of matrix algorithms (those in `params`, or all) into batches, the largest first."""
+def plan_batches(
+    groups: Sequence[dict[str, Any]], params: Sequence[Tensor] | None, world: int, equal_gradients: bool = False
+) -> list[Batch]:
+    """Sorts the parameters of matrix algorithms (those in `params`, or all) into batches, the largest first.
+
+    With equal gradients, every rank can keep the whole state itself, if the algorithm does.
+    """
     chosen = None if params is None else {id(param) for param in params}
     found: dict[Any, Batch] = {}
     for item in find_matrices(groups):
@@ -193,8 +207,9 @@ def plan_batches(groups: Sequence[dict[str, Any]], params: Sequence[Tensor] | No
         short, long, options = min(rows, cols), max(rows, cols), item.algorithm.batch_options(group)
         key = (short, long, item.algorithm, options, group["cautious"], param.dtype)
         if key not in found:
+            whole = world == 1 or (equal_gradients and item.algorithm.follows)
             found[key] = Batch(
-                short, long, item.algorithm, options, group["cautious"], param.dtype, world, first_owner=0
+                short, long, item.algorithm, options, group["cautious"], param.dtype, world, whole, first_owner=0
             )
         batch, flags = found[key], tuple(group["transposed"] or (False,) * count)
         flags = tuple(not flag for flag in flags) if order == (1, 0) else flags

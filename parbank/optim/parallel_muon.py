@@ -71,6 +71,7 @@ class ParallelMuon(torch.optim.Optimizer):
     After a step, as 0-d tensors on the device: last_grad_norm (before the clip), last_skipped (the gradient was not finite
     and nothing was changed), skipped_in_a_row. Gradients are used up: their values after a step mean nothing.
     With several ranks, step, state_dict, load_state_dict and add_param_group are collective: call them on every rank.
+    With reduce_gradients=False every rank holds the whole state, and one rank may call state_dict alone.
 
         >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
@@ -171,7 +172,7 @@ class ParallelMuon(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As for any optimizer, with whole tensors: it loads on any number of ranks. Collective."""
+        """As for any optimizer, with whole tensors: it loads on any number of ranks. Collective with reduce_gradients=True."""
         # Before the user's hooks, which then see whole tensors.
         handle = self.register_state_dict_post_hook(lambda _, saved: state.complete(self, saved), prepend=True)
         try:
@@ -246,12 +247,13 @@ class ParallelMuon(torch.optim.Optimizer):
         params = None
         if self._ranks.world == 1:
             params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        key = (self.layout_key(), None if params is None else tuple(map(id, params)))
+        key = (self.layout_key(), self.reduce_gradients, None if params is None else tuple(map(id, params)))
         if self._layout is None or self._layout[0] != key:
             old = self._layout
             moved = state.gather(self, old[1]) if old and self.state and self._ranks.world > 1 else {}
             self.forget_layout()
-            self._layout = (key, plan_batches(self.param_groups, params, self._ranks.world))
+            equal = not self.reduce_gradients
+            self._layout = (key, plan_batches(self.param_groups, params, self._ranks.world, equal))
             state.scatter(self, moved)
             state.arrange_state(self, self._layout[1])
         return self._layout[1]
@@ -350,7 +352,9 @@ class ParallelMuon(torch.optim.Optimizer):
         reduce = self.reduce_gradients and not sharded
         staging = None if self._graph is None else self._staging
         early = self.max_norm is None
-        found = collect(self.param_groups, batches, pieces, self._ranks, reduce, self._constant, staging, early)
+        others = [batch.others(self._ranks.rank) for batch in batches]
+        needed = [mine + rest for mine, rest in zip(pieces, others)]
+        found = collect(self.param_groups, batches, needed, self._ranks, reduce, self._constant, staging, early)
         self._check_scaler(found)
         if found.spoilt is not None:
             factor = torch.full((), 1 / found.divisor, dtype=torch.float32, device=self._device)
@@ -358,9 +362,12 @@ class ParallelMuon(torch.optim.Optimizer):
             self._step_small(found, values)
         control = self._measure(found)
         flying = []
-        for batch, mine, grads in zip(batches, pieces, found.pieces):
-            updates = self._find_updates(batch, mine, grads, control)
+        for batch, mine, rest, grads in zip(batches, pieces, others, found.pieces):
+            updates = self._find_updates(batch, mine, grads[: len(mine)], control)
             flying.append(self._ranks.gather(updates, batch))
+            if batch.whole and batch.world > 1:
+                batch.algorithm.follow(self._work(batch, rest, grads[len(mine) :], control))
+                state.share_vectors(self, batch)
         if found.spoilt is None:
             self._step_small(found, control.values)
         if sharded:
@@ -394,12 +401,13 @@ class ParallelMuon(torch.optim.Optimizer):
     def _find_updates(self, batch: Batch, pieces: list[Piece], grads: list[Tensor], control: Control) -> Tensor:
         """The updates of the blocks of a batch that this rank owns."""
         state.init_state(self.state, batch, pieces)
+        return batch.algorithm.directions(self._work(batch, pieces, grads, control))
 
+    def _work(self, batch: Batch, pieces: list[Piece], grads: list[Tensor], control: Control) -> Work:
         def blocks(key: str) -> list[Tensor]:
             return [state.blocks_of(self.state[piece.member.param], key, piece, batch) for piece in pieces]
 
-        work = Work(batch, pieces, grads, control, blocks, self._tables, captured=self._graph is not None)
-        return batch.algorithm.directions(work)
+        return Work(batch, pieces, grads, control, blocks, self._tables, captured=self._graph is not None)
 
     def _step_sharded(self, control: Control) -> None:
         """The matrices that FSDP2 has sharded."""

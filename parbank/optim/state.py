@@ -1,7 +1,8 @@
 """The optimizer's state: shards in `optimizer.state`, whole tensors in `state_dict()`.
 
-On one rank, a parameter's momentum has the parameter's shape. On several, a rank holds the blocks it owns, (owned,
-rows, cols). A state dict always has the whole tensor, in the parameter's shape, on every rank. Writing one gathers
+On one rank, a parameter's momentum has the parameter's shape. So it has on several ranks with equal gradients (DDP):
+each can update all of it, and saving needs no other rank. Else a rank holds the blocks it owns, (owned, rows, cols). A
+state dict always has the whole tensor, in the parameter's shape, on every rank. Writing one gathers
 the shards (one all-gather a batch, so all ranks must call it); reading one keeps the owned blocks. So a checkpoint
 does not depend on the number of ranks, on the layout, or on parbank: torch.save, `torch.distributed.checkpoint` and a
 single process see the state of an ordinary optimizer. Sharded tensors (DTensor) would save the gather, but they cut
@@ -19,9 +20,16 @@ from torch import Tensor
 from parbank.optim.communication import wait
 from parbank.optim.dtensor import is_sharded
 from parbank.optim.layout import Batch, Member, Piece
+from parbank.optim.meeting import Meeting
 
 if TYPE_CHECKING:
     from parbank.optim.parallel_muon import ParallelMuon
+
+
+SAVE_ON_ALL = (
+    "every rank holds a part of the momentum: call state_dict() on every rank and write the file on one, or use DDP with "
+    "reduce_gradients=False, where every rank holds all of it"
+)
 
 
 def init_state(state: Any, batch: Batch, pieces: Sequence[Piece]) -> None:
@@ -30,62 +38,79 @@ def init_state(state: Any, batch: Batch, pieces: Sequence[Piece]) -> None:
         held = state[member.param]
         for key, shape in batch.state_shapes[member].items():
             if key not in held:
-                held[key] = _zeros(member, pieces, batch.world, shape)
+                held[key] = _zeros(member, pieces, batch.whole, shape)
         if member.param.dtype == torch.bfloat16 and "low_bits" not in held:
             held["low_bits"] = torch.zeros_like(member.param, dtype=torch.int16)
 
 
 def blocks_of(held: dict[str, Tensor], key: str, piece: Piece, batch: Batch) -> Tensor:
     """The blocks of a piece in the state of its parameter."""
-    if batch.world == 1 and len(batch.state_shapes[piece.member][key]) == 2:
-        return piece.member.blocks(held[key])
-    return held[key][piece.offset : piece.offset + piece.count]
+    if not batch.whole:
+        return held[key][piece.offset : piece.offset + piece.count]
+    blocks = piece.member.blocks(held[key]) if len(batch.state_shapes[piece.member][key]) == 2 else held[key]
+    return blocks[piece.block : piece.block + piece.count]
 
 
-def _zeros(member: Member, pieces: Sequence[Piece], world: int, shape: tuple[int, ...]) -> Tensor:
-    if world == 1 and len(shape) == 2:
+def _zeros(member: Member, pieces: Sequence[Piece], whole: bool, shape: tuple[int, ...]) -> Tensor:
+    if whole and len(shape) == 2:
         return torch.zeros_like(member.param, dtype=torch.float32)
-    owned = sum(piece.count for piece in pieces if piece.member is member)
+    owned = member.count if whole else sum(piece.count for piece in pieces if piece.member is member)
     return torch.zeros(owned, *shape, dtype=torch.float32, device=member.param.device)
 
 
 def complete(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> None:
-    """Puts whole tensors in place of shards. Collective."""
-    if optimizer.ranks.world == 1:
+    """Puts whole tensors in place of shards. Collective, where a rank holds a part."""
+    if optimizer.ranks.world == 1 or all(batch.whole for batch in optimizer.batches()):
         return
+    Meeting(optimizer.ranks, "ParallelMuon.state_dict()", SAVE_ON_ALL).wait()
     numbers = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     for param, values in gather(optimizer, optimizer.batches()).items():
         state_dict["state"][numbers[id(param)]] = values
 
 
 def gather(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> dict[Tensor, dict[str, Any]]:
-    """The whole state of every parameter of the batches that has one. Collective."""
+    """The whole state of every parameter of the batches that has one. Collective, where a rank holds a part."""
     whole: dict[Tensor, dict[str, Any]] = {}
-    ranks = optimizer.ranks
     for batch in batches:
         members = [m for m in batch.members if m.param in optimizer.state]
         shapes = batch.state_shapes
         for member in members:
             held = optimizer.state[member.param].items()
-            whole[member.param] = {key: value for key, value in held if key not in shapes[member]}
-        pieces = batch.pieces(ranks.rank)
-        for key in dict.fromkeys(key for found in shapes.values() for key in found):
+            whole[member.param] = {key: value for key, value in held if batch.whole or key not in shapes[member]}
+        for key in dict.fromkeys(key for found in shapes.values() for key in found if not batch.whole):
             having = [m for m in members if key in optimizer.state[m.param]]
-            if not having:
-                continue
-            width = max(math.prod(found[key]) for found in shapes.values() if key in found)
-            owned = sum(p.count for p in pieces)
-            local = torch.zeros(owned, width, dtype=torch.float32, device=having[0].param.device)
-            for piece in pieces:
-                if piece.member in having:
-                    values = blocks_of(optimizer.state[piece.member.param], key, piece, batch).reshape(piece.count, -1)
-                    local[piece.local : piece.local + piece.count, : values.shape[1]] = values
-            everything, works = ranks.gather(local, batch)
-            wait(works)
-            for member in having:
-                rows = everything[member.first : member.first + member.count]
-                whole[member.param][key] = _assemble(member, shapes[member][key], rows)
+            if having:
+                for member, rows in _gather_rows(optimizer, batch, key, having):
+                    whole[member.param][key] = _assemble(member, shapes[member][key], rows)
     return whole
+
+
+def _gather_rows(
+    optimizer: "ParallelMuon", batch: Batch, key: str, members: Sequence[Member]
+) -> list[tuple[Member, Tensor]]:
+    """One state of all blocks of some members of a batch, flat, from their owners. Collective."""
+    ranks, shapes = optimizer.ranks, batch.state_shapes
+    pieces = batch.pieces(ranks.rank)
+    width = max(math.prod(found[key]) for found in shapes.values() if key in found)
+    owned = sum(piece.count for piece in pieces)
+    local = torch.zeros(owned, width, dtype=torch.float32, device=members[0].param.device)
+    for piece in pieces:
+        if piece.member in members:
+            values = blocks_of(optimizer.state[piece.member.param], key, piece, batch).reshape(piece.count, -1)
+            local[piece.local : piece.local + piece.count, : values.shape[1]] = values
+    everything, works = ranks.gather(local, batch)
+    wait(works)
+    return [(member, everything[member.first : member.first + member.count]) for member in members]
+
+
+def share_vectors(optimizer: "ParallelMuon", batch: Batch) -> None:
+    """Copies states of fewer dimensions than a block from their owners, where every rank holds the whole state."""
+    for key in dict.fromkeys(
+        k for found in batch.state_shapes.values() for k, shape in found.items() if len(shape) != 2
+    ):
+        for member, rows in _gather_rows(optimizer, batch, key, batch.members):
+            held = optimizer.state[member.param][key]
+            held.copy_(rows[:, : held[0].numel()].reshape(held.shape))
 
 
 def _assemble(member: Member, shape: tuple[int, ...], rows: Tensor) -> Tensor:
@@ -102,6 +127,9 @@ def scatter(optimizer: "ParallelMuon", whole: dict[Tensor, dict[str, Any]]) -> N
         for member in batch.members:
             values = whole.get(member.param)
             if values is None:
+                continue
+            if batch.whole:
+                optimizer.state[member.param] = dict(values)
                 continue
             mine = [piece for piece in pieces if piece.member is member]
             for key, shape in batch.state_shapes[member].items():

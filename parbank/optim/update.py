@@ -46,13 +46,25 @@ def prepare(
     device = control.values.device
     X = torch.empty(local, batch.rows, batch.cols, dtype=torch.float32, device=device)
     for piece, grad, buffer in zip(pieces, grads, buffers):
-        momentum = control.hyper[piece.member.group, MOMENTUM]
-        taken = control.taken(piece)
-        g = torch.where(taken, grad.float() * control.values[1], 0.0)
-        buffer.mul_(torch.where(taken, momentum, 1.0)).add_(g)
+        g, momentum = _move(piece, grad, buffer, control)
         update = torch.add(g, buffer * momentum) if batch.options.nesterov else buffer
         X[piece.local : piece.local + piece.count].copy_(update.mT if piece.member.flipped else update)
     return normalize(X, working_dtype(X)) if local else X.to(working_dtype(X))
+
+
+def follow(pieces: Sequence[Piece], grads: Sequence[Tensor], buffers: Sequence[Tensor], control: Control) -> None:
+    """Updates the momentum as `prepare` does, for blocks that other ranks own."""
+    for piece, grad, buffer in zip(pieces, grads, buffers):
+        _move(piece, grad, buffer, control)
+
+
+def _move(piece: Piece, grad: Tensor, buffer: Tensor, control: Control) -> tuple[Tensor, Tensor]:
+    """Updates the momentum of a piece. Returns the scaled gradient and the momentum's factor."""
+    momentum = control.hyper[piece.member.group, MOMENTUM]
+    taken = control.taken(piece)
+    g = torch.where(taken, grad.float() * control.values[1], 0.0)
+    buffer.mul_(torch.where(taken, momentum, 1.0)).add_(g)
+    return g, momentum
 
 
 def normalize_rows(X: Tensor, pieces: Sequence[Piece], moments: Sequence[Tensor], control: Control) -> None:

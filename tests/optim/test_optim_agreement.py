@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parbank.errors import RankError
-from parbank.optim import ParallelMuon, split_parameters
+from parbank.optim import ParallelMuon, meeting, split_parameters
 from tests.distributed import run_distributed_test
 
 WORLD = 3
@@ -106,7 +106,40 @@ def _run() -> dict[str, Any]:
             said[scenario.__name__] = None
         except RankError as error:
             said[scenario.__name__] = str(error)
-    return {"said": said, "dtypes": _default_dtypes(rank)}
+    return {"said": said, "dtypes": _default_dtypes(rank), "alone": _save_alone(rank), "warned": _save_too_soon(rank)}
+
+
+def _save_alone(rank: int) -> dict[str, Any]:
+    """DDP: rank 0 saves without the others, as HF Trainer does. Returns its state and the weights, and each rank's own."""
+    model = _model()
+    optimizer = ParallelMuon(_with_normuon(model), reduce_gradients=False, max_norm=1.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        _backward(model, step)
+        optimizer.step()
+    saved = optimizer.state_dict() if rank == 0 else None
+    dist.barrier()
+    return {"saved": saved, "state": optimizer.state_dict()["state"]}
+
+
+def _with_normuon(model: nn.Module) -> list[dict[str, Any]]:
+    return [{**group, "normuon": True, "num_heads": None} for group in split_parameters(model)]
+
+
+def _save_too_soon(rank: int) -> str:
+    """Without DDP, rank 0 saves without the others: it is told. Then all ranks save."""
+    optimizer = _alike(rank)
+    optimizer.step()
+    meeting.WARN_SECONDS, meeting.ALONE_SECONDS = 0.2, 0.5
+    said = ""
+    if rank == 0:
+        try:
+            optimizer.state_dict()
+        except RankError as error:
+            said = str(error)
+    dist.barrier()
+    assert len(optimizer.state_dict()["state"]) == 8
+    return said
 
 
 def _default_dtypes(rank: int) -> tuple[list[str], bool]:
@@ -151,3 +184,25 @@ def test_ranks_that_disagree_are_told_at_the_first_step(ranks: list[Any], scenar
 def test_the_default_dtype_does_not_reach_the_state(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
         assert result["dtypes"] == (["torch.float32"], True)
+
+
+def test_one_rank_saves_alone_where_gradients_are_equal(ranks: list[dict[str, Any]]) -> None:
+    """Every rank holds the same whole state, bit for bit, and it is that of one process."""
+    model = _model()
+    optimizer = ParallelMuon(_with_normuon(model), max_norm=1.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        _backward(model, step)
+        optimizer.step()
+    saved = ranks[0]["alone"]["saved"]
+    for number, values in optimizer.state_dict()["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(saved["state"][number][key], value, rtol=1e-5, atol=1e-6)
+            for result in ranks:
+                assert torch.equal(result["alone"]["state"][number][key], saved["state"][number][key]), (number, key)
+    optimizer.load_state_dict(saved)
+
+
+def test_saving_on_one_rank_alone_says_what_to_do(ranks: list[dict[str, Any]]) -> None:
+    assert "rank 1, 2 did not call it" in ranks[0]["warned"]
+    assert "call state_dict() on every rank and write the file on one" in ranks[0]["warned"]

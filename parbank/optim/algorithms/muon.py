@@ -66,6 +66,15 @@ class Muon(MatrixAlgorithm):
             update.normalize_rows(X, work.pieces, work.state("row_moment"), control)
         return X
 
+    follows = True
+
+    def follow(self, work: Work) -> None:
+        buffers = work.state("momentum_buffer")
+        if use_triton(work.control.values):
+            kernels.follow(work.batch, work.pieces, work.grads, buffers, work.control, work.tables)
+        else:
+            update.follow(work.pieces, work.grads, buffers, work.control)
+
     def check_sharded(self, param: Tensor, group: Group, name: str) -> None:
         sharded.check_sharded(param, group, name)
 
