@@ -94,10 +94,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=None, help="cases; those of the claim if not given")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, default=None, metavar="N", help="run case N alone, and write no result")
+    parser.add_argument(
+        "--work", type=Path, default=WORK, help="folder for cases and for the record of those that ended"
+    )
     arguments = harness.start(parser)
     part: Part = importlib.import_module(f"faults_{arguments.part}").PART
     count = COUNTS[arguments.part] if arguments.count is None else arguments.count
-    folder = WORK / f"{arguments.part}-{arguments.seed}-{provenance.code_digest()[:12]}"
+    folder = arguments.work.resolve() / f"{arguments.part}-{arguments.seed}-{provenance.code_digest()[:12]}"
     began = time.monotonic()
     outcomes = run(part, folder, arguments.seed, count, arguments.only)
     faults = [asdict(outcome) for outcome in outcomes if outcome.fault]
