@@ -120,9 +120,9 @@ class Training(Kind):
         key = ("dataset", config.data, config.model.vocab_size)
         if key not in self.kept:
             use_compile_cache()
-            say = self.display.say
-            with compile_aside(config, self.runtime, say):
-                self.kept[key] = open_dataset(config.data, vocab_size=config.model.vocab_size, say=say)
+            say, vocabulary = self.display.say, config.model.vocab_size
+            with compile_aside(config, self.runtime, say) as compiling:
+                self.kept[key] = open_dataset(config.data, vocab_size=vocabulary, say=say, apart=compiling)
         dataset: Dataset = self.kept[key]
         dataset.require_length(config.batch.sequence_length)
         return dataset
