@@ -12,8 +12,8 @@ class ParbankError(Exception):
     """Base of every error that a user can cause and fix."""
 
 
-class ConfigError(ParbankError):
-    """A setting, or a combination of settings, that cannot be run."""
+class ConfigError(ParbankError, ValueError):
+    """A setting, or a combination of settings, that cannot be run. Also a ValueError, as PyTorch raises for options."""
 
 
 class DataError(ParbankError):

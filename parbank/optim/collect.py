@@ -22,6 +22,7 @@ from parbank.optim.algorithm import is_matrix_group
 from parbank.optim.communication import Ranks, wait
 from parbank.optim.dtensor import count_copies, is_sharded, local_of
 from parbank.optim.layout import Batch, Member, Piece, name_of
+from parbank.optim.master import wide_dtype
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -112,7 +113,9 @@ def _reduce(
     matrices = sum(len(group["params"]) for group in groups if is_matrix_group(group))
     device = groups[0]["params"][0].device
     parts = [
-        torch.zeros(p.numel(), dtype=torch.float32, device=device) if p.grad is None else p.grad.reshape(-1).float()
+        torch.zeros(p.numel(), dtype=torch.float32, device=device)
+        if p.grad is None
+        else p.grad.reshape(-1).to(wide_dtype(p.dtype))
         for _, p in rest
     ]
     parts.append(constant([*_flags(groups, matrices=True), *_flags(groups, matrices=False)]))
@@ -126,7 +129,8 @@ def _reduce(
         found.flying += ranks.reduce(flats[-1], batch)
     wait(summing)
     sizes = [p.numel() for _, p in rest]
-    *grads, found.active, present, spoilt = flat.split([*sizes, matrices, len(rest), int(early)])
+    *grads, active, present, spoilt = flat.split([*sizes, matrices, len(rest), int(early)])
+    found.active = active.float()  # kernels read float32; a float64 gradient makes the sum float64
     small_ones = flat[: sum(sizes)]
     if early:
         found.squares = _sum_of_squares([small_ones] if rest else [], device)
@@ -152,8 +156,7 @@ def _is_spoilt(groups: Sequence[dict[str, Any]], device: torch.device) -> Tensor
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None and p.grad.numel()]
     if not grads:
         return torch.zeros(1, dtype=torch.float32, device=device)
-    largest = torch.stack(torch._foreach_norm(grads, torch.inf, dtype=torch.float32))
-    return (~torch.isfinite(largest).all()).float().view(1)
+    return (~torch.isfinite(_find_norms(grads, torch.inf)).all()).float().view(1)
 
 
 def flatten_batch(batch: Batch, staging: dict[int, Tensor] | None = None) -> Tensor:
@@ -240,8 +243,14 @@ def measure(
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float32, device=device)
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
-    return torch.stack(norms).square().sum()
+    return _find_norms(tensors, 2).square().sum()
+
+
+def _find_norms(tensors: list[Tensor], order: float) -> Tensor:
+    """The norm of each tensor, in float32; that of a float64 tensor is taken in float64."""
+    if any(tensor.dtype == torch.float64 for tensor in tensors):
+        return torch.stack([torch.linalg.vector_norm(tensor, order).float() for tensor in tensors])
+    return torch.stack(torch._foreach_norm(tensors, order, dtype=torch.float32))
 
 
 def check_gradients(groups: Sequence[dict[str, Any]]) -> torch.device:

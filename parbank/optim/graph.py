@@ -104,7 +104,7 @@ class GraphedStep:
             addresses.append(None if param.grad is None else param.grad.data_ptr())
             if param in optimizer.state:
                 addresses += [v.data_ptr() for v in optimizer.state[param].values() if isinstance(v, Tensor)]
-        numbers = [find_algorithm(group).constants(group) for group in optimizer.param_groups]
+        numbers = [(group["maximize"], find_algorithm(group).constants(group)) for group in optimizer.param_groups]
         clips = optimizer.max_norm is not None  # decides the order of the step
         fixed = (optimizer.reduce_gradients, clips, id(optimizer.extra_captured), optimizer.fixed_addresses())
         return tuple(addresses), tuple(numbers), optimizer.layout_key(), fixed

@@ -1,5 +1,6 @@
 """Parameter groups: their options, checked when they are added."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ from parbank.optim.layout import block_shape, name_of
 from parbank.optim.memory import overlaps
 
 LR_SCALES = ("spectral", "rms", None)
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+UNAVAILABLE = {
+    "amsgrad": "it is not implemented",
+    "differentiable": "a step is not recorded by autograd",
+    "foreach": "a step always updates many tensors at once",
+    "fused": "a step always uses fused kernels",
+    "capturable": "pass cuda_graph=True to the optimizer instead",
+}
+"""Options of PyTorch's optimizers that have no meaning here, and why."""
 
 
 def complete_group(group: dict[str, Any], defaults: dict[str, Any], adam_lr: float | Tensor) -> None:
@@ -36,12 +45,14 @@ def check_group(group: dict[str, Any]) -> None:
     require(group["lr_scale"] in LR_SCALES, f"lr_scale must be 'spectral', 'rms' or None, got {group['lr_scale']!r}")
     for key in ("lr", "weight_decay"):
         require(isinstance(group[key], Tensor) or group[key] >= 0, f"{key} must not be negative, got {group[key]}")
+    for key, reason in UNAVAILABLE.items():
+        require(not group.get(key), f"{key}={group.get(key)} is not an option of ParallelMuon: {reason}; leave it out")
     algorithm.check_options(group)
     for position, param in enumerate(group["params"]):
         name = name_of(group, position)
         require(
             param.dtype in DTYPES,
-            f"{name} is {param.dtype}; ParallelMuon updates float32 and bfloat16 weights: convert it, e.g. model.float()",
+            f"{name} is {param.dtype}; ParallelMuon updates float32, bfloat16 and float64 weights: convert it, e.g. model.float()",
         )
         require(
             not overlaps(param),
@@ -52,3 +63,14 @@ def check_group(group: dict[str, Any]) -> None:
             block_shape(param, group, name)
             if is_sharded(param):
                 algorithm.check_sharded(param, group, name)
+
+
+def follow_schedulers(groups: Sequence[dict[str, Any]]) -> None:
+    """Lets OneCycleLR and CyclicLR cycle Muon's momentum.
+
+    They write `betas` where an optimizer has that option, which Muon does not read. They also leave "max_momentum" in a
+    group whose momentum they cycle.
+    """
+    for group in groups:
+        if "max_momentum" in group and group["algorithm"] == "muon":
+            group["momentum"] = float(group["betas"][0])

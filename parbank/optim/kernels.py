@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parbank.ops.backend import tl, triton
+from parbank.ops.backend import tl, triton, use_triton
 from parbank.optim.hyper import DECAY, LR, MOMENTUM, WIDTH, send
 from parbank.optim.layout import Batch, Member, Piece
 from parbank.optim.newton_schulz import NORM_EPS, working_dtype
@@ -63,6 +63,11 @@ class Tables:
 
     def clear(self) -> None:
         self._kept.clear()
+
+
+def use_kernels(batch: Batch, control: Control) -> bool:
+    """Whether the kernels here take a batch: they have no float64."""
+    return batch.dtype != torch.float64 and use_triton(control.values)
 
 
 def count_tiles(rows: int, cols: int) -> int:

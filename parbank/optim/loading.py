@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 IMPLEMENTATIONS = ("foreach", "fused", "capturable", "decoupled_weight_decay")
 """Options of PyTorch's optimizers that choose an implementation, or that are always so here."""
-UNAVAILABLE = ("amsgrad", "differentiable", "maximize")
+UNAVAILABLE = ("amsgrad", "differentiable")
 LIKE_THE_WEIGHT = ("momentum_buffer", "exp_avg", "exp_avg_sq", "low_bits")
 """States with one number for each weight."""
 

@@ -15,6 +15,11 @@ from torch import Tensor
 _HALF = 0x8000  # half a unit in the last place of the upper 16 bits
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a weight's state and arithmetic."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def join_master(weight: Tensor, low_bits: Tensor) -> Tensor:
     """The float32 master of a bfloat16 weight and its remainder (int16)."""
     bits = (weight.view(torch.int16).to(torch.int32) << 16) + low_bits.to(torch.int32)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ConfigError
-from parbank.ops.backend import use_triton
 from parbank.optim import kernels, loading, state, update
 from parbank.optim.agreement import check_agreement
 from parbank.optim.algorithm import ElementwiseAlgorithm, MatrixAlgorithm, Settings, Work, find_algorithm
@@ -32,7 +31,7 @@ from parbank.optim.banking import zero_bank_grads
 from parbank.optim.collect import Collected, Small, check_gradients, collect, measure
 from parbank.optim.communication import Ranks, wait
 from parbank.optim.dtensor import check_mesh, is_sharded, place_gradient
-from parbank.optim.groups import check_group, complete_group
+from parbank.optim.groups import check_group, complete_group, follow_schedulers
 from parbank.optim.hyper import DECAY, LR, HyperTable, send
 from parbank.optim.layout import LAYOUT_OPTIONS, Batch, Piece, find_matrices, name_of, plan_batches
 from parbank.optim.newton_schulz import Coefficients
@@ -61,7 +60,7 @@ class ParallelMuon(torch.optim.Optimizer):
     num_heads (orthogonalise each head's rows by themselves), normuon and row_beta (normalise each neuron's update),
     transposed (per matrix of a stack: the logical matrix is the transpose of the stored one), flatten (take a 3-D weight as
     one convolution, not as a stack).
-    AdamW: adam_lr, betas, eps, weight_decay.
+    AdamW: adam_lr, betas, eps, weight_decay. Both: maximize (go along the gradient, not against it).
 
     max_norm clips the gradient by its norm over all parameters and all ranks. process_group: the ranks to work with; by
     default all of them. reduce_gradients=False says that gradients are already equal on all ranks (DDP): the work is
@@ -100,6 +99,7 @@ class ParallelMuon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         *,
+        maximize: bool = False,
         adam_lr: float | Tensor = 3e-4,
         normuon: bool = False,
         row_beta: float = 0.95,
@@ -123,6 +123,7 @@ class ParallelMuon(torch.optim.Optimizer):
             "lr_scale": lr_scale,
             "betas": betas,
             "eps": eps,
+            "maximize": maximize,
             "normuon": normuon,
             "row_beta": row_beta,
             "num_heads": num_heads,
@@ -330,6 +331,7 @@ class ParallelMuon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._settle()
+        follow_schedulers(self.param_groups)
         if self._ranks.world > 1 and not self._agreed:
             check_agreement(self, self._ranks)
             self._agreed = True
@@ -344,6 +346,14 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def run(self) -> None:
         """The step itself, on the current gradients and hyperparameters: the part that a CUDA graph captures."""
+        raised = [p.grad for g in self.param_groups if g["maximize"] for p in g["params"] if p.grad is not None]
+        if raised:
+            torch._foreach_neg_(raised)
+        self._run()
+        if raised:
+            torch._foreach_neg_(raised)  # exact: gradients are as if nothing had been done
+
+    def _run(self) -> None:
         batches = self.batches()
         pieces = [batch.pieces(self._ranks.rank) for batch in batches]
         sharded = self._sharded()
@@ -448,7 +458,7 @@ class ParallelMuon(torch.optim.Optimizer):
             for member in batch.members
         ]
         scales = self._constant(batch.scales)
-        if use_triton(control.values):
+        if kernels.use_kernels(batch, control):
             kernels.apply(batch, updates, params, low, scales, control, self._tables)
         else:
             update.apply(batch, updates, params, low, scales, control)

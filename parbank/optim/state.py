@@ -20,6 +20,7 @@ from torch import Tensor
 from parbank.optim.communication import wait
 from parbank.optim.dtensor import is_sharded
 from parbank.optim.layout import Batch, Member, Piece
+from parbank.optim.master import wide_dtype
 from parbank.optim.meeting import Meeting
 
 if TYPE_CHECKING:
@@ -53,9 +54,9 @@ def blocks_of(held: dict[str, Tensor], key: str, piece: Piece, batch: Batch) -> 
 
 def _zeros(member: Member, pieces: Sequence[Piece], whole: bool, shape: tuple[int, ...]) -> Tensor:
     if whole and len(shape) == 2:
-        return torch.zeros_like(member.param, dtype=torch.float32)
+        return torch.zeros_like(member.param, dtype=wide_dtype(member.param.dtype))
     owned = member.count if whole else sum(piece.count for piece in pieces if piece.member is member)
-    return torch.zeros(owned, *shape, dtype=torch.float32, device=member.param.device)
+    return torch.zeros(owned, *shape, dtype=wide_dtype(member.param.dtype), device=member.param.device)
 
 
 def complete(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> None:
@@ -93,7 +94,7 @@ def _gather_rows(
     pieces = batch.pieces(ranks.rank)
     width = max(math.prod(found[key]) for found in shapes.values() if key in found)
     owned = sum(piece.count for piece in pieces)
-    local = torch.zeros(owned, width, dtype=torch.float32, device=members[0].param.device)
+    local = torch.zeros(owned, width, dtype=wide_dtype(batch.dtype), device=members[0].param.device)
     for piece in pieces:
         if piece.member in members:
             values = blocks_of(optimizer.state[piece.member.param], key, piece, batch).reshape(piece.count, -1)
@@ -164,7 +165,7 @@ def _copy_like(value: Tensor, param: Tensor) -> Tensor:
 
 
 def load(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> None:
-    """Loads the tensors of a state dict: numbers as float32 tensors, as all states here, and integers unchanged.
+    """Loads the tensors of a state dict: numbers in the dtype of the weight's arithmetic, and integers unchanged.
 
     PyTorch has matched the groups before, but has also converted every tensor to its weight's dtype: for bfloat16
     weights the momentum would lose 16 bits.
@@ -176,7 +177,7 @@ def load(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> None:
             if key == "step":  # PyTorch writes any kind of number
                 optimizer.state[param][key] = torch.as_tensor(value).to(param.device, torch.float32, copy=True)
             elif isinstance(value, Tensor):
-                wide = value.float() if value.is_floating_point() else value
+                wide = value.to(wide_dtype(param.dtype)) if value.is_floating_point() else value
                 optimizer.state[param][key] = _copy_like(wide, param)
     optimizer.forget_layout()
     if optimizer.ranks.world > 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parbank.optim.hyper import DECAY, LR, MOMENTUM, ROW_BETA
 from parbank.optim.layout import Batch, Piece
-from parbank.optim.master import join_master, split_master
+from parbank.optim.master import join_master, split_master, wide_dtype
 from parbank.optim.newton_schulz import normalize, working_dtype
 
 
@@ -44,7 +44,7 @@ def prepare(
     """
     local = sum(piece.count for piece in pieces)
     device = control.values.device
-    X = torch.empty(local, batch.rows, batch.cols, dtype=torch.float32, device=device)
+    X = torch.empty(local, batch.rows, batch.cols, dtype=wide_dtype(batch.dtype), device=device)
     for piece, grad, buffer in zip(pieces, grads, buffers):
         g, momentum = _move(piece, grad, buffer, control)
         update = torch.add(g, buffer * momentum) if batch.options.nesterov else buffer
@@ -62,7 +62,7 @@ def _move(piece: Piece, grad: Tensor, buffer: Tensor, control: Control) -> tuple
     """Updates the momentum of a piece. Returns the scaled gradient and the momentum's factor."""
     momentum = control.hyper[piece.member.group, MOMENTUM]
     taken = control.taken(piece)
-    g = torch.where(taken, grad.float() * control.values[1], 0.0)
+    g = torch.where(taken, grad.to(buffer.dtype) * control.values[1], 0.0)
     buffer.mul_(torch.where(taken, momentum, 1.0)).add_(g)
     return g, momentum
 
@@ -78,7 +78,7 @@ def normalize_rows(X: Tensor, pieces: Sequence[Piece], moments: Sequence[Tensor]
         beta = torch.where(control.taken(piece), control.hyper[piece.member.group, ROW_BETA], 1.0)
         for start, count, dim in _runs(piece):
             block = X[piece.local + start : piece.local + start + count]
-            wide = block.float()
+            wide = block.to(moment.dtype)
             squares = wide.square().mean(dim=dim, keepdim=True)
             rows = moment[start : start + count, : squares.numel() // count]
             rows.copy_(torch.lerp(squares.view_as(rows), rows, beta))
@@ -116,7 +116,7 @@ def apply(
         lr = torch.where(taken, control.hyper[member.group, LR], 0.0)
         rate = lr * control.hyper[member.group, DECAY]
         update = updates[member.first : member.first + member.count]
-        update = (update.mT if member.flipped else update).float()
+        update = (update.mT if member.flipped else update).to(wide_dtype(param.dtype))
         weight = param if low is None else join_master(param, low)
         if batch.cautious:
             weight.sub_(weight * (rate * (update * weight > 0)))

@@ -440,7 +440,7 @@ def test_extra_work_runs_at_the_end_of_each_step() -> None:
         ({"num_heads": 3}, "does not divide"),
         ({"transposed": (True, False)}, "one for each"),
         ({"num_heads": 2, "transposed": (True,)}, "one or the other"),
-        ({"params": [torch.zeros(4, 4, dtype=torch.float16)]}, "float32 and bfloat16"),
+        ({"params": [torch.zeros(4, 4, dtype=torch.float16)]}, "float32, bfloat16 and float64"),
         ({"params": [torch.zeros(8, 8).t()[::2]]}, "contiguous"),
     ],
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from parbank.config import require
 from parbank.optim.algorithm import ElementwiseAlgorithm, Group, Settings
+from parbank.optim.master import wide_dtype
 
 
 class AdamW(ElementwiseAlgorithm):
@@ -27,11 +28,11 @@ class AdamW(ElementwiseAlgorithm):
         return group["betas"], group["eps"], bool(group["weight_decay"])
 
     def init_state(self, state: dict[str, Any], param: Tensor) -> None:
-        """Moments in float32 whatever the weight, the step count on the device."""
+        """Moments in float32 (float64 for float64), the step count on the device."""
         if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys():
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
+            state["exp_avg_sq"] = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
 
     def update(
         self,

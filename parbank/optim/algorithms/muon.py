@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from parbank.config import require
-from parbank.ops.backend import use_triton
 from parbank.optim import kernels, sharded, update
 from parbank.optim.algorithm import Group, MatrixAlgorithm, Work
 from parbank.optim.coefficients import Triple, resolve_coefficients
+from parbank.optim.kernels import use_kernels
 from parbank.optim.layout import MatrixParam, Member
 from parbank.optim.newton_schulz import METHODS, iterate
 from parbank.optim.update import Control
@@ -56,12 +57,13 @@ class Muon(MatrixAlgorithm):
     def directions(self, work: Work) -> Tensor:
         options, control = work.batch.options, work.control
         buffers = work.state("momentum_buffer")
-        if use_triton(control.values):
+        if use_kernels(work.batch, control):
             X = kernels.prepare(work.batch, work.pieces, work.grads, buffers, control, work.tables)
         else:
             X = update.prepare(work.batch, work.pieces, work.grads, buffers, control)
         if work.pieces:
-            X = iterate(X, options.triples, options.method, graphed=work.captured)
+            method = "plain" if X.dtype == torch.float64 else options.method  # no kernel has float64
+            X = iterate(X, options.triples, method, graphed=work.captured)
         if options.normuon:
             update.normalize_rows(X, work.pieces, work.state("row_moment"), control)
         return X
@@ -70,7 +72,7 @@ class Muon(MatrixAlgorithm):
 
     def follow(self, work: Work) -> None:
         buffers = work.state("momentum_buffer")
-        if use_triton(work.control.values):
+        if use_kernels(work.batch, work.control):
             kernels.follow(work.batch, work.pieces, work.grads, buffers, work.control, work.tables)
         else:
             update.follow(work.pieces, work.grads, buffers, work.control)
