@@ -232,7 +232,12 @@ def _read_varint(data: bytes, place: int) -> tuple[int, int]:
 def _piece_bytes(processor: Any, token: int) -> bytes:
     if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):
         return b""
-    piece = processor.id_to_piece(token)
+    try:
+        piece = processor.id_to_piece(token)
+    except UnicodeDecodeError:
+        raise DataError(
+            f"piece {token} of the tokenizer is not UTF-8; give the .model file as it was trained"
+        ) from None
     if processor.is_byte(token):
         if not _BYTE_PIECE.fullmatch(piece):
             raise DataError(f"piece {token} of the tokenizer is a byte by its type, but its name is {piece!a}")

@@ -233,6 +233,13 @@ def test_foreign_models_whose_bytes_cannot_be_counted_are_refused() -> None:
         Tokenizer.from_bytes(train_foreign(treat_whitespace_as_suffix=True))
 
 
+def test_a_piece_that_is_no_text_is_named(tokenizer: Tokenizer) -> None:
+    damaged = tokenizer.model_bytes.replace(b"\x0a\x01e\x15", b"\x0a\x01\xe5\x15")
+    assert damaged != tokenizer.model_bytes
+    with pytest.raises(DataError, match=r"piece \d+ of the tokenizer is not UTF-8"):
+        Tokenizer.from_bytes(damaged)
+
+
 def test_foreign_model_without_byte_pieces_still_encodes() -> None:
     foreign = Tokenizer.from_bytes(train_foreign(byte_fallback=False, add_dummy_prefix=False))
     assert foreign.decode(foreign.encode("self.value = 1")) == "self.value = 1"
