@@ -98,7 +98,10 @@ class Averages:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps, self._snapshots = state["steps"], state["snapshots"]
+        counts = state["steps"], state["snapshots"]
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"averages over {counts[0]!r:.100} steps and {counts[1]!r:.100} snapshots")
+        self._steps, self._snapshots = counts
         self._ema = self._adopt(state["ema"])
         self._swa = self._adopt(state["swa"])
 

@@ -356,8 +356,9 @@ class Trainer:
             ) from error
 
     def _resume(self, state: dict[str, Any], path: Path) -> None:
-        if not (type(state["step"]) is int and state["step"] >= 0 and 0 <= state["seconds"] < math.inf):
-            raise ValueError(f"step {state['step']!r} after {state['seconds']!r} seconds")
+        counts = state["step"], state["skipped"]
+        if not (all(type(n) is int and n >= 0 for n in counts) and 0 <= state["seconds"] < math.inf):
+            raise ValueError(f"step {counts[0]!r} with {counts[1]!r} skipped after {state['seconds']!r} seconds")
         if state["dataset"] != self.dataset.fingerprint:
             raise CheckpointError(
                 f"{path} was trained on other data than {self.config.data!r} now is; resume with the same text and "

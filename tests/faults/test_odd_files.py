@@ -61,7 +61,16 @@ def test_odd_fields_of_a_checkpoint_are_refused_soon(name: str, finished: Path, 
 
 
 @pytest.mark.parametrize(
-    "change", [{"step": "x"}, {"step": -1}, {"seconds": math.nan}, {"optimizer": 3}, {"random": {}}]
+    "change",
+    [
+        {"step": "x"},
+        {"step": -1},
+        {"skipped": "x"},
+        {"seconds": math.nan},
+        {"optimizer": 3},
+        {"random": {}},
+        {"averages": {"steps": [], "snapshots": 0, "ema": None, "swa": None}},
+    ],
 )
 def test_a_malformed_checkpoint_is_not_resumed(change: dict[str, Any], finished: Path, tmp_path: Path) -> None:
     state = load_checkpoint(find_checkpoint(finished))
