@@ -169,18 +169,25 @@ def change_manifest(draw: random.Random, shared: Shared) -> Case:
 
 
 def change_config(draw: random.Random, shared: Shared) -> Case:
-    """config.json of a run: what `train --resume` and `eval` read of it."""
+    """config.json of a run, as `train --resume` reads it."""
     out = shared.case / "run"
     out.mkdir()
     data = mutate_text(draw, (shared.reference.out / "config.json").read_bytes())
     (out / "config.json").write_bytes(data)
 
+    return len(data), lambda: load_run_config(out)
+
+
+def check_config(draw: random.Random, shared: Shared) -> Case:
+    """The same, and then the checks before a run. They take what the model takes that the config asks for."""
+    change_config(draw, shared)
+
     def use() -> None:
-        config = load_run_config(out)
+        config = load_run_config(shared.case / "run")
         check_settings(config, CPU)
         check_size(config, Display(enabled=False))
 
-    return len(data), use
+    return 1 << 30, use
 
 
 def change_tokenizer(draw: random.Random, shared: Shared) -> Case:
@@ -253,10 +260,11 @@ MUTATE: dict[str, Callable[[random.Random, Shared], Case]] = {
     "checkpoint: resumed": resume_checkpoint,
     "manifest": change_manifest,
     "config": change_config,
+    "config: checked": check_config,
     "tokenizer": change_tokenizer,
     "shard": change_shard,
     "record of a fetch": change_pins,
 }
-# A resume takes a second where the others take milliseconds, so it is one case in seventeen.
+# A resume takes a second where the others take milliseconds, so it is one case in nineteen.
 KINDS = (*(kind for kind in MUTATE if kind != "checkpoint: resumed"), *(kind for kind in MUTATE))
 PART = Part(prepare, attempt, ("benchmarks/faults_files.py", "benchmarks/faults_mutators.py"))
