@@ -14,15 +14,10 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+import transformers
 from torch import nn
 
 from parbank.optim import ParallelMuon, split_parameters
-from tests.integrations.torchvision_operators import declare_operators
-
-declare_operators()  # before transformers and timm import torchvision
-
-import timm  # noqa: E402
-import transformers  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "architectures.md"
 
@@ -38,26 +33,13 @@ TRANSFORMERS = {
     "ImageClassification": "vit swin convnext resnet dinov2 beit mobilevit",
     "": "bert whisper wav2vec2 clip siglip sam blip-2 llava perceiver encodec segformer",
 }
-TIMM = (
-    "resnet50 vit_base_patch16_224 convnext_tiny efficientnet_b0 swin_tiny_patch4_window7_224 mixer_b16_224 maxvit_tiny_tf_224 "
-    "eva02_tiny_patch14_224 coatnet_0_224 vgg16 cait_xxs24_224 volo_d1_224 levit_128 nfnet_f0"
-)
-
-
-def _name_all() -> list[str]:
-    names = [f"transformers {kind} {task}".rstrip() for task, kinds in TRANSFORMERS.items() for kind in kinds.split()]
-    return names + [f"timm {name}" for name in TIMM.split()]
-
-
-NAMES = _name_all()
+NAMES = [f"{kind} {task}".rstrip() for task, kinds in TRANSFORMERS.items() for kind in kinds.split()]
 
 
 def build(name: str) -> nn.Module:
     """An architecture by its name in the table, on the meta device."""
-    package, kind, *task = name.split()
+    kind, *task = name.split()
     with torch.device("meta"):
-        if package == "timm":
-            return timm.create_model(kind)
         config = transformers.AutoConfig.for_model(kind)
         auto = getattr(transformers, f"AutoModelFor{task[0]}" if task else "AutoModel")
         return auto.from_config(config)
@@ -103,11 +85,10 @@ def describe(name: str) -> Row:
 
 def write() -> str:
     """The page."""
-    versions = f"transformers {transformers.__version__} and timm {timm.__version__}"
     head = f"""# Architectures and their split
 
-Where `split_parameters(model)` puts the parameters of {len(NAMES)} public architectures, without overrides.
-Models are those of {versions}, built from default configs.
+Where `split_parameters(model)` puts the parameters of {len(NAMES)} architectures of transformers
+{transformers.__version__}, without overrides. Models are built from default configs.
 `python -m tests.integrations.architectures` writes this page.
 
 - **Muon** is the share of all numbers that go to Muon. *Matrices*, *stored (in, out)* and *convolutions* count its

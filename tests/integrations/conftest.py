@@ -15,10 +15,6 @@ HERE = Path(__file__).parent
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     asked = config.getoption("markexpr") == "integration"
-    if asked:
-        from tests.integrations.torchvision_operators import declare_operators
-
-        declare_operators()
     return True if collection_path.is_relative_to(HERE) and not asked else None
 
 
