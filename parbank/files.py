@@ -141,3 +141,14 @@ def _describe_holder(path: Path) -> str:
         return f"process {found['pid']} on {found['host']}, since {found['since']}"
     except (OSError, ValueError, KeyError, TypeError):  # the first process has not written it yet
         return "another process"
+
+
+def is_running(pid: int) -> bool:
+    """Whether this machine has a process of that number, of any user."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

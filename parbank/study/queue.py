@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from filelock import FileLock
 
-from parbank.files import write_json
+from parbank.files import is_running, write_json
 from parbank.study.study import Job
 
 HEARTBEAT = 5.0
@@ -144,7 +144,7 @@ class Queue:
         except FileNotFoundError:
             return False
         held = _read(path)
-        if held is not None and age < self._patience and not (_is_here(held) and not _is_alive(int(held["pid"]))):
+        if held is not None and age < self._patience and not (_is_here(held) and not is_running(int(held["pid"]))):
             return True
         path.unlink(missing_ok=True)
         return False
@@ -202,13 +202,3 @@ def _place() -> dict[str, Any]:
 
 def _is_here(held: dict[str, Any]) -> bool:
     return all(held.get(name) == value for name, value in _place().items())
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
