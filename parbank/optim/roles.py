@@ -65,11 +65,7 @@ def find_declared(model: nn.Module) -> dict[int, str]:
             if callable(getattr(module, method, None)):
                 try:
                     declared = getattr(module, method)()
-                except (
-                    NotImplementedError,
-                    AttributeError,
-                    TypeError,
-                ):  # a model without such a layer, or another method
+                except (NotImplementedError, AttributeError, TypeError):  # a model without such a layer
                     continue
                 for layer in declared if isinstance(declared, tuple) else [declared]:
                     weights = layer.parameters() if isinstance(layer, nn.Module) else ()
