@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -117,7 +118,7 @@ def locked(lock: Path, folder: Path, *, wait: Callable[[str], None] | None = Non
     try:
         file.acquire(timeout=0)
     except Timeout:
-        user = _describe_holder(holder)
+        user = _describe_holder(holder, patience=2)
         if wait is None:
             raise FileError(f"{folder} is in use by {user}; wait until it has ended, or choose another --out") from None
         wait(f"waiting for {user}, which works on {folder}")
@@ -135,12 +136,17 @@ def locked(lock: Path, folder: Path, *, wait: Callable[[str], None] | None = Non
         file.release()
 
 
-def _describe_holder(path: Path) -> str:
-    try:
-        found = json.loads(path.read_bytes())
-        return f"process {found['pid']} on {found['host']}, since {found['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # the first process has not written it yet
-        return "another process"
+def _describe_holder(path: Path, *, patience: float) -> str:
+    """Names the process that holds a lock. It writes its name just after it took the lock: wait `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            found = json.loads(path.read_bytes())
+            return f"process {found['pid']} on {found['host']}, since {found['since']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            if time.monotonic() > deadline:
+                return "another process"
+        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from parbank.api.run import _new_folder
 from parbank.errors import ConfigError, FileError
@@ -131,6 +133,15 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     assert said == []
     assert time.monotonic() - began < 5
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_has_just_taken_the_lock_is_named(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "x.lock", is_singleton=False)
+    holder = {"pid": 4711, "host": "here", "since": "2026-01-01 00:00:00"}
+    with lock, ThreadPoolExecutor() as pool:
+        pool.submit(lambda: (time.sleep(0.4), (tmp_path / "x.json").write_text(json.dumps(holder), encoding="utf-8")))
+        with pytest.raises(FileError, match="in use by process 4711 on here"), locked(tmp_path / "x.lock", tmp_path):
+            pass
 
 
 def test_a_resumed_run_has_no_summary_until_it_ends(text_spec: str, tmp_path: Path) -> None:
