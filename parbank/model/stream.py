@@ -41,23 +41,25 @@ class Segment:
     before: Tensor  # (BEFORE,) the tokens ahead of it; at the start of the text any number stands for none
     document: int = 0  # where the document of its first token begins
     inside: tuple[int, ...] = ()  # where other documents begin, counted from the segment's first token
+    padding: int = 0  # how many tokens at its end are not of the text
 
     @classmethod
     def cut(
         cls, tokens: Tensor, start: int, end: int, *, length: int = 0, documents: np.ndarray | None = None
     ) -> "Segment":
-        """tokens[start:end] of a text, padded at its end to `length`: nothing looks ahead, so padding changes nothing.
+        """tokens[start:end] of a text, padded at its end to `length`: nothing looks ahead, and padding is not carried on.
 
         `documents` holds the places where documents begin, in order; it matters where they are isolated.
         """
-        ids = F.pad(tokens[start:end], (0, max(0, length - (end - start))))
+        padding = max(0, length - (end - start))
+        ids = F.pad(tokens[start:end], (0, padding))
         there = min(start, BEFORE)
         before = F.pad(tokens[start - there : start], (BEFORE - there, 0))
         if documents is None:
-            return cls(ids, start, before)
+            return cls(ids, start, before, padding=padding)
         first, last = np.searchsorted(documents, (start, end - 1), side="right")
         document = int(documents[first - 1]) if first else 0
-        return cls(ids, start, before, document, tuple((documents[first:last] - start).tolist()))
+        return cls(ids, start, before, document, tuple((documents[first:last] - start).tolist()), padding)
 
 
 class Carry(Protocol):
@@ -111,7 +113,8 @@ class Stream:
         """`graph` replays segments of one length, from the second on, as a CUDA graph. That pays for short segments,
         which take longer to launch than to run. It needs a carry that stays in place, and keeps the memory of a pass."""
         self.model, self.window = model, window
-        self._graphs = Graphs(enabled=graph and model.token_embedding.weight.is_cuda)
+        self._graph = graph and model.token_embedding.weight.is_cuda
+        self._graphs = Graphs(enabled=self._graph)
         self.carry = carry if carry is not None else LocalCarry()
 
     @property
@@ -140,25 +143,30 @@ class Stream:
     def _read_segment(self, segment: Segment, targets: Tensor | None = None, last: bool = False) -> Tensor:
         device = self.model.token_embedding.weight.device
         ids = torch.cat([segment.before, segment.ids])[None].long()
-        numbers = (segment.start, BEFORE - min(segment.start, BEFORE))  # the second: the part of `ids` before the text
-        start, first = (torch.full((), number, device=device) for number in numbers)
+        padded = self._graph or segment.padding > 0  # a graph serves segments with and without padding
+        # the second: the part of `ids` before the text
+        numbers = (segment.start, BEFORE - min(segment.start, BEFORE), len(segment.ids) - segment.padding)
+        start, first, count = (torch.full((), number, device=device) for number in numbers)
         runs = find_runs(segment, self.window, isolated=self.model.config.isolate_documents)
-        inputs = [ids, start, first, *runs, *([] if targets is None else [targets])]
+        inputs = [ids, start, first, count, *runs, *([] if targets is None else [targets])]
         dtype = self.model._compute_dtype(device)
-        work = partial(self._read, dtype=dtype, last=last)
-        return self._graphs.run(work, inputs, key=(dtype, last), places=lambda: addresses(self.model.parameters()))
+        work = partial(self._read, dtype=dtype, last=last, padded=padded)
+        key = (dtype, last, padded)
+        return self._graphs.run(work, inputs, key=key, places=lambda: addresses(self.model.parameters()))
 
     def _read(
         self,
         ids: Tensor,
         start: Tensor,
         first_of_text: Tensor,
+        count: Tensor,
         queries: Tensor,
         keys: Tensor,
         targets: Tensor | None = None,
         *,
         dtype: torch.dtype,
         last: bool,
+        padded: bool,
     ) -> Tensor:
         model, c = self.model, self.model.config
         length, device = ids.shape[1] - BEFORE, ids.device
@@ -174,7 +182,7 @@ class Stream:
             if past is None:
                 past = self._nothing(dtype, device)
             weights = _of_layer(matrices, layer)
-            shared = (cos, sin, reach, self.window)
+            shared = (cos, sin, reach, self.window, count if padded else None)
             skips.keep(layer, x)
             x, values, past = _layer(model, layer, (x, skip, x0), weights, extras.get(layer), first, past, shared)
             self.carry.give(layer, past)
@@ -209,14 +217,14 @@ def _layer(
     extra: Tensor | None,
     first: Tensor | None,
     past: Past,
-    shared: tuple[Tensor, Tensor, Reach, int],
+    shared: tuple[Tensor, Tensor, Reach, int, Tensor | None],
 ) -> tuple[Tensor, Tensor | None, Past]:
     """One block, on carried and own keys and values. Returns the next x, the values, and the next carry."""
-    cos, sin, reach, window = shared
+    cos, sin, reach, window, count = shared
     left: list[Past] = []
 
     def attend_here(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        left.append((_keep(past[0], k), _keep(past[1], v)))
+        left.append((_keep(past[0], k, count), _keep(past[1], v, count)))
         return attend_window(q, past, (k, v), window, reach)
 
     context = Context(cos, sin, None, attend_here)
@@ -224,9 +232,14 @@ def _layer(
     return x, values, left[0]
 
 
-def _keep(past: Tensor, own: Tensor) -> Tensor:
-    """The last keys of both, as many as were carried. A copy, since a view would keep the whole segment alive."""
+def _keep(past: Tensor, own: Tensor, count: Tensor | None) -> Tensor:
+    """The last keys of both, as many as were carried. A copy, since a view would keep the whole segment alive.
+
+    Only the first `count` keys of a padded segment are of the text. A graph serves every count, so it reads a tensor.
+    """
     carried, length = past.shape[1], own.shape[1]
+    if count is not None:
+        return torch.cat([past, own], dim=1).index_select(1, count + torch.arange(carried, device=own.device))
     if length < carried:
         return torch.cat([past[:, length:], own], dim=1)
     return own[:, length - carried :].clone(memory_format=torch.contiguous_format)

@@ -159,6 +159,18 @@ def test_padded_batches_score_the_same(model: GPT, dataset: Dataset, monkeypatch
     np.testing.assert_allclose(stream.nats, Streaming(context=16).score(model, tokens, CPU).nats, rtol=1e-4, atol=1e-4)
 
 
+def test_pieces_padded_for_a_graph_score_the_same(model: GPT, dataset: Dataset) -> None:
+    """As test-time training scores documents: in pieces that end anywhere. The carry must not hold padding."""
+    tokens = dataset.val.read(0, 200)
+    text = Text.load(TokenSet([tokens]), CPU)
+    whole = Streaming(context=24).score(model, TokenSet([tokens]), CPU).nats
+    scorer = make_stream_scorer(model, CPU, targets=text.targets, piece=32, context=24, graphed=True)
+    nats, ends = text.new_nats(), [32, 37, 69, 101, 102, 134, 150, text.targets]
+    for first, last in zip([0, *ends], ends):
+        scorer.score(text.upto(last), first, nats, more=last < text.targets)
+    np.testing.assert_allclose(nats[:-1].numpy(), whole, rtol=1e-4, atol=1e-4)
+
+
 def test_what_cannot_be_scored_is_refused(model: GPT, dataset: Dataset) -> None:
     tokens = TokenSet([dataset.val.read(0, 50)])
     with pytest.raises(ConfigError, match=r"stride must lie in 1\.\.16.* 17 tokens would be left out"):

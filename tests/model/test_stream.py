@@ -59,12 +59,14 @@ def plain_logits(model: GPT, tokens: np.ndarray, window: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def stream_logits(model: GPT, tokens: np.ndarray, window: int, lengths: list[int]) -> torch.Tensor:
-    """The same in segments of these lengths, over and over."""
+def stream_logits(
+    model: GPT, tokens: np.ndarray, window: int, lengths: list[int], padded_to: int = 0
+) -> torch.Tensor:
+    """The same in segments of these lengths, over and over, each padded to one length if that is given."""
     stream, found, start = Stream(model, window), [], 0
     while start < len(tokens):
         end = min(len(tokens), start + lengths[len(found) % len(lengths)])
-        found.append(read(stream, tokens, start, end))
+        found.append(read(stream, tokens, start, end, length=padded_to)[: end - start])
         start = end
     return torch.cat(found)
 
@@ -94,9 +96,20 @@ def test_any_cut_of_any_text_gives_the_same(data: st.DataObject) -> None:
     tokens[0] = BOS
     window = data.draw(st.integers(1, 70))
     cuts = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=5))
+    padded_to = data.draw(st.sampled_from([0, 30, 33]))
     model = random_model(config).double()
     expected = plain_logits(model, tokens, window)
-    torch.testing.assert_close(stream_logits(model, tokens, window, cuts), expected, rtol=1e-6, atol=1e-6)
+    found = stream_logits(model, tokens, window, cuts, padded_to)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 5, 9, 60])
+def test_a_padded_segment_carries_on_its_own_tokens_only(window: int) -> None:
+    """A document's last piece is padded on a GPU, and the next document is read after it."""
+    model, tokens = random_model(EVERYTHING).double(), text(EVERYTHING)
+    expected = plain_logits(model, tokens, window)
+    found = stream_logits(model, tokens, window, [8, 3, 8, 1], padded_to=8)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_far_into_a_text_rotation_is_as_good_as_at_its_start() -> None:
