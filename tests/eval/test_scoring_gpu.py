@@ -1,6 +1,7 @@
 """The graphed methods on a GPU, in bfloat16, against the same on the CPU in float32."""
 
 import gc
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ def test_low_rank_adapters_score_each_document_as_on_a_cpu(lr: float, tokens: np
     found = method.score(make_model().cuda(), TokenSet([text]), cuda).nats
     starts = [0, *np.flatnonzero(text[1:] == 1).tolist(), len(found)]
     assert len(starts) >= 6, "several documents"
-    for first, last in zip(starts, starts[1:]):
+    for first, last in pairwise(starts):
         assert found[first:last].mean() == pytest.approx(expected[first:last].mean(), rel=0.01 if lr else 0.004)
 
 

@@ -59,9 +59,7 @@ def plain_logits(model: GPT, tokens: np.ndarray, window: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def stream_logits(
-    model: GPT, tokens: np.ndarray, window: int, lengths: list[int], padded_to: int = 0
-) -> torch.Tensor:
+def stream_logits(model: GPT, tokens: np.ndarray, window: int, lengths: list[int], padded_to: int = 0) -> torch.Tensor:
     """The same in segments of these lengths, over and over, each padded to one length if that is given."""
     stream, found, start = Stream(model, window), [], 0
     while start < len(tokens):
