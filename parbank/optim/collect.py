@@ -83,9 +83,10 @@ def collect(
         return _reduce(groups, batches, pieces, ranks, constant, staging, early)
     found = Collected(small=_find_small(groups))
     for batch, mine in zip(batches, pieces):
-        blocks = {id(m.param): _place_blocks(m, staging) for m in batch.members}
-        found.pieces.append([blocks[id(p.member.param)][p.block : p.block + p.count] for p in mine])
-        found.shared += [m.param.grad for m in batch.members if m.param.grad is not None]
+        blocks = {m: _place_blocks(m, staging) for m in batch.members}
+        found.pieces.append([blocks[p.member][p.block : p.block + p.count] for p in mine])
+        # All parts of a weight with `split_sizes` have one gradient: it counts once.
+        found.shared += [m.param.grad for m in batch.members if m.param.grad is not None and m.part == 0]
     found.shared += [grad for small in found.small for grad in small.grads if not is_sharded(grad)]
     for param in [param for group in groups for param in group["params"] if is_sharded(param)]:
         held = found.copied.setdefault(
@@ -186,11 +187,11 @@ def _place_blocks(member: Member, staging: dict[int, Tensor] | None) -> Tensor:
     the copy has the same address at every step."""
     grad = grad_of(member)
     blocks = member.blocks(grad)
-    if staging is None or blocks.data_ptr() == grad.data_ptr():
+    if staging is None or blocks.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr():
         return blocks
-    if id(member.param) not in staging:
-        staging[id(member.param)] = torch.empty_like(blocks)
-    return staging[id(member.param)].copy_(blocks)
+    if id(member) not in staging:
+        staging[id(member)] = torch.empty_like(blocks)
+    return staging[id(member)].copy_(blocks)
 
 
 def grad_of(member: Member) -> Tensor:

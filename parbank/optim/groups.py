@@ -34,6 +34,8 @@ def complete_group(group: dict[str, Any], defaults: dict[str, Any], adam_lr: flo
         group.setdefault(key, value)
     if group["lr_scale"] == "none":
         group["lr_scale"] = None
+    if group["split_sizes"] is not None:
+        group["split_sizes"] = tuple(int(size) for size in group["split_sizes"])
     if group["transposed"] is not None:
         group["transposed"] = tuple(bool(flag) for flag in group["transposed"])
     algorithm.complete(group)

@@ -3,7 +3,8 @@
 A parameter is a stack of blocks, (count, rows, cols): a 2-D weight is one block, a bank as many as it has matrices, a
 convolution one flattened block, a weight with `num_heads` one block per head. Blocks of one shape, or of one shape up
 to transposition, with the same options form a batch, whatever their parameters and groups. Each block has a slot in
-its batch; a parameter's slots are consecutive.
+its batch; a parameter's slots are consecutive. A weight with `split_sizes` may have blocks of several heights (a joint
+query, key and value with fewer keys than queries): it is a member of several batches, with a part in each.
 
 Ownership of B blocks over W ranks: rank k owns the B // W slots from k * (B // W) on, and at most one of the B mod W
 remaining blocks at the end. So shares differ by at most one, the even part is one reduce-scatter and one all-gather
@@ -15,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from parbank.errors import ConfigError
 from parbank.optim.algorithm import MatrixAlgorithm, find_algorithm
 from parbank.optim.dtensor import is_sharded
 
-LAYOUT_OPTIONS = ("cautious", "num_heads", "transposed", "flatten", "lr_scale")
+LAYOUT_OPTIONS = ("cautious", "num_heads", "split_sizes", "transposed", "flatten", "lr_scale")
 """Options of a group that a layout depends on, besides those of its algorithm."""
 
 
@@ -54,7 +56,7 @@ def find_matrices(groups: Sequence[dict[str, Any]]) -> list[MatrixParam]:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """One parameter's part of a batch."""
+    """One parameter's part of a batch: neighbouring blocks of one height."""
 
     param: Tensor
     group: int
@@ -72,16 +74,17 @@ class Member:
     transposed: tuple[bool, ...]
     """Per block: whether the logical matrix is the transpose of the stored one."""
     lr_scale: str | None
+    part: int = 0
+    """Which of the parameter's members, counted over all batches."""
+    offset: int = 0
+    """The elements of the parameter that lie before this part."""
 
     def blocks(self, tensor: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as (count, rows, cols); a view, if it lies in memory as the parameter does."""
-        return tensor.permute(self.order).contiguous().view(self.count, self.rows, self.cols)
-
-    def unblocks(self, blocks: Tensor) -> Tensor:
-        """The inverse: a view of (count, rows, cols) with the parameter's shape and memory order."""
-        shape = [self.param.shape[dim] for dim in self.order]
-        inverse = [self.order.index(dim) for dim in range(len(self.order))]
-        return blocks.view(shape).permute(inverse)
+        """This part of a tensor of the parameter's shape as (count, rows, cols); a view, if it lies in memory as the
+        parameter does."""
+        flat = tensor.permute(self.order).contiguous().view(-1)
+        size = self.count * self.rows * self.cols
+        return flat[self.offset : self.offset + size].view(self.count, self.rows, self.cols)
 
     @property
     def scales(self) -> list[float]:
@@ -203,18 +206,16 @@ def plan_batches(
         param, group = item.param, groups[item.group]
         if (chosen is not None and id(param) not in chosen) or is_sharded(param):
             continue  # DTensors are stepped elsewhere (`sharded`), but keep their index
-        count, rows, cols, order = block_shape(param, group, item.name)
-        short, long, options = min(rows, cols), max(rows, cols), item.algorithm.batch_options(group)
-        key = (short, long, item.algorithm, options, group["cautious"], param.dtype)
-        if key not in found:
-            whole = world == 1 or (equal_gradients and item.algorithm.follows)
-            found[key] = Batch(
-                short, long, item.algorithm, options, group["cautious"], param.dtype, world, whole, first_owner=0
-            )
-        batch, flags = found[key], tuple(group["transposed"] or (False,) * count)
-        flags = tuple(not flag for flag in flags) if order == (1, 0) else flags
-        place = (item.group, item.index, batch.count, count, rows, cols, rows > cols)
-        batch.members.append(Member(param, *place, order, flags, group["lr_scale"]))
+        options = item.algorithm.batch_options(group)
+        for member in find_members(item, group):
+            short, long = sorted((member.rows, member.cols))
+            key = (short, long, item.algorithm, options, group["cautious"], param.dtype)
+            if key not in found:
+                whole = world == 1 or (equal_gradients and item.algorithm.follows)
+                found[key] = Batch(
+                    short, long, item.algorithm, options, group["cautious"], param.dtype, world, whole, first_owner=0
+                )
+            found[key].members.append(replace(member, first=found[key].count))
     batches = sorted(found.values(), key=lambda batch: -batch.count * batch.rows * batch.cols)
     next_owner = 0
     for batch in batches:
@@ -223,10 +224,34 @@ def plan_batches(
     return batches
 
 
+def find_members(item: MatrixParam, group: dict[str, Any]) -> list[Member]:
+    """The parts of a parameter: one, or one for each run of equal heights in `split_sizes`, for each matrix of a stack."""
+    count, rows, cols, order = block_shape(item.param, group, item.name)
+    flags = tuple(group["transposed"] or (False,) * count)
+    flags = tuple(not flag for flag in flags) if order == (1, 0) else flags
+    heights = group["split_sizes"] or (rows,)
+    runs = [(count * len(heights), heights[0])] if len(set(heights)) == 1 else _find_runs(heights) * count
+    if group["split_sizes"]:
+        flags = (False,) * max(blocks for blocks, _ in runs)
+    members: list[Member] = []
+    offset = 0
+    for part, (blocks, height) in enumerate(runs):
+        place = (item.group, item.index, 0, blocks, height, cols, height > cols, order)
+        members.append(Member(item.param, *place, flags[:blocks], group["lr_scale"], part, offset))
+        offset += blocks * height * cols
+    return members
+
+
+def _find_runs(heights: Sequence[int]) -> list[tuple[int, int]]:
+    """(how many, height) of neighbouring equal heights."""
+    return [(len(list(same)), height) for height, same in groupby(heights)]
+
+
 def block_shape(param: Tensor, group: dict[str, Any], name: str) -> tuple[int, int, int, tuple[int, ...]]:
     """(count, rows, cols) of a parameter's blocks as they lie in memory, and the memory order of its dimensions.
 
-    The order is (1, 0) for a transposed 2-D weight. Refuses shapes and layouts that Muon cannot take.
+    The order is (1, 0) for a transposed 2-D weight. With `split_sizes`, rows are those of all its blocks. Refuses shapes
+    and layouts that Muon cannot take.
     """
     if param.ndim < 2 or param.numel() == 0:
         raise ConfigError(
@@ -260,19 +285,29 @@ def block_shape(param: Tensor, group: dict[str, Any], name: str) -> tuple[int, i
         raise ConfigError(
             f"{name} is a stack of {count} matrices, but transposed has {len(flags)} flags; give one for each"
         )
-    if heads and heads > 1:
-        if order == (1, 0):
+    sizes = group["split_sizes"]
+    split = f"num_heads={heads}" if heads and heads > 1 else f"split_sizes={sizes}" if sizes else None
+    if split is None:
+        return count, rows, cols, order
+    if order == (1, 0):
+        raise ConfigError(
+            f"{name} has strides {param.stride()}: {split} splits rows, which must be contiguous: param.contiguous()"
+        )
+    if flags is not None and any(flags):
+        raise ConfigError(
+            f"{name}: {split} splits the rows, and a transposed matrix has them in its columns; use one or the other"
+        )
+    if not heads or heads == 1:
+        if sum(sizes) != rows or min(sizes) < 1:
             raise ConfigError(
-                f"{name} has strides {param.stride()}: num_heads splits rows, which must be contiguous: param.contiguous()"
+                f"{name} has {rows} rows, and {split} has {sum(sizes)} in all; give the height of each block of rows"
             )
-        if rows % heads:
-            raise ConfigError(f"{name} has {rows} rows, which num_heads={heads} does not divide")
-        if flags is not None and any(flags):
-            raise ConfigError(
-                f"{name}: num_heads splits the rows, and a transposed matrix has its heads in the columns; use one or the other"
-            )
-        count, rows = count * heads, rows // heads
-    return count, rows, cols, order
+        return count, rows, cols, order
+    if sizes:
+        raise ConfigError(f"{name} has both num_heads={heads} and split_sizes={sizes}; use one or the other")
+    if rows % heads:
+        raise ConfigError(f"{name} has {rows} rows, which num_heads={heads} does not divide")
+    return count * heads, rows // heads, cols, order
 
 
 def name_of(group: dict[str, Any], position: int) -> str:

@@ -57,7 +57,8 @@ class ParallelMuon(torch.optim.Optimizer):
 
     Muon: lr, momentum, nesterov, weight_decay, cautious (decay only where the update shrinks the weight), ns_steps,
     coefficients ("quintic", "polar_express", a triple or a list of triples), method, lr_scale ("spectral", "rms" or None),
-    num_heads (orthogonalise each head's rows by themselves), normuon and row_beta (normalise each neuron's update),
+    num_heads (orthogonalise each head's rows by themselves), split_sizes (the same for blocks of rows of these heights, as
+    in a joint query, key and value), normuon and row_beta (normalise each neuron's update),
     transposed (per matrix of a stack: the logical matrix is the transpose of the stored one), flatten (take a 3-D weight as
     one convolution, not as a stack).
     AdamW: adam_lr, betas, eps, weight_decay. Both: maximize (go along the gradient, not against it).
@@ -127,6 +128,7 @@ class ParallelMuon(torch.optim.Optimizer):
             "normuon": normuon,
             "row_beta": row_beta,
             "num_heads": num_heads,
+            "split_sizes": None,
             "method": method,
             "transposed": None,
             "flatten": False,

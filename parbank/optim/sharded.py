@@ -4,8 +4,9 @@ Momentum is element-wise, so each rank updates its own rows. Newton-Schulz is no
 and in 16 bits, to one rank, orthogonalised whole, and its rows are sent back. Matrices are distributed so that counts
 differ by at most one, and one all-to-all each way carries all matrices of a shape. A stack (N, rows, cols) is cut
 between its matrices, so each rank has whole ones and nothing is sent. Weights that are cut in any other way (tensor
-parallelism, alone or with FSDP2), or not at all, are gathered by every rank. State is sharded like its weight, so that
-`torch.distributed.checkpoint` saves and re-shards it like the model.
+parallelism, alone or with FSDP2), or not at all, or whose blocks are orthogonalised by themselves, are gathered by
+every rank. State is sharded like its weight, so that `torch.distributed.checkpoint` saves and re-shards it like the
+model.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,15 @@ from torch import Tensor
 
 from parbank.errors import ConfigError
 from parbank.optim.coefficients import resolve_coefficients
-from parbank.optim.dtensor import local_of
+from parbank.optim.dtensor import is_sharded, local_of
 from parbank.optim.hyper import DECAY, LR, MOMENTUM, send
-from parbank.optim.layout import MatrixParam, block_shape, logical_scale
+from parbank.optim.layout import MatrixParam, Member, Piece, find_members, logical_scale
 from parbank.optim.master import join_master, split_master
-from parbank.optim.newton_schulz import NORM_EPS, iterate, orthogonalize, working_dtype
-from parbank.optim.update import Control
+from parbank.optim.newton_schulz import NORM_EPS, iterate, normalize, working_dtype
+from parbank.optim.state import key_of
+from parbank.optim.update import Control, divide_by_moment, find_row_beta, normalize_rows
+
+MOMENT = "row_moment"
 
 
 @dataclass(eq=False)
@@ -34,12 +38,18 @@ class Sharded:
     group: int
     index: int
     stacked: bool
-    count: int
-    rows: int
-    cols: int
+    members: list[Member]
     whole: bool
     """Not cut along dimension 0 alone: every rank gathers the whole update."""
     owner: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.members[0].rows
+
+    @property
+    def cols(self) -> int:
+        return self.members[0].cols
 
     def split(self, world: int) -> list[int]:
         """How many rows each rank has: equal chunks, the last ones short or empty."""
@@ -56,8 +66,6 @@ def check_sharded(param: Any, group: dict[str, Any], name: str) -> None:
         )
     if not param.is_contiguous():
         raise ConfigError(f"{name} is sharded and has strides {param.stride()}; shard a weight that is contiguous")
-    if group["normuon"]:
-        raise ConfigError(f"{name} is a DTensor, where normuon is not available; leave it out of its group")
 
 
 def step_sharded(params: Sequence[MatrixParam], groups: Sequence[dict[str, Any]], state: Any, control: Control) -> None:
@@ -65,13 +73,11 @@ def step_sharded(params: Sequence[MatrixParam], groups: Sequence[dict[str, Any]]
     for items in plan(params, groups):
         group = groups[items[0].group]
         updates = [_move_momentum(item, group, state[item.param], control) for item in items]
-        if items[0].whole:
-            directions = [_orthogonalize_whole(item, u, groups[item.group]) for item, u in zip(items, updates)]
-        elif items[0].stacked:
-            directions = [_orthogonalize(u, group) for u in updates]
+        if items[0].whole or items[0].stacked:
+            find = _orthogonalize_whole if items[0].whole else _orthogonalize_stack
+            directions = [find(item, u, groups[item.group], state, control) for item, u in zip(items, updates)]
         else:
-            mesh_group, rank, world = _ranks(items[0].param)
-            directions = _orthogonalize_gathered(items, updates, group, mesh_group, rank, world)
+            directions = _orthogonalize_gathered(items, updates, groups, state, control)
         for item, direction in zip(items, directions):
             _apply(item, direction, groups[item.group], state[item.param], control)
 
@@ -82,12 +88,15 @@ def plan(params: Sequence[MatrixParam], groups: Sequence[dict[str, Any]]) -> lis
     for given in params:
         param: Any = given.param
         group = groups[given.group]
-        count, rows, cols, _ = block_shape(param, group, given.name)
+        members = find_members(given, group)
         stacked = param.ndim == 3 and not group["flatten"]
-        whole = _cut_dimensions(param) != [0] or (group["num_heads"] or 0) > 1
-        options = tuple(group[name] for name in ("ns_steps", "coefficients", "method", "nesterov"))
-        key = (whole, stacked, rows, cols, *options, id(param.device_mesh))
-        item = Sharded(param, given.group, given.index, stacked, count, rows, cols, whole)
+        split = (group["num_heads"] or 0) > 1 or bool(group["split_sizes"])
+        # The neurons of a transposed matrix are its columns, of which FSDP2 leaves a part on each rank.
+        columns = not stacked and any(members[0].transposed) and group["normuon"]
+        whole = _cut_dimensions(param) != [0] or split or columns
+        options = tuple(group[name] for name in ("ns_steps", "coefficients", "method", "nesterov", "normuon"))
+        key = (whole, stacked, members[0].rows, members[0].cols, *options, id(param.device_mesh))
+        item = Sharded(param, given.group, given.index, stacked, members, whole)
         batches.setdefault(key, []).append(item)
     owner = 0
     for items in batches.values():
@@ -137,28 +146,67 @@ def _move_momentum(item: Sharded, group: dict[str, Any], held: dict[str, Any], c
     return update.reshape(count, rows, item.cols)
 
 
-def _orthogonalize(update: Tensor, group: dict[str, Any]) -> Tensor:
-    return orthogonalize(update, group["ns_steps"], group["coefficients"], group["method"])
-
-
-def _orthogonalize_whole(item: Sharded, update: Tensor, group: dict[str, Any]) -> Tensor:
+def _orthogonalize_whole(item: Sharded, update: Tensor, group: dict[str, Any], state: Any, control: Control) -> Tensor:
     """Gathers the update on every rank of the mesh; each does the same work and keeps its part of the result, times the
     learning-rate factor of each block."""
     from torch.distributed.tensor import DTensor, Replicate
 
     param, mesh = item.param, item.param.device_mesh
     cut = DTensor.from_local(update, mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
-    found = _orthogonalize(cut.full_tensor().reshape(item.count, item.rows, item.cols), group).float()
-    flags = group["transposed"] or (False,) * item.count
-    scales = [logical_scale(group["lr_scale"], item.rows, item.cols, flag) for flag in flags]
-    found = found * send(scales, torch.float32, found.device).view(-1, 1, 1)
-    whole = DTensor.from_local(found.reshape(param.shape), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    given = cut.full_tensor().contiguous()
+    found = torch.empty_like(given)
+    for member in item.members:
+        piece = Piece(member, 0, member.count, 0, 0)
+        moment = _moment(item, member, state[param], [Replicate()] * mesh.ndim) if group["normuon"] else None
+        blocks = _orthogonalize(piece, member.blocks(given), group, moment, control)
+        member.blocks(found).copy_(blocks * send(member.scales, torch.float32, blocks.device).view(-1, 1, 1))
+    whole = DTensor.from_local(found, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return local_of(whole.redistribute(placements=param.placements))
 
 
+def _orthogonalize_stack(item: Sharded, update: Tensor, group: dict[str, Any], state: Any, control: Control) -> Tensor:
+    """The whole matrices of a stack that this rank has."""
+    _, rank, world = _ranks(item.param)
+    chunk = -(-item.members[0].count // world)
+    piece = Piece(item.members[0], rank * chunk, update.shape[0], 0, 0)
+    placements = item.param.placements
+    moment = _moment(item, item.members[0], state[item.param], placements) if group["normuon"] else None
+    return _orthogonalize(piece, update, group, moment, control) if update.numel() else update
+
+
+def _orthogonalize(
+    piece: Piece, update: Tensor, group: dict[str, Any], moment: Tensor | None, control: Control
+) -> Tensor:
+    """Whole blocks (count, rows, cols), as stored."""
+    flipped = piece.member.flipped
+    X = normalize(update.mT if flipped else update, working_dtype(update))
+    triples = resolve_coefficients(group["coefficients"], group["ns_steps"])
+    X = iterate(X.contiguous(), triples, group["method"])
+    if moment is not None:
+        normalize_rows(X, [piece], [moment], control)
+    return (X.mT if flipped else X).float()
+
+
+def _moment(item: Sharded, member: Member, held: dict[str, Any], placements: Sequence[Any]) -> Tensor:
+    """This rank's part of NorMuon's moments (blocks, neurons), which are created or placed where they are not yet."""
+    from torch.distributed.tensor import distribute_tensor, zeros
+
+    mesh, neurons = item.param.device_mesh, max(member.cols if flag else member.rows for flag in member.transposed)
+    key = key_of(member, MOMENT, (neurons,), whole=True)
+    if key not in held:
+        held[key] = zeros(member.count, neurons, dtype=torch.float32, device_mesh=mesh, placements=placements)
+    elif not is_sharded(held[key]):  # from a checkpoint of one process
+        held[key] = distribute_tensor(held[key].contiguous(), mesh, placements)
+    elif tuple(held[key].placements) != tuple(placements):
+        held[key] = held[key].redistribute(placements=placements)
+    return local_of(held[key])
+
+
 def _orthogonalize_gathered(
-    items: Sequence[Sharded], updates: Sequence[Tensor], group: dict[str, Any], ranks: Any, rank: int, world: int
+    items: Sequence[Sharded], updates: Sequence[Tensor], groups: Sequence[dict[str, Any]], state: Any, control: Control
 ) -> list[Tensor]:
+    ranks, rank, world = _ranks(items[0].param)
+    group = groups[items[0].group]
     rows, cols = items[0].rows, items[0].cols
     squares = torch.stack([update.square().sum() for update in updates])
     dist.all_reduce(squares, group=ranks)
@@ -187,7 +235,22 @@ def _orthogonalize_gathered(
     order = [n for numbers in by_owner for n in numbers]
     parts = list(returned.split(heights[rank])) if heights[rank] else [returned] * len(items)
     found = dict(zip(order, parts))
-    return [found[n][None] for n in range(len(items))]
+    directions = [found[n][None] for n in range(len(items))]
+    if group["normuon"]:
+        directions = [_normalize_own_rows(i, d, state[i.param], control) for i, d in zip(items, directions)]
+    return directions
+
+
+def _normalize_own_rows(item: Sharded, direction: Tensor, held: dict[str, Any], control: Control) -> Tensor:
+    """NorMuon on the rows (1, rows, cols) of a matrix that this rank has: norms are those of the whole matrix."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    member, ranks = item.members[0], _ranks(item.param)[0]
+    places = [Replicate() if placement.is_replicate() else Shard(1) for placement in item.param.placements]
+    moment = _moment(item, member, held, places)
+    return divide_by_moment(
+        direction, moment, find_row_beta(member, control), -1, lambda squares: dist.all_reduce(squares, group=ranks)
+    )
 
 
 def _apply(item: Sharded, direction: Tensor, group: dict[str, Any], held: dict[str, Any], control: Control) -> None:

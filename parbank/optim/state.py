@@ -33,22 +33,34 @@ SAVE_ON_ALL = (
 )
 
 
+def key_of(member: Member, name: str, shape: tuple[int, ...], whole: bool) -> str:
+    """The key of a member's state in the state of its parameter.
+
+    Members of one parameter (`split_sizes`) share a tensor of the parameter's shape. Shards and states of fewer
+    dimensions have their own keys: "row_moment", "row_moment.1" and so on.
+    """
+    return name if member.part == 0 or (whole and len(shape) == 2) else f"{name}.{member.part}"
+
+
 def init_state(state: Any, batch: Batch, pieces: Sequence[Piece]) -> None:
     """Creates missing states for every parameter of a batch."""
     for member in batch.members:
         held = state[member.param]
-        for key, shape in batch.state_shapes[member].items():
+        for name, shape in batch.state_shapes[member].items():
+            key = key_of(member, name, shape, batch.whole)
             if key not in held:
                 held[key] = _zeros(member, pieces, batch.whole, shape)
         if member.param.dtype == torch.bfloat16 and "low_bits" not in held:
             held["low_bits"] = torch.zeros_like(member.param, dtype=torch.int16)
 
 
-def blocks_of(held: dict[str, Tensor], key: str, piece: Piece, batch: Batch) -> Tensor:
+def blocks_of(held: dict[str, Tensor], name: str, piece: Piece, batch: Batch) -> Tensor:
     """The blocks of a piece in the state of its parameter."""
+    shape = batch.state_shapes[piece.member][name]
+    value = held[key_of(piece.member, name, shape, batch.whole)]
     if not batch.whole:
-        return held[key][piece.offset : piece.offset + piece.count]
-    blocks = piece.member.blocks(held[key]) if len(batch.state_shapes[piece.member][key]) == 2 else held[key]
+        return value[piece.offset : piece.offset + piece.count]
+    blocks = piece.member.blocks(value) if len(shape) == 2 else value
     return blocks[piece.block : piece.block + piece.count]
 
 
@@ -71,33 +83,44 @@ def complete(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> None:
 
 def gather(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> dict[Tensor, dict[str, Any]]:
     """The whole state of every parameter of the batches that has one. Collective, where a rank holds a part."""
-    whole: dict[Tensor, dict[str, Any]] = {}
+    sharded = _find_keys([batch for batch in batches if not batch.whole], whole=False)
+    params = {member.param: None for batch in batches for member in batch.members if member.param in optimizer.state}
+    whole = {p: {k: v for k, v in optimizer.state[p].items() if k not in sharded.get(p, ())} for p in params}
     for batch in batches:
-        members = [m for m in batch.members if m.param in optimizer.state]
         shapes = batch.state_shapes
-        for member in members:
-            held = optimizer.state[member.param].items()
-            whole[member.param] = {key: value for key, value in held if batch.whole or key not in shapes[member]}
-        for key in dict.fromkeys(key for found in shapes.values() for key in found if not batch.whole):
-            having = [m for m in members if key in optimizer.state[m.param]]
+        for name in dict.fromkeys(name for found in shapes.values() for name in found if not batch.whole):
+            having = [
+                m
+                for m in batch.members
+                if name in shapes[m] and key_of(m, name, shapes[m][name], False) in optimizer.state.get(m.param, {})
+            ]
             if having:
-                for member, rows in _gather_rows(optimizer, batch, key, having):
-                    whole[member.param][key] = _assemble(member, shapes[member][key], rows)
+                for member, rows in _gather_rows(optimizer, batch, name, having):
+                    _assemble(whole[member.param], member, name, shapes[member][name], rows)
     return whole
 
 
+def _find_keys(batches: Sequence[Batch], whole: bool) -> dict[Tensor, set[str]]:
+    """Per parameter: the keys of its members' states."""
+    keys: dict[Tensor, set[str]] = {}
+    for batch in batches:
+        for member, shapes in batch.state_shapes.items():
+            keys.setdefault(member.param, set()).update(key_of(member, n, shapes[n], whole) for n in shapes)
+    return keys
+
+
 def _gather_rows(
-    optimizer: "ParallelMuon", batch: Batch, key: str, members: Sequence[Member]
+    optimizer: "ParallelMuon", batch: Batch, name: str, members: Sequence[Member]
 ) -> list[tuple[Member, Tensor]]:
     """One state of all blocks of some members of a batch, flat, from their owners. Collective."""
     ranks, shapes = optimizer.ranks, batch.state_shapes
     pieces = batch.pieces(ranks.rank)
-    width = max(math.prod(found[key]) for found in shapes.values() if key in found)
+    width = max(math.prod(found[name]) for found in shapes.values() if name in found)
     owned = sum(piece.count for piece in pieces)
     local = torch.zeros(owned, width, dtype=wide_dtype(batch.dtype), device=members[0].param.device)
     for piece in pieces:
         if piece.member in members:
-            values = blocks_of(optimizer.state[piece.member.param], key, piece, batch).reshape(piece.count, -1)
+            values = blocks_of(optimizer.state[piece.member.param], name, piece, batch).reshape(piece.count, -1)
             local[piece.local : piece.local + piece.count, : values.shape[1]] = values
     everything, works = ranks.gather(local, batch)
     wait(works)
@@ -106,40 +129,47 @@ def _gather_rows(
 
 def share_vectors(optimizer: "ParallelMuon", batch: Batch) -> None:
     """Copies states of fewer dimensions than a block from their owners, where every rank holds the whole state."""
-    for key in dict.fromkeys(
-        k for found in batch.state_shapes.values() for k, shape in found.items() if len(shape) != 2
+    for name in dict.fromkeys(
+        n for found in batch.state_shapes.values() for n, shape in found.items() if len(shape) != 2
     ):
-        for member, rows in _gather_rows(optimizer, batch, key, batch.members):
+        for member, rows in _gather_rows(optimizer, batch, name, batch.members):
+            key = key_of(member, name, batch.state_shapes[member][name], batch.whole)
             held = optimizer.state[member.param][key]
             held.copy_(rows[:, : held[0].numel()].reshape(held.shape))
 
 
-def _assemble(member: Member, shape: tuple[int, ...], rows: Tensor) -> Tensor:
-    """A state of all blocks of a member, from flat rows: in the parameter's shape where it has a number for each weight."""
+def _assemble(values: dict[str, Any], member: Member, name: str, shape: tuple[int, ...], rows: Tensor) -> None:
+    """Puts a state of all blocks of a member into `values`, from flat rows: in the parameter's shape where it has a number
+    for each weight."""
     blocks = rows[:, : math.prod(shape)].clone()
-    return member.unblocks(blocks) if len(shape) == 2 else blocks.view(-1, *shape)
+    key = key_of(member, name, shape, whole=True)
+    if len(shape) != 2:
+        values[key] = blocks.view(-1, *shape)
+        return
+    if key not in values:
+        values[key] = torch.empty_like(member.param, dtype=rows.dtype, requires_grad=False)
+    member.blocks(values[key]).copy_(blocks.view(-1, *shape))
 
 
 def scatter(optimizer: "ParallelMuon", whole: dict[Tensor, dict[str, Any]]) -> None:
     """Keeps this rank's part of whole states: the inverse of `gather`, in the current layout."""
-    ranks = optimizer.ranks
-    for batch in optimizer.batches():
-        pieces = batch.pieces(ranks.rank)
-        for member in batch.members:
-            values = whole.get(member.param)
-            if values is None:
-                continue
-            if batch.whole:
-                optimizer.state[member.param] = dict(values)
-                continue
+    batches, rank = optimizer.batches(), optimizer.ranks.rank
+    cut = _find_keys([batch for batch in batches if not batch.whole], whole=True)
+    kept = {p: {k: v for k, v in values.items() if k not in cut.get(p, ())} for p, values in whole.items()}
+    for batch in batches:
+        pieces = batch.pieces(rank)
+        for member in [m for m in batch.members if m.param in whole and not batch.whole]:
             mine = [piece for piece in pieces if piece.member is member]
-            for key, shape in batch.state_shapes[member].items():
-                if key not in values:
+            for name, shape in batch.state_shapes[member].items():
+                value = whole[member.param].get(key_of(member, name, shape, whole=True))
+                if value is None:
                     continue
-                rows = member.blocks(values[key]) if len(shape) == 2 else values[key]
+                rows = member.blocks(value) if len(shape) == 2 else value
                 parts = [rows[piece.block : piece.block + piece.count] for piece in mine]
-                values = {**values, key: torch.cat(parts) if parts else rows[:0].clone()}
-            optimizer.state[member.param] = dict(values)
+                key = key_of(member, name, shape, whole=False)
+                kept[member.param][key] = torch.cat(parts) if parts else rows[:0].clone()
+    for param in {member.param: None for batch in batches for member in batch.members if member.param in kept}:
+        optimizer.state[param] = kept[param]
 
 
 def arrange_state(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> None:
@@ -150,12 +180,14 @@ def arrange_state(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> None:
                 held = optimizer.state[member.param]
                 for key, value in held.items():
                     if value.shape == member.param.shape and not value.permute(member.order).is_contiguous():
-                        held[key] = member.unblocks(member.blocks(value))
+                        held[key] = torch.empty_like(member.param, dtype=value.dtype).copy_(value)
 
 
 def _copy_like(value: Tensor, param: Tensor) -> Tensor:
     """A copy on the parameter's device, in its memory order if it has its shape: blocks must be views of both."""
-    if is_sharded(param) and value.ndim == param.ndim and not is_sharded(value):  # a whole tensor for a sharded weight
+    if (
+        is_sharded(param) and value.shape == param.shape and not is_sharded(value)
+    ):  # a whole tensor for a sharded weight
         from torch.distributed.tensor import distribute_tensor
 
         return distribute_tensor(value.to(param.device), param.device_mesh, param.placements)  # type: ignore[attr-defined]

@@ -8,14 +8,14 @@ gradients (clip, mean over ranks, loss scale). A skipped step runs the same arit
 learning rate 0, which changes no bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from parbank.optim.hyper import DECAY, LR, MOMENTUM, ROW_BETA
-from parbank.optim.layout import Batch, Piece
+from parbank.optim.layout import Batch, Member, Piece
 from parbank.optim.master import join_master, split_master, wide_dtype
 from parbank.optim.newton_schulz import normalize, working_dtype
 
@@ -75,17 +75,34 @@ def normalize_rows(X: Tensor, pieces: Sequence[Piece], moments: Sequence[Tensor]
     needed.
     """
     for piece, moment in zip(pieces, moments):
-        beta = torch.where(control.taken(piece), control.hyper[piece.member.group, ROW_BETA], 1.0)
         for start, count, dim in _runs(piece):
             block = X[piece.local + start : piece.local + start + count]
-            wide = block.to(moment.dtype)
-            squares = wide.square().mean(dim=dim, keepdim=True)
-            rows = moment[start : start + count, : squares.numel() // count]
-            rows.copy_(torch.lerp(squares.view_as(rows), rows, beta))
-            scaled = wide * (rows.view_as(squares) + 1e-10).rsqrt()  # 1e-10: a neuron that never moved stays at zero
-            before = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
-            after = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True)
-            block.copy_(scaled * (before / (after + 1e-10)))
+            neurons = block.shape[-1] if dim == -2 else block.shape[-2]
+            rows = moment[start : start + count, :neurons]
+            block.copy_(divide_by_moment(block, rows, find_row_beta(piece.member, control), dim))
+
+
+def find_row_beta(member: Member, control: Control) -> Tensor:
+    """The decay of NorMuon's moments; 1 where the step is skipped."""
+    taken = (control.values[0] * control.active[member.index]) > 0
+    return torch.where(taken, control.hyper[member.group, ROW_BETA], 1.0)
+
+
+def divide_by_moment(
+    block: Tensor, rows: Tensor, beta: Tensor, dim: int, sum_over_ranks: Callable[[Tensor], None] = lambda squares: None
+) -> Tensor:
+    """Updates the moments (count, neurons) of blocks, in place, and returns the normalised blocks, in the moments' dtype.
+
+    If a rank has some of the neurons only, `sum_over_ranks` sums squared norms in place.
+    """
+    wide = block.to(rows.dtype)
+    squares = wide.square().mean(dim=dim, keepdim=True)
+    rows.copy_(torch.lerp(squares.view_as(rows), rows, beta))
+    scaled = wide * (rows.view_as(squares) + 1e-10).rsqrt()  # 1e-10: a neuron that never moved stays at zero
+    norms = torch.stack([(tensor * tensor).sum(dim=(-2, -1), keepdim=True) for tensor in (wide, scaled)])
+    sum_over_ranks(norms)
+    before, after = norms.sqrt()
+    return scaled * (before / (after + 1e-10))
 
 
 def _runs(piece: Piece) -> list[tuple[int, int, int]]:
