@@ -1,0 +1,248 @@
+"""Line charts as SVG, drawn here: they are complete without a script, and a reader of the file sees the numbers.
+
+A series differs from the others by its dash and its marker as well as by its colour. The script of the page adds a
+cursor, by pointer or by arrow keys; it reads the values from the chart's `data-chart`.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from parbank.report.text import escape, is_number, short
+
+Point = tuple[float, float]
+
+DASHES = ("", "7 4", "2 3", "10 3 2 3", "5 5", "1 4")
+MARKERS = "osd^vx"  # circle, square, diamond, triangles, cross
+MOST_POINTS = 600  # of a line; more would be narrower than a pixel each
+MARKED_POINTS = 40  # a line with more points has a marker on some of them only
+TABLE_ROWS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    name: str
+    points: Sequence[Point]
+    """Sorted by x. Values that are not finite are left out, and break the line."""
+    style: int = 0
+    """Which colour, dash and marker."""
+    line: bool = True
+    """False draws the markers alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    label: str
+    form: Callable[[float], str] = short
+    log: bool = False
+    zero: bool = False
+    """Begins at zero."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where numbers lie in the picture."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    width: int
+    height: int
+    log_x: bool = False
+    left, right, top, bottom = 58, 14, 10, 42
+
+    def across(self, x: float) -> float:
+        low, high, at = self.x[0], self.x[1], x
+        if self.log_x:
+            low, high, at = math.log2(1 + low), math.log2(1 + high), math.log2(1 + x)
+        return self.left + (at - low) / (high - low) * (self.width - self.left - self.right)
+
+    def down(self, y: float) -> float:
+        low, high = self.y
+        return self.top + (high - y) / (high - low) * (self.height - self.top - self.bottom)
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    x: Axis,
+    y: Axis,
+    *,
+    wide: bool = False,
+    note: str = "",
+) -> str:
+    """A figure: caption, legend, picture, and its numbers as a table."""
+    kept = [thin(one) for one in series if any(map(is_point, one.points))]
+    if not kept:
+        return ""
+    points = [point for one in kept for point in one.points if is_point(point)]
+    xs, ys = [p[0] for p in points], [p[1] for p in points]
+    frame = Frame(
+        _span(0.0 if x.zero else min(xs), max(xs)),
+        _padded(0.0 if y.zero else min(ys), max(ys), zero=y.zero),
+        560 if wide else 380,
+        290 if wide else 230,
+        x.log,
+    )
+    drawn = "".join(draw_series(one, frame) for one in kept)
+    described = f"{title}. {_describe(kept, y)}"
+    data = {
+        "x": {"label": x.label, "frame": [*frame.x, frame.left, frame.width - frame.right, int(x.log)]},
+        "series": [{"name": one.name, "points": [_rounded(p) for p in one.points if is_point(p)]} for one in kept],
+    }
+    picture = (
+        f'<svg class="chart{" wide" if wide else ""}" viewBox="0 0 {frame.width} {frame.height}" role="img" tabindex="0" '
+        f'aria-label="{escape(described)}" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">'
+        f'{_axes(frame, x, y)}{drawn}<line class="cursor" y1="{frame.top}" y2="{frame.height - frame.bottom}" hidden></line></svg>'
+    )
+    return figure(title, legend(kept), picture + '<output class="reading"></output>', _table(kept, x, y), note)
+
+
+def figure(title: str, legend: str, picture: str, table: str, note: str = "") -> str:
+    more = f'<p class="note">{note}</p>' if note else ""
+    numbers = f"<details><summary>Numbers: {escape(title)}</summary>{table}</details>" if table else ""
+    return f"<figure><figcaption>{escape(title)}</figcaption>{legend}{picture}{more}{numbers}</figure>"
+
+
+def legend(series: Sequence[Series]) -> str:
+    """One entry for each series, with its line as drawn. A single series needs none."""
+    if len(series) < 2:
+        return ""
+    items = []
+    for one in series:
+        line = f'<line x1="1" y1="6" x2="29" y2="6" {_stroke(one.style)}/>' if one.line else ""
+        swatch = f'<svg class="swatch" viewBox="0 0 30 12" aria-hidden="true">{line}{marker(one.style, 15, 6)}</svg>'
+        items.append(f"<li>{swatch}<bdi>{escape(one.name)}</bdi></li>")
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def draw_series(one: Series, frame: Frame) -> str:
+    """Lines between points that follow each other, and markers."""
+    lines, places = [], [p for p in one.points if is_point(p)]
+    for finite, run in itertools.groupby(one.points, key=is_point):
+        placed = [f"{frame.across(a):.1f},{frame.down(b):.1f}" for a, b in run] if finite else []
+        if one.line and len(placed) > 1:
+            lines.append(f'<polyline points="{" ".join(placed)}" {_stroke(one.style)}/>')
+    every = max(1, math.ceil(len(places) / MARKED_POINTS)) if len(places) <= MARKED_POINTS or not one.line else 0
+    marked = places[::every] if every else places[:: math.ceil(len(places) / 8)]
+    marks = "".join(marker(one.style, frame.across(a), frame.down(b)) for a, b in marked)
+    return f'<g class="series" data-points="{len(places)}">{"".join(lines)}{marks}</g>'
+
+
+def marker(style: int, x: float, y: float, r: float = 3.2) -> str:
+    kind, c = MARKERS[style % len(MARKERS)], f'class="m c{style % 6}"'
+    if kind == "o":
+        return f'<circle {c} cx="{x:.1f}" cy="{y:.1f}" r="{r}"/>'
+    if kind == "s":
+        return f'<rect {c} x="{x - r:.1f}" y="{y - r:.1f}" width="{2 * r}" height="{2 * r}"/>'
+    d = r * 1.25
+    shape = {
+        "d": ((0, -d), (d, 0), (0, d), (-d, 0)),
+        "^": ((0, -d), (d, d), (-d, d)),
+        "v": ((0, d), (d, -d), (-d, -d)),
+        "x": ((-r, -r), (r, r), (0, 0), (r, -r), (-r, r), (0, 0)),
+    }[kind]
+    corners = " ".join(f"{x + a:.1f},{y + b:.1f}" for a, b in shape)
+    return f'<polygon {c} points="{corners}"/>'
+
+
+def _stroke(style: int) -> str:
+    dash = DASHES[style % len(DASHES)]
+    return f'class="l c{style % 6}"' + (f' stroke-dasharray="{dash}"' if dash else "")
+
+
+def _axes(frame: Frame, x: Axis, y: Axis) -> str:
+    bottom, right = frame.height - frame.bottom, frame.width - frame.right
+    parts = []
+    for value in ticks(*frame.y, 5):
+        at = frame.down(value)
+        parts.append(f'<line class="grid" x1="{frame.left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<text class="tick end" x="{frame.left - 7}" y="{at + 4:.1f}">{escape(y.form(value))}</text>')
+    marks = _log_ticks(*frame.x) if x.log else ticks(*frame.x, 6 if frame.width > 400 else 5)
+    for value in marks:
+        at = frame.across(value)
+        parts.append(f'<line class="grid short" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+        parts.append(f'<text class="tick middle" x="{at:.1f}" y="{bottom + 17}">{escape(x.form(value))}</text>')
+    parts.append(f'<line class="axis" x1="{frame.left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    parts.append(f'<text class="label end" x="{right}" y="{frame.height - 5}">{escape(x.label)}</text>')
+    return "".join(parts)
+
+
+def ticks(low: float, high: float, wanted: int) -> list[float]:
+    """Round numbers inside an interval: 1, 2 or 5 times a power of ten apart."""
+    rough = (high - low) / max(1, wanted)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(n * step, 12) for n in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """0, then powers of two, no more than eight."""
+    octaves = range(max(0, math.ceil(math.log2(max(low, 1)))), math.floor(math.log2(max(high, 1))) + 1)
+    every = max(1, math.ceil(len(octaves) / 7))
+    return ([0.0] if low <= 0 else []) + [float(2**n) for n in octaves if n % every == (octaves[-1] % every)]
+
+
+def thin(one: Series) -> Series:
+    """At most MOST_POINTS points: every n-th, and the last."""
+    if len(one.points) <= MOST_POINTS:
+        return one
+    every = math.ceil(len(one.points) / MOST_POINTS)
+    points = [*one.points[::every], *([one.points[-1]] if (len(one.points) - 1) % every else [])]
+    return Series(name=one.name, points=points, style=one.style, line=one.line)
+
+
+def is_point(point: Point) -> bool:
+    return is_number(point[0]) and is_number(point[1])
+
+
+def _span(low: float, high: float) -> tuple[float, float]:
+    return (low, high) if high > low else (low - 0.5, low + 0.5)
+
+
+def _padded(low: float, high: float, *, zero: bool) -> tuple[float, float]:
+    if not high > low:
+        spread = abs(high) * 0.1 or 1.0
+        return (0.0 if zero else low - spread), high + spread
+    pad = 0.06 * (high - low)
+    return (0.0 if zero else low - pad), high + pad
+
+
+def _rounded(point: Point) -> list[float]:
+    return [float(f"{value:.6g}") for value in point]
+
+
+def _describe(series: Sequence[Series], y: Axis) -> str:
+    """In words, for people who do not see the picture."""
+    parts = []
+    for one in series:
+        values = [p[1] for p in one.points if is_point(p)]
+        parts.append(
+            f"{one.name}: {len(values)} points from {y.form(values[0])} to {y.form(values[-1])}, "
+            f"lowest {y.form(min(values))}, highest {y.form(max(values))}"
+        )
+    return f"{y.label}. " + "; ".join(parts) + "."
+
+
+def _table(series: Sequence[Series], x: Axis, y: Axis) -> str:
+    """Some of the points, evenly chosen."""
+    found = []
+    for one in series:
+        points = [p for p in one.points if is_point(p)]
+        every = max(1, math.ceil(len(points) / TABLE_ROWS))
+        rows = "".join(
+            f"<tr><td>{escape(x.form(a))}</td><td>{_exact(b)}</td></tr>"
+            for a, b in dict.fromkeys([*points[::every], points[-1]])
+        )
+        name = f"<caption><bdi>{escape(one.name)}</bdi></caption>"
+        found.append(
+            f"<table>{name}<thead><tr><th scope=col>{escape(x.label)}</th><th scope=col>{escape(y.label)}</th></tr></thead>"
+            f"<tbody>{rows}</tbody></table>"
+        )
+    return f'<div class="tables">{"".join(found)}</div>'
+
+
+def _exact(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.6g}"

@@ -1,0 +1,140 @@
+"""What a run's folder holds, read without trust: a file may be missing, older than this parbank, or half written."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from parbank.config import to_dict
+from parbank.errors import ConfigError, ParbankError
+from parbank.recipes import get_recipe
+from parbank.report.text import is_number
+
+Values = dict[str, Any]
+
+NUMBERS = (
+    "val_bpb", "val_bpb_before_packing", "val_bytes", "val_tokens", "val_overlap", "max_bytes", "steps", "skipped_steps", "tokens",
+    "tokens_per_second", "train_seconds", "stalled_seconds", "setup_seconds", "finish_seconds", "data_wait_seconds", "memory_bytes",
+    "params", "world_size", "artifact_bytes", "code_bytes",
+)  # fmt: skip
+TABLES_OF_NUMBERS = ("setup_parts", "finish_parts", "compressors_bpb", "threads", "sections")
+TABLES = ("versions", "machine", "surprise", "documents", "model", "budget", "batch", "optim", "train", "quant")
+LISTS = ("tensors", "by_context", "by_place", "samples")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run, finished or not."""
+
+    folder: Path
+    config: Values
+    rows: Sequence[Values]
+    """Of metrics.jsonl."""
+    summary: Values | None
+    """None while the run has not ended."""
+    details: Values = field(default_factory=dict)
+    """Of details.json; empty for a run of an older parbank."""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.folder.resolve().name)
+
+    @property
+    def recipe(self) -> str:
+        return str((self.summary or {}).get("recipe") or self.config.get("recipe") or "unknown recipe")
+
+    def column(self, name: str, x: str) -> list[tuple[float, float]]:
+        """(x, value) of the rows that have the number."""
+        return [(row[x], row[name]) for row in self.rows if row.get(name) is not None and row.get(x) is not None]
+
+    def has(self, name: str) -> bool:
+        return any(row.get(name) is not None for row in self.rows)
+
+    @cached_property
+    def changes(self) -> dict[str, tuple[Any, Any]]:
+        """Settings that differ from the recipe's: (the recipe's, the run's)."""
+        try:
+            recipe = flatten(to_dict(get_recipe(self.recipe)))
+        except ParbankError:
+            return {}
+        mine = flatten(self.config)
+        return {k: (was, mine[k]) for k in mine if k in recipe and (was := _plain(recipe[k])) != mine[k]}
+
+
+def read_record(folder: Path) -> Record:
+    """The record of a run's folder. A folder without a config is no run."""
+    config = _read_json(folder / "config.json")
+    if not config:
+        raise ConfigError(
+            f"{folder} holds no run: it has no config.json that can be read; give the folder that `parbank train` wrote"
+        )
+    return Record(
+        folder,
+        config,
+        read_rows(folder / "metrics.jsonl"),
+        _read_json(folder / "summary.json") or None,
+        _read_json(folder / "details.json"),
+    )
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and not (folder / "study.json").exists()
+
+
+def read_rows(path: Path) -> list[Values]:
+    """The rows of a metrics file; a line that is no row, such as one that is being written, is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append({key: value for key, value in row.items() if isinstance(value, (int, float))})
+    return rows
+
+
+def _read_json(path: Path) -> Values:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return clean(found) if isinstance(found, dict) else {}
+
+
+def clean(values: Values) -> Values:
+    """Without the known entries that are of another kind than parbank writes."""
+    kept = {key: value for key, value in values.items() if _fits(key, value)}
+    for key in kept.keys() & set(TABLES_OF_NUMBERS):
+        kept[key] = {name: value for name, value in kept[key].items() if is_number(value)}
+    for key in kept.keys() & set(LISTS):
+        kept[key] = [one for one in kept[key] if isinstance(one, dict)]
+    return kept
+
+
+def _fits(key: str, value: Any) -> bool:
+    if key in NUMBERS:
+        return is_number(value)
+    if key in LISTS:
+        return isinstance(value, list)
+    return isinstance(value, dict) or key not in (*TABLES, *TABLES_OF_NUMBERS)
+
+
+def flatten(values: Values, path: str = "") -> Values:
+    """Nested settings by dotted names."""
+    found: Values = {}
+    for key, value in values.items():
+        name = f"{path}.{key}" if path else str(key)
+        found.update(flatten(value, name) if isinstance(value, dict) else {name: value})
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    return json.loads(json.dumps(value))

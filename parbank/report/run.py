@@ -1,0 +1,237 @@
+"""The page of one run."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from parbank.report.bars import parted_bar
+from parbank.report.chart import Axis, Series, line_chart
+from parbank.report.page import Section, grid, missing, page, table, tiles
+from parbank.report.record import Record, Values, flatten
+from parbank.report.result import bytes_section, sample_section, score_section, surprise_section
+from parbank.report.text import count, date, duration, escape, is_number, number, share, short, shown, size
+
+CLOCK = Axis(label="seconds of training")
+TOKENS = Axis(label="training tokens")
+RATES = {
+    "matrix_lr": "matrices",
+    "embedding_lr": "embeddings",
+    "head_lr": "head",
+    "scalar_lr": "scalars",
+}  # settings of optim, and the parameters they are for
+
+
+def run_page(record: Record) -> str:
+    """A run, from its budget to its settings. What was not recorded is said in words."""
+    return page(f"{record.name} · parbank", _head(record), _sections(record))
+
+
+def _head(record: Record) -> str:
+    summary, budget = record.summary or {}, record.config.get("budget", {})
+    when = f", {date(record.details['ended_at'])}" if "ended_at" in record.details else ""
+    state = "" if record.summary else " The run has not ended: no score yet."
+    about = f"<p>Recipe {shown(record.recipe)} on {shown(record.config.get('data', 'unknown data'))}{when}.{state}</p>"
+    last = record.rows[-1] if record.rows else {}
+    seconds = summary.get("train_seconds", last.get("seconds"))
+    tokens = summary.get("tokens", last.get("tokens"))
+    minutes = budget.get("minutes")
+    items = [
+        ("Score, bits per byte", number(summary.get("val_bpb")), _against_best(summary)),
+        ("Artifact", size(summary.get("artifact_bytes")), _of_cap(summary)),
+        (
+            "Training clock",
+            duration(seconds),
+            f"of {duration(60 * minutes)}" if is_number(minutes) else _steps(summary, last),
+        ),
+        ("Tokens", short(tokens) if is_number(tokens) else "–", f"{count(summary.get('tokens_per_second'))} a second"),
+        ("Parameters", short(summary["params"]) if is_number(summary.get("params")) else "–", ""),
+        ("Device", shown(summary.get("device", "–")), _ranks(summary)),
+    ]
+    return f"<h1>{shown(record.name)}</h1>{about}{tiles(items)}"
+
+
+def _against_best(summary: Values) -> str:
+    others = summary.get("compressors_bpb", {})
+    if not others or not is_number(summary.get("val_bpb")):
+        return ""
+    best = min(others, key=lambda name: others[name])
+    return f"{escape(best)}: {number(others[best])}"
+
+
+def _of_cap(summary: Values) -> str:
+    if not is_number(summary.get("artifact_bytes")):
+        return ""
+    code = summary.get("code_bytes", 0)
+    with_code = f", with {size(code)} of code" if code else ""
+    return f"{share(summary['artifact_bytes'] + code, summary.get('max_bytes'))} of {size(summary.get('max_bytes'))}{with_code}"
+
+
+def _steps(summary: Values, last: Values) -> str:
+    return f"{count(summary.get('steps', last.get('step')))} steps"
+
+
+def _ranks(summary: Values) -> str:
+    world = summary.get("world_size")
+    if is_number(world) and world > 1:
+        return f"{world} ranks"
+    threads = summary.get("threads", {})
+    return f"{count(threads.get('cores'))} cores" if is_number(threads.get("cores")) else ""
+
+
+def _sections(record: Record) -> Iterator[Section]:
+    yield curve_section(record)
+    yield Section("Training", _training(record))
+    summary = record.summary
+    if summary:
+        yield score_section(record)
+        yield bytes_section(record)
+    yield Section("Time", _time(record))
+    if summary:
+        yield surprise_section(record)
+        yield sample_section(record)
+    yield config_section(record)
+    yield Section("Machine and versions", _machine(record))
+
+
+def curve_section(record: Record) -> Section:
+    note = ""
+    if not record.has("val_bpb"):
+        note = "No validation during training: <code>train.validate_every</code> was off, or older than this setting."
+    body = grid(*loss_charts(record), *validation_charts(record))
+    return Section("Curves", body or missing("metrics.jsonl has no rows."), note)
+
+
+def loss_charts(record: Record) -> list[str]:
+    y = Axis(label="Loss, nats per token")
+    return [
+        line_chart(f"Loss by {what}", [Series(name="training loss", points=record.column("loss", key))], axis, y, wide=True,
+                   note="Nats per token of the training batches.")
+        for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS))
+    ]  # fmt: skip
+
+
+def validation_charts(record: Record) -> list[str]:
+    """The sample's curve, with the score of the whole text at its end."""
+    if not record.has("val_bpb"):
+        return []
+    summary = record.summary or {}
+    found = []
+    for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS)):
+        series = [Series(name="sample, during training", points=record.column("val_bpb", key), style=1)]
+        at = summary.get({"seconds": "train_seconds"}.get(key, key))
+        if is_number(at):
+            ends = [("whole text, before packing", "val_bpb_before_packing", 2), ("whole text, packed", "val_bpb", 3)]
+            series += [
+                Series(name=n, points=[(at, summary[k])], style=s, line=False) for n, k, s in ends if k in summary
+            ]
+        y = Axis(label="Bits per byte")
+        found.append(line_chart(f"Validation by {what}", series, axis, y, wide=True,
+                                note="Bits per byte, averaged weights; lower is better."))  # fmt: skip
+    return found
+
+
+def _training(record: Record) -> str:
+    charts = [line_chart("Learning rates", _rates(record), CLOCK, Axis(label="Learning rate", zero=True))]
+    for title, name, scale, zero, label in (
+        ("Gradient norm", "grad_norm", 1, True, "Norm before clipping"),
+        ("Speed", "tokens_per_second", 1, True, "Tokens per second"),
+        ("Waiting for data", "data_wait", 1e3, True, "Milliseconds a step"),
+        ("Memory", "memory", 1e-9, True, "Peak so far, GB"),
+        ("GPU clock", "gpu_clock_mhz", 1, False, "MHz"),
+        ("GPU power", "gpu_power_w", 1, True, "Watts"),
+    ):
+        points = [(x, scale * y) for x, y in record.column(name, "seconds")]
+        y = Axis(label=label, zero=zero)
+        charts.append(line_chart(title, [Series(name=title, points=points)], CLOCK, y, note=f"{label}."))
+    if not any(charts):
+        return ""
+    gpu = "" if record.has("gpu_clock_mhz") else missing(_no_gpu(record))
+    return grid(*charts) + gpu
+
+
+def _no_gpu(record: Record) -> str:
+    if (record.summary or {}).get("device") == "cpu":
+        return "GPU clock and power: the run was on a CPU."
+    return "GPU clock and power: nvidia-smi gave none, or the run is older than these columns."
+
+
+def _rates(record: Record) -> list[Series]:
+    """Every rate follows the one of the matrices, which is in the rows."""
+    optim, rows = record.config.get("optim", {}), record.column("lr", "seconds")
+    peak = optim.get("matrix_lr")
+    if not is_number(peak) or not peak:
+        return [Series(name="learning rate", points=rows)]
+    tied = record.config.get("model", {}).get("tied")
+    kept = {k: v for k, v in RATES.items() if is_number(optim.get(k)) and not (k == "head_lr" and tied)}
+    return [
+        Series(name=what, points=[(x, y / peak * optim[key]) for x, y in rows], style=n)
+        for n, (key, what) in enumerate(kept.items())
+    ]
+
+
+def time_parts(summary: Values) -> list[tuple[str, float]]:
+    """Setup, training, scoring and packing, in the order in which they happened."""
+    finish = summary.get("finish_parts", {})
+    packing = sum(finish.get(name, 0) for name in ("calibration", "packing"))
+    scoring = sum(finish.get(name, 0) for name in ("scoring", "scoring the packed model"))
+    rest = (summary.get("finish_seconds", 0)) - packing - scoring
+    parts = [
+        ("setup", summary.get("setup_seconds", 0)),
+        ("training", summary.get("train_seconds", 0)),
+        ("packing", packing),
+        ("scoring", scoring),
+        ("samples and compressors", rest),
+    ]
+    return [(name, max(0.0, seconds)) for name, seconds in parts]
+
+
+def _time(record: Record) -> str:
+    summary = record.summary
+    if not summary:
+        return ""
+    bar = parted_bar("Seconds of the whole command", [(n, s, duration(s)) for n, s in time_parts(summary)])
+    setup = ", ".join(f"{name} {duration(s)}" for name, s in summary.get("setup_parts", {}).items() if s >= 0.05)
+    waited = share(summary.get("data_wait_seconds"), summary.get("train_seconds"), 2)
+    notes = [f"Setup: {escape(setup)}." if setup else "", f"Waiting for data took {waited} of the training clock."]
+    if stalled := summary.get("stalled_seconds"):
+        notes.append(f"Steps that stalled took {duration(stalled)} of the clock.")
+    if skipped := summary.get("skipped_steps"):
+        notes.append(f"{count(skipped)} steps were skipped: their loss or gradient was not finite.")
+    return bar + f'<p class="note">{" ".join(filter(None, notes))}</p>'
+
+
+def config_section(record: Record) -> Section:
+    """What differs from the recipe first, everything after it."""
+    changes = record.changes
+    rows = [(f"<code>{escape(k)}</code>", _setting(was), _setting(now)) for k, (was, now) in changes.items()]
+    body = table(("setting", "recipe", "this run"), rows, label="Settings that differ from the recipe") if rows else ""
+    said = "" if rows else "No setting differs from the recipe."
+    everything = flatten(record.config)
+    all_rows = [(f"<code>{escape(key)}</code>", _setting(value)) for key, value in everything.items()]
+    listed = table(("setting", "value"), all_rows, label="All settings")
+    full = f"<details><summary>All {len(everything)} settings</summary>{listed}</details>"
+    return Section("Settings", body + full, said)
+
+
+def _setting(value: Any) -> str:
+    return shown("none" if value is None else str(value).lower() if isinstance(value, bool) else value)
+
+
+def _machine(record: Record) -> str:
+    summary, details = record.summary or {}, record.details
+    machine = details.get("machine", {})
+    found: list[tuple[str, Any]] = [("device", summary.get("device")), *machine.items()]
+    found += [("ranks", summary.get("world_size")), ("seed", summary.get("seed"))]
+    found += [("commit", details.get("commit")), *summary.get("versions", {}).items()]
+    rows = [(escape(name), shown(_amount(name, value))) for name, value in found if value is not None]
+    if not rows:
+        return missing("summary.json, which names machine and versions.")
+    lacks = (
+        ""
+        if "machine" in details
+        else missing("Processor, memory, commit and date: the run is older than details.json.")
+    )
+    return table(("", "value"), rows, label="Machine and versions") + lacks
+
+
+def _amount(name: str, value: Any) -> Any:
+    return size(value) if name.endswith("memory") and is_number(value) else value

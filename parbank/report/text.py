@@ -1,0 +1,97 @@
+"""Text and numbers for a page. Everything that parbank did not write itself passes through `shown`."""
+
+import html
+import math
+import re
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any, TypeGuard
+
+# Characters that a browser hides, or that reorder the text around them: they are shown by their code.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+_PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def escape(text: Any) -> str:
+    """For HTML, in text and in attributes. Hidden characters appear by their code, such as \\u202e."""
+    return html.escape(_HIDDEN.sub(_code, str(text)))
+
+
+def shown(text: Any) -> str:
+    """Foreign text as an element of its own: its direction of writing does not reach the text around it."""
+    escaped = html.escape(str(text))
+    marked = _HIDDEN.sub(lambda found: f'<span class="hidden-sign">{_code(found)}</span>', escaped)
+    return f"<bdi>{marked}</bdi>"
+
+
+def _code(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def number(value: Any, digits: int = 4) -> str:
+    """With a fixed number of decimals; a dash where there is no number."""
+    return f"{value:,.{digits}f}" if is_number(value) else "–"
+
+
+def count(value: Any) -> str:
+    return f"{value:,.0f}" if is_number(value) else "–"
+
+
+def signed(value: Any, digits: int = 4) -> str:
+    """A difference. The minus is the typographic one, as wide as the plus."""
+    return f"{value:+,.{digits}f}".replace("-", "−") if is_number(value) else "–"
+
+
+def short(value: float, digits: int = 3) -> str:
+    """With a prefix, for axes and tiles: 1.51M."""
+    for size, prefix in _PREFIXES:
+        if abs(value) >= size:
+            return f"{value / size:.{digits}g}{prefix}"
+    return f"{value:.{digits}g}"
+
+
+def size(value: Any) -> str:
+    """Bytes, in decimal units like the caps."""
+    if not is_number(value):
+        return "–"
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(value) >= unit:
+            return f"{value / unit:.2f} {name}"
+    return f"{value:.0f} bytes"
+
+
+def duration(seconds: Any) -> str:
+    if not is_number(seconds):
+        return "–"
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def share(part: Any, whole: Any, digits: int = 1) -> str:
+    return f"{100 * part / whole:.{digits}f}%" if is_number(part) and is_number(whole) and whole else "–"
+
+
+def date(stamp: Any) -> str:
+    """An ISO time without its seconds and its zone, which is UTC."""
+    try:
+        return f"{datetime.fromisoformat(str(stamp)):%Y-%m-%d %H:%M} UTC"
+    except ValueError:
+        return "–"
+
+
+def listed(items: Iterable[str]) -> str:
+    """a, b and c."""
+    *rest, last = list(items) or ["nothing"]
+    return f"{', '.join(rest)} and {last}" if rest else last

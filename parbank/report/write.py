@@ -1,0 +1,22 @@
+"""Makes pages from folders, and writes them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from parbank.files import write_file
+from parbank.report.record import read_record
+from parbank.report.run import run_page
+
+PAGE = "report.html"
+
+
+def write_run_page(folder: Path) -> Path:
+    """The page of a run, in its own folder."""
+    return write_pages([folder], folder / PAGE)
+
+
+def write_pages(folders: Sequence[Path], out: Path) -> Path:
+    records = [read_record(folder) for folder in folders]
+    text = run_page(records[0])
+    write_file(out, text.encode("utf-8", "replace"))
+    return out

@@ -1,0 +1,167 @@
+"""The page of one run: what it shows, what it escapes, and what it says about old folders."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from parbank.errors import ConfigError
+from parbank.report.write import write_run_page
+from tests.report.folders import make_run
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202eabc\u2066 & \"quoted\" 'it' \x07"
+
+
+class Page(HTMLParser):
+    """The elements of a page, its attributes and its text. Tags must be closed in order."""
+
+    EMPTY = frozenset(("meta", "link"))
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(self.source)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    def chart(self, title: str) -> dict[str, list[list[float]]]:
+        """The points of a chart by series."""
+        found = next(a for a in self.all("svg") if "data-chart" in a and str(a["aria-label"]).startswith(f"{title}. "))
+        return {one["name"]: one["points"] for one in json.loads(str(found["data-chart"]))["series"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "a run", "optim.warmdown=0.6")
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Page:
+    return Page(write_run_page(folder))
+
+
+def test_the_numbers_are_those_of_the_summary(page: Page, folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    for value in (f"{summary['val_bpb']:.4f}", "15.84 MB", "1,508,123 a second", "NVIDIA H200", "526,910 bytes"):
+        assert value in page.text
+
+
+def test_curves_have_every_row(page: Page, folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(page.chart("Loss by clock")["training loss"]) == len(rows) == 90
+    assert page.chart("Loss by tokens")["training loss"][-1][0] == pytest.approx(rows[-1]["tokens"], rel=1e-5)
+    assert len(page.chart("Validation by clock")["sample, during training"]) == 10
+    assert set(page.chart("Learning rates")) == {"matrices", "embeddings", "scalars"}
+    assert page.chart("GPU power")["GPU power"][0][1] == pytest.approx(rows[0]["gpu_power_w"], rel=1e-5)
+
+
+def test_a_page_needs_nothing_from_elsewhere_and_is_light(page: Page) -> None:
+    assert len(page.source.encode()) < 300_000
+    for _, attributes in page.tags:
+        for name in ("src", "href", "xlink:href", "action"):
+            value = attributes.get(name)
+            assert value is None or value.startswith("#") or value == "data:,"
+    assert "url(" not in page.source
+    assert "@import" not in page.source
+
+
+def test_every_picture_says_in_words_what_it_shows(page: Page) -> None:
+    pictures = [a for a in page.all("svg") if a.get("role") == "img"]
+    assert len(pictures) > 10
+    assert all(len(str(a["aria-label"])) > 20 for a in pictures)
+    assert all(a.get("aria-hidden") == "true" for a in page.all("svg") if a.get("role") != "img")
+    ids = [a["id"] for _, a in page.tags if "id" in a]
+    assert len(ids) == len(set(ids))
+
+
+def test_settings_that_differ_from_the_recipe_come_first(page: Page) -> None:
+    rows = re.findall(r"<code>([\w.]+)</code></th><td><bdi>(\S+?)</bdi></td><td><bdi>(\S+?)</bdi></td>", page.source)
+    assert rows == [("optim.warmdown", "0.5", "0.6")]
+
+
+def test_foreign_text_is_shown_as_text(tmp_path: Path) -> None:
+    details = {
+        "samples": [{"prompt": EVIL, "text": EVIL}],
+        "surprise": {"pieces": [EVIL, "b"], "bits": [3.0, 12.0]},
+        "tensors": [{"name": EVIL, "count": 4, "packed_bytes": 2.0, "levels": 0, "error": None, "cost_nats": None}],
+        "machine": {EVIL: EVIL},
+    }
+    data = json.dumps(f"text:{EVIL}")
+    folder = make_run(
+        tmp_path / "run", f"data={data}", details=details, sample=EVIL, compressors_bpb={EVIL: 1.5}, device=EVIL
+    )
+    page = Page(write_run_page(folder.rename(tmp_path / "<b>bold")))
+    assert len(page.all("script")) == 1
+    assert not page.all("img")
+    assert not page.all("b")
+    assert "<script>alert(1)</script><img src=x onerror=alert(2)>" in page.text
+    assert "<b>bold" in page.text
+    assert not re.search("[\u202e\u2066\x07]", page.source), "only their codes"
+    assert "\\u202e" in page.text
+
+
+def test_an_old_folder_says_what_is_missing(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", details=None, gpu=False)
+    kept = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    plain = [{key: value for key, value in row.items() if key != "val_bpb"} for row in kept]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in plain) + '{"step": 5, "lo')
+    page = Page(write_run_page(folder))
+    for words in (
+        "No validation during training",
+        "Bytes by tensor: the run is older",
+        "Bits by token",
+        "was on a CPU",
+    ):
+        assert words in page.text
+    assert len(page.chart("Loss by clock")["training loss"]) == 90
+
+
+def test_a_run_that_has_not_ended_has_a_page(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    for name in ("summary.json", "details.json"):
+        (folder / name).unlink()
+    page = Page(write_run_page(folder))
+    assert "The run has not ended" in page.text
+    assert "Loss by clock" in page.text
+
+
+def test_a_run_without_rows_has_a_page(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text("")
+    assert "metrics.jsonl has no rows" in Page(write_run_page(folder)).text
+
+
+def test_odd_values_do_no_harm(tmp_path: Path) -> None:
+    """Numbers that are texts, lists that are numbers, and empty tables, as an edited folder may have."""
+    odd = {"tensors": [3, {"packed_bytes": "many"}], "by_context": [{"first": "a"}], "samples": ["x"], "machine": [],
+           "surprise": {"pieces": ["a"], "bits": []}, "documents": 3}  # fmt: skip
+    folder = make_run(tmp_path / "run", details=odd, val_bpb=None, setup_parts=None, threads=None, tokens="all")
+    Page(write_run_page(folder))
+
+
+def test_no_run_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        write_run_page(tmp_path)
