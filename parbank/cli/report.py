@@ -8,14 +8,14 @@ import typer
 
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are set beside each other.")
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, several to compare; or one study.")
     ],
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="The page; report.html in the folder, of several runs here."),
     ] = None,
 ) -> None:
-    """Write a page about a run, or one that compares several: a single HTML file that opens offline.
+    """Write a page about a run, several runs or a study: a single HTML file that opens offline.
 
     `train` leaves the page of its run in the folder. Runs of older versions, and runs that have not ended, have pages,
     too: a page says what was not recorded.
@@ -25,11 +25,23 @@ def report(
       parbank report runs/demo-1
 
       parbank report runs/demo-1 runs/demo-2 -o comparison.html
+
+      parbank report runs/study-published-training
     """
-    from parbank.report.write import PAGE, write_pages
+    from parbank.errors import ConfigError
+    from parbank.report.write import PAGE, write_pages, write_study_page
+    from parbank.study.report import make_report
+    from parbank.study.study import STUDY
 
     target = out or (folders[0] / PAGE if len(folders) == 1 else Path(PAGE))
-    print(f"{write_pages(folders, target)}: {target.stat().st_size:,} bytes; open it in a browser")
+    studies = [folder for folder in folders if (folder / STUDY).exists()]
+    if studies and len(folders) > 1:
+        raise ConfigError(f"{studies[0]} is a study, which has a page of its own; give it alone")
+    if studies:
+        write_study_page(make_report(studies[0]).to_dict(), studies[0], target)
+    else:
+        write_pages(folders, target)
+    print(f"{target}: {target.stat().st_size:,} bytes; open it in a browser")
 
 
 COMMANDS = {"report": report}

@@ -19,6 +19,7 @@ MARKERS = "osd^vx"  # circle, square, diamond, triangles, cross
 MOST_POINTS = 600  # of a line; more would be narrower than a pixel each
 MARKED_POINTS = 40  # a line with more points has a marker on some of them only
 TABLE_ROWS = 40
+EARLY = 0.06  # the share of a curve whose steepness may be left out of the frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ class Axis:
     log: bool = False
     zero: bool = False
     """Begins at zero."""
+    cut: bool = False
+    """Leaves a steep beginning out of the frame, so that the rest has room."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ class Frame:
             low, high, at = math.log2(1 + low), math.log2(1 + high), math.log2(1 + x)
         return self.left + (at - low) / (high - low) * (self.width - self.left - self.right)
 
+    def shows(self, y: float) -> bool:
+        return y <= self.y[1]
+
     def down(self, y: float) -> float:
         low, high = self.y
         return self.top + (high - y) / (high - low) * (self.height - self.top - self.bottom)
@@ -70,6 +76,7 @@ def line_chart(
     y: Axis,
     *,
     wide: bool = False,
+    unit: str = "",
     note: str = "",
 ) -> str:
     """A figure: caption, legend, picture, and its numbers as a table."""
@@ -78,14 +85,17 @@ def line_chart(
         return ""
     points = [point for one in kept for point in one.points if is_point(point)]
     xs, ys = [p[0] for p in points], [p[1] for p in points]
+    top = _top(kept) if y.cut else max(ys)
     frame = Frame(
         _span(0.0 if x.zero else min(xs), max(xs)),
-        _padded(0.0 if y.zero else min(ys), max(ys), zero=y.zero),
+        _padded(0.0 if y.zero else min(ys), top, zero=y.zero),
         560 if wide else 380,
         290 if wide else 230,
         x.log,
     )
-    drawn = "".join(draw_series(one, frame) for one in kept)
+    drawn = "".join(draw_series(one, frame, alone=len(kept) == 1) for one in kept)
+    if top < max(ys):
+        note = f"{note} The first values, up to {escape(y.form(max(ys)))}, lie above the frame.".strip()
     described = f"{title}. {_describe(kept, y)}"
     data = {
         "x": {"label": x.label, "frame": [*frame.x, frame.left, frame.width - frame.right, int(x.log)]},
@@ -96,13 +106,18 @@ def line_chart(
         f'aria-label="{escape(described)}" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">'
         f'{_axes(frame, x, y)}{drawn}<line class="cursor" y1="{frame.top}" y2="{frame.height - frame.bottom}" hidden></line></svg>'
     )
-    return figure(title, legend(kept), picture + '<output class="reading"></output>', _table(kept, x, y), note)
+    return figure(title, legend(kept), picture + '<output class="reading"></output>', _table(kept, x, y), note, unit)
 
 
-def figure(title: str, legend: str, picture: str, table: str, note: str = "") -> str:
+def figure(title: str, legend: str, picture: str, table: str, note: str = "", unit: str = "") -> str:
     more = f'<p class="note">{note}</p>' if note else ""
-    numbers = f"<details><summary>Numbers: {escape(title)}</summary>{table}</details>" if table else ""
-    return f"<figure><figcaption>{escape(title)}</figcaption>{legend}{picture}{more}{numbers}</figure>"
+    numbers = (
+        f'<details><summary>Numbers<span class="aside"> of {escape(title)}</span></summary>{table}</details>'
+        if table
+        else ""
+    )
+    measure = f" <small>{escape(unit)}</small>" if unit else ""
+    return f"<figure><figcaption>{escape(title)}{measure}</figcaption>{legend}{picture}{more}{numbers}</figure>"
 
 
 def legend(series: Sequence[Series]) -> str:
@@ -117,17 +132,39 @@ def legend(series: Sequence[Series]) -> str:
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def draw_series(one: Series, frame: Frame) -> str:
-    """Lines between points that follow each other, and markers."""
+def _top(series: Sequence[Series]) -> float:
+    """The highest value from EARLY of each series on, if the values before take much of the height."""
+    lowest = min(p[1] for one in series for p in one.points if is_point(p))
+    highest = max(p[1] for one in series for p in one.points if is_point(p))
+    later = []
+    for one in series:
+        points = [p for p in one.points if is_point(p)]
+        begin = points[0][0] + EARLY * (points[-1][0] - points[0][0])
+        later += [p[1] for p in points if p[0] >= begin]
+    return max(later) if max(later) - lowest < 0.62 * (highest - lowest) and max(later) > lowest else highest
+
+
+def draw_series(one: Series, frame: Frame, *, alone: bool = False) -> str:
+    """Lines between points that follow each other, and markers: on a long line only some, and none if it is alone."""
     lines, places = [], [p for p in one.points if is_point(p)]
     for finite, run in itertools.groupby(one.points, key=is_point):
-        placed = [f"{frame.across(a):.1f},{frame.down(b):.1f}" for a, b in run] if finite else []
+        placed = [f"{frame.across(a):.1f},{frame.down(b):.1f}" for a, b in _enter(list(run), frame)] if finite else []
         if one.line and len(placed) > 1:
             lines.append(f'<polyline points="{" ".join(placed)}" {_stroke(one.style)}/>')
-    every = max(1, math.ceil(len(places) / MARKED_POINTS)) if len(places) <= MARKED_POINTS or not one.line else 0
-    marked = places[::every] if every else places[:: math.ceil(len(places) / 8)]
-    marks = "".join(marker(one.style, frame.across(a), frame.down(b)) for a, b in marked)
+    many = one.line and len(places) > MARKED_POINTS
+    marked = places[:: math.ceil(len(places) / 8)] if many else places
+    marked = [] if many and alone else marked
+    marks = "".join(marker(one.style, frame.across(a), frame.down(b)) for a, b in marked if frame.shows(b))
     return f'<g class="series" data-points="{len(places)}">{"".join(lines)}{marks}</g>'
+
+
+def _enter(points: list[Point], frame: Frame) -> list[Point]:
+    """The points from where the line enters the frame from above. It comes back no more than a little higher."""
+    first = next((n for n, (_, y) in enumerate(points) if frame.shows(y)), len(points))
+    if not 0 < first < len(points):
+        return points[first:]
+    (x0, y0), (x1, y1), top = points[first - 1], points[first], frame.y[1]
+    return [(x0 + (x1 - x0) * (y0 - top) / (y0 - y1), top), *points[first:]]
 
 
 def marker(style: int, x: float, y: float, r: float = 3.2) -> str:

@@ -93,5 +93,6 @@ def grid(*figures: str) -> str:
     return f'<div class="grid-of">{found}</div>' if found else ""
 
 
-def missing(text: str) -> str:
-    return f'<p class="missing">{escape(text)}</p>'
+def missing(text: str, why: str = "Not recorded. ") -> str:
+    """Says that a part of the page has nothing to show."""
+    return f'<p class="missing"><b>{escape(why)}</b>{escape(text)}</p>'

@@ -40,9 +40,7 @@ def _by_position(record: Record) -> list[str]:
         points = [((part["first"] + part["last"]) / 2, part["bits"] / part["bytes"]) for part in parts]
         series.append(Series(name=name, points=points, style=style))
     y = Axis(label="Bits per byte")
-    return [
-        line_chart("Score by position of the token", series, x, y, note="Bits per byte; positions by powers of two.")
-    ]
+    return [line_chart("Score by position of the token", series, x, y, unit="bits per byte")]
 
 
 def _no_position(record: Record) -> str:

@@ -101,10 +101,10 @@ def curve_section(record: Record) -> Section:
 
 
 def loss_charts(record: Record) -> list[str]:
-    y = Axis(label="Loss, nats per token")
+    y = Axis(label="Loss, nats per token", cut=True)
     return [
         line_chart(f"Loss by {what}", [Series(name="training loss", points=record.column("loss", key))], axis, y, wide=True,
-                   note="Nats per token of the training batches.")
+                   unit="nats per token")
         for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS))
     ]  # fmt: skip
 
@@ -125,23 +125,35 @@ def validation_charts(record: Record) -> list[str]:
             ]
         y = Axis(label="Bits per byte")
         found.append(line_chart(f"Validation by {what}", series, axis, y, wide=True,
-                                note="Bits per byte, averaged weights; lower is better."))  # fmt: skip
+                                unit="bits per byte of the averaged weights"))  # fmt: skip
     return found
 
 
 def _training(record: Record) -> str:
-    charts = [line_chart("Learning rates", _rates(record), CLOCK, Axis(label="Learning rate", zero=True))]
+    charts = [
+        line_chart(
+            "Learning rates", _rates(record), CLOCK, Axis(label="Learning rate", zero=True), unit="by kind of parameter"
+        )
+    ]
     for title, name, scale, zero, label in (
-        ("Gradient norm", "grad_norm", 1, True, "Norm before clipping"),
-        ("Speed", "tokens_per_second", 1, True, "Tokens per second"),
-        ("Waiting for data", "data_wait", 1e3, True, "Milliseconds a step"),
-        ("Memory", "memory", 1e-9, True, "Peak so far, GB"),
+        ("Gradient norm", "grad_norm", 1, True, "before clipping"),
+        ("Speed", "tokens_per_second", 1, True, "tokens per second"),
+        ("Waiting for data", "data_wait", 1e3, True, "milliseconds a step"),
+        ("Memory", "memory", 1e-9, True, "peak so far, GB"),
         ("GPU clock", "gpu_clock_mhz", 1, False, "MHz"),
-        ("GPU power", "gpu_power_w", 1, True, "Watts"),
+        ("GPU power", "gpu_power_w", 1, True, "watts"),
     ):
         points = [(x, scale * y) for x, y in record.column(name, "seconds")]
         y = Axis(label=label, zero=zero)
-        charts.append(line_chart(title, [Series(name=title, points=points)], CLOCK, y, note=f"{label}."))
+        charts.append(
+            line_chart(
+                title,
+                [Series(name=title, points=points)],
+                CLOCK,
+                y,
+                unit=label,
+            )
+        )
     if not any(charts):
         return ""
     gpu = "" if record.has("gpu_clock_mhz") else missing(_no_gpu(record))
@@ -202,18 +214,21 @@ def _time(record: Record) -> str:
 def config_section(record: Record) -> Section:
     """What differs from the recipe first, everything after it."""
     changes = record.changes
-    rows = [(f"<code>{escape(k)}</code>", _setting(was), _setting(now)) for k, (was, now) in changes.items()]
+    rows = [(f"<code>{escape(k)}</code>", setting(was), setting(now)) for k, (was, now) in changes.items()]
     body = table(("setting", "recipe", "this run"), rows, label="Settings that differ from the recipe") if rows else ""
     said = "" if rows else "No setting differs from the recipe."
     everything = flatten(record.config)
-    all_rows = [(f"<code>{escape(key)}</code>", _setting(value)) for key, value in everything.items()]
+    all_rows = [(f"<code>{escape(key)}</code>", setting(value)) for key, value in everything.items()]
     listed = table(("setting", "value"), all_rows, label="All settings")
     full = f"<details><summary>All {len(everything)} settings</summary>{listed}</details>"
     return Section("Settings", body + full, said)
 
 
-def _setting(value: Any) -> str:
-    return shown("none" if value is None else str(value).lower() if isinstance(value, bool) else value)
+def setting(value: Any) -> str:
+    """The value of a setting, as HTML."""
+    if value is None:
+        return "none"
+    return shown(str(value).lower() if isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else value)
 
 
 def _machine(record: Record) -> str:

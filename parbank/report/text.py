@@ -51,6 +51,8 @@ def signed(value: Any, digits: int = 4) -> str:
 
 def short(value: float, digits: int = 3) -> str:
     """With a prefix, for axes and tiles: 1.51M."""
+    if 1000 <= abs(value) < 10_000:
+        return f"{value:,.0f}"
     for size, prefix in _PREFIXES:
         if abs(value) >= size:
             return f"{value / size:.{digits}g}{prefix}"

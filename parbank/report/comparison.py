@@ -1,0 +1,202 @@
+"""The page of several runs beside each other. The first is what the others are compared with."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parbank.eval.paired import FEWEST, PairedDifference, compare_documents
+from parbank.report.chart import Axis, Series, line_chart
+from parbank.report.dots import Difference, difference_chart
+from parbank.report.page import Section, grid, missing, page, table
+from parbank.report.record import Record, flatten
+from parbank.report.run import CLOCK, TOKENS, setting, time_parts
+from parbank.report.text import count, duration, escape, is_number, listed, number, short, shown, signed, size
+
+LIKE = {"val_text_sha256": "another validation text", "text": "a text that is proved differently"}
+OWN = ("seed", "recipe")  # shown with the runs, not as settings that differ
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A run against the first."""
+
+    record: Record
+    difference: PairedDifference | None
+    why_not: str = ""
+
+
+def comparison_page(records: Sequence[Record]) -> str:
+    named = _distinct(records)
+    title = f"{len(named)} runs compared"
+    first = shown(named[0].name)
+    head = f"<h1>{title}</h1><p>Differences are from the first, {first}. Below zero is better.</p>"
+    return page(f"{title} · parbank", head, _sections(named, [_compare(record, named[0]) for record in named[1:]]))
+
+
+def _distinct(records: Sequence[Record]) -> list[Record]:
+    """Folders of one name get the name of their parent, too, and if need be a number."""
+    twice = {name for name, n in Counter(record.name for record in records).items() if n > 1}
+    named = [replace(r, name=f"{r.folder.resolve().parent.name}/{r.name}") if r.name in twice else r for r in records]
+    still = {name for name, n in Counter(record.name for record in named).items() if n > 1}
+    return [replace(r, name=f"{r.name} ({n})") if r.name in still else r for n, r in enumerate(named, 1)]
+
+
+def _sections(records: Sequence[Record], others: Sequence[Compared]) -> Iterator[Section]:
+    yield Section("Runs", _runs(records, others))
+    yield Section("Differences by document", _by_document(records[0], others), _explain())
+    yield Section("Curves", _curves(records))
+    yield Section("Settings that differ", _settings(records))
+    yield Section("Cost", _cost(records))
+
+
+def _explain() -> str:
+    return (
+        "Both models score each document of the validation text. The whiskers are the 95% interval of the difference over "
+        "documents like these. They do not cover the chance of a training run: for that, run several seeds "
+        "(<code>parbank study</code>)."
+    )
+
+
+def _compare(record: Record, first: Record) -> Compared:
+    ours, theirs = record.summary or {}, first.summary or {}
+    for key, what in LIKE.items():
+        if ours.get(key) != theirs.get(key):
+            return Compared(record, None, f"{what} than {first.name}")
+    windows = [r.config.get("batch", {}).get("sequence_length") for r in (record, first)]
+    if windows[0] != windows[1]:
+        return Compared(record, None, f"windows of {windows[0]} tokens, {first.name} has {windows[1]}")
+    pair = [_documents(r) for r in (record, first)]
+    if pair[0] is None or pair[1] is None:
+        return Compared(record, None, "no bits by document: a run has not ended, or is older than details.json")
+    (sizes, mine), (their_sizes, others) = pair[0], pair[1]
+    if sizes != their_sizes:
+        return Compared(record, None, f"other documents than {first.name}")
+    return Compared(record, compare_documents(sizes, mine, others))
+
+
+def _documents(record: Record) -> tuple[list[int], list[float]] | None:
+    found = record.details.get("documents", {})
+    sizes, bits = found.get("bytes"), found.get("bits")
+    if not isinstance(sizes, list) or not isinstance(bits, list) or len(sizes) != len(bits) or not sizes:
+        return None
+    return (sizes, bits) if all(map(is_number, (*sizes, *bits))) and sum(sizes) > 0 else None
+
+
+def _runs(records: Sequence[Record], others: Sequence[Compared]) -> str:
+    found = {one.record.name: one for one in others}
+    rows = []
+    for record in records:
+        summary, other = record.summary or {}, found.get(record.name)
+        apart = _score_difference(record, records[0]) if other is not None else None
+        rows.append(
+            (
+                shown(record.name),
+                shown(record.recipe),
+                count(record.config.get("seed")),
+                number(summary.get("val_bpb")),
+                signed(apart),
+                _interval(other),
+                size(summary.get("artifact_bytes")),
+                short(summary["params"]) if "params" in summary else "–",
+                count(summary.get("steps")),
+                shown(summary.get("device", "–")),
+            )
+        )
+    columns = (
+        "run",
+        "recipe",
+        "seed",
+        "bits per byte",
+        "difference",
+        "95% interval",
+        "artifact",
+        "parameters",
+        "steps",
+        "device",
+    )
+    unended = [record.name for record in records if not record.summary]
+    said = missing(f"{listed(unended)}: no score.", "Not ended yet. ") if unended else ""
+    return table(columns, rows, label="Runs", numeric=(2, 3, 4, 5, 6, 7, 8)) + said
+
+
+def _score_difference(record: Record, first: Record) -> float | None:
+    ours, theirs = (r.summary or {} for r in (record, first))
+    same = all(ours.get(key) == theirs.get(key) for key in LIKE)
+    return ours["val_bpb"] - theirs["val_bpb"] if same and "val_bpb" in ours and "val_bpb" in theirs else None
+
+
+def _interval(other: Compared | None) -> str:
+    found = other.difference if other else None
+    return f"{signed(found.low)} to {signed(found.high)}" if found and found.low is not None else "–"
+
+
+def _by_document(first: Record, others: Sequence[Compared]) -> str:
+    rows, said = [], []
+    for style, other in enumerate(others, 1):
+        found = other.difference
+        if found is None:
+            said.append(f"{other.record.name} against {first.name}: {other.why_not}.")
+            continue
+        words = f"better on {count(found.better)} of {count(found.documents)} documents"
+        rows.append(Difference(
+            name=other.record.name, mean=found.bpb, low=found.low, high=found.high, words=words, style=style
+        ))  # fmt: skip
+        if found.low is None:
+            said.append(
+                f"An interval for {other.record.name}: {FEWEST} documents are needed, the text has {found.documents}."
+            )
+    chart = difference_chart(
+        f"Bits per byte, minus those of {first.name}", rows, lambda value: signed(value, 3), unit="bits per byte"
+    )
+    return chart + "".join(missing(text, "Not compared. ") for text in said)
+
+
+def _curves(records: Sequence[Record]) -> str:
+    charts = []
+    for title, name, label in (
+        ("Loss", "loss", "nats per token"),
+        ("Validation", "val_bpb", "bits per byte of the sample"),
+        ("Speed", "tokens_per_second", "tokens per second"),
+    ):
+        for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS)):
+            if name == "tokens_per_second" and key == "tokens":
+                continue
+            series = [Series(name=r.name, points=r.column(name, key), style=n) for n, r in enumerate(records)]
+            y = Axis(label=label, zero=name == "tokens_per_second", cut=name == "loss")
+            charts.append(line_chart(f"{title} by {what}", series, axis, y, wide=True, unit=label))
+    return grid(*charts) or missing("No run has rows of metrics.")
+
+
+def _settings(records: Sequence[Record]) -> str:
+    """The settings that are not the same in all runs."""
+    flat = [flatten(record.config) for record in records]
+    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in OWN]
+    different = [key for key in keys if any(one.get(key) != flat[0].get(key) for one in flat[1:])]
+    if not different:
+        return '<p class="note">All settings are equal, the seed aside.</p>'
+    rows = [(f"<code>{escape(key)}</code>", *(_value(one, key) for one in flat)) for key in different]
+    return table(("setting", *(record.name for record in records)), rows, label="Settings that differ")
+
+
+def _value(settings: dict[str, Any], key: str) -> str:
+    return setting(settings[key]) if key in settings else "–"
+
+
+def _cost(records: Sequence[Record]) -> str:
+    names = [name for name, _ in time_parts({})]
+    rows = []
+    for record in records:
+        summary = record.summary or {}
+        parts = dict(time_parts(summary)) if summary else {}
+        rows.append(
+            (
+                shown(record.name),
+                *(duration(parts.get(name)) for name in names),
+                duration(sum(parts.values())) if parts else "–",
+                count(summary.get("tokens_per_second")),
+                size(summary.get("memory_bytes")),
+            )
+        )
+    columns = ("run", *names, "in all", "tokens/s", "memory")
+    return table(columns, rows, label="Cost", numeric=range(1, len(columns)))

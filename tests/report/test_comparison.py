@@ -1,0 +1,132 @@
+"""Several runs on one page, and a study: the numbers equal those of the files, and what cannot be compared is said."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parbank.config import to_dict
+from parbank.eval.paired import FEWEST, compare_documents, student_quantile
+from parbank.recipes import get_recipe
+from parbank.report.write import write_pages, write_study_page
+from parbank.study.statistics import quantile
+from tests.report.folders import make_run
+from tests.report.test_run_page import EVIL, Page
+
+
+def summary_of(folder: Path) -> dict[str, float]:
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+def test_the_numbers_equal_those_of_the_summaries(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / f"run-{n}", f"optim.clip={0.3 + n / 10}", seed=n) for n in range(3)]
+    page = Page(write_pages(folders, tmp_path / "page.html"))
+    first = summary_of(folders[0])["val_bpb"]
+    for folder in folders:
+        assert f"{summary_of(folder)['val_bpb']:.4f}" in page.text
+    for folder in folders[1:]:
+        assert f"{summary_of(folder)['val_bpb'] - first:+.4f}".replace("-", "−") in page.text
+    assert {name: len(points) for name, points in page.chart("Loss by tokens").items()} == {
+        f"run-{n}": 90 for n in range(3)
+    }
+    assert "optim.clip" in page.text
+    assert "optim.schedule" not in page.text, "equal in all runs"
+    assert page.text.count("better on ") >= 2
+
+
+def test_runs_of_other_texts_and_windows_are_not_compared(tmp_path: Path) -> None:
+    base = make_run(tmp_path / "base", val_text_sha256="a")
+    other = make_run(tmp_path / "other", val_text_sha256="b")
+    short = make_run(tmp_path / "short", "batch.sequence_length=1024", val_text_sha256="a")
+    old = make_run(tmp_path / "old", details=None, val_text_sha256="a")
+    page = Page(write_pages([base, other, short, old], tmp_path / "page.html"))
+    assert "other against base: another validation text than base" in page.text
+    assert "short against base: windows of 1024 tokens, base has 2048" in page.text
+    assert "old against base: no bits by document" in page.text
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / parent / "run") for parent in ("a", "b")]
+    page = Page(write_pages(folders, tmp_path / "page.html"))
+    assert set(page.chart("Loss by clock")) == {"a/run", "b/run"}
+
+
+def test_names_with_markup_are_text_in_a_comparison(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name) for name in ("<i>one", "\u202etwo")]
+    page = Page(write_pages(folders, tmp_path / "page.html"))
+    assert "<i>one" in page.text
+    assert "\u202e" not in page.source
+    assert len(page.all("script")) == 1
+
+
+def test_the_interval_covers_the_difference_as_often_as_it_says() -> None:
+    """Documents of very different lengths, whose difference in bits grows with their length."""
+    dice = np.random.default_rng(0)
+    true, covered, rounds = 0.01, 0, 400
+    for _ in range(rounds):
+        sizes = np.exp(dice.normal(7, 1, 80)).astype(int) + 1
+        theirs = sizes * dice.normal(1.2, 0.2, 80)
+        ours = theirs + sizes * (true + dice.normal(0, 0.05, 80))
+        found = compare_documents(sizes.tolist(), ours.tolist(), theirs.tolist())
+        assert found.low is not None
+        assert found.high is not None
+        covered += found.low <= true <= found.high
+    assert 0.90 < covered / rounds < 0.98
+
+
+def test_few_documents_have_no_interval() -> None:
+    few = compare_documents([10] * (FEWEST - 1), [12.0] * (FEWEST - 1), [10.0] * (FEWEST - 1))
+    assert (few.bpb, few.low) == (pytest.approx(0.2), None)
+    with pytest.raises(ValueError, match="not the documents of one text"):
+        compare_documents([1], [1.0, 2.0], [1.0])
+
+
+def test_the_quantile_is_that_of_student() -> None:
+    for freedom in (FEWEST - 1, 50, 1000):
+        assert student_quantile(freedom) == pytest.approx(quantile(0.05, freedom), abs=5e-4)
+
+
+def study_result() -> dict[str, object]:
+    runs = {f"{arm}.{seed}": {"value": 1.2 + effect + seed / 1000, "seconds": 9.0, "steps": 5} for arm, effect in
+            (("base", 0.0), ("wide", -0.004)) for seed in (0, 1, 2)}  # fmt: skip
+    del runs["wide.2"]
+    found = {"pairs": 2, "mean": -0.004, "low": -0.005, "high": -0.003, "words": "better"}
+    return {
+        "study": {
+            "name": EVIL,
+            "kind": "training",
+            "base": to_dict(get_recipe("nano")),
+            "arms": [{"name": "wide", "settings": ["model.width=64"], "claim": EVIL}],
+            "seeds": [0, 1, 2],
+        },
+        "noise": {"sd": 0.001, "source": "a guess"},
+        "arms": {"wide": found},
+        "runs": runs,
+        "failures": {"wide.2": EVIL},
+        "notes": [EVIL],
+    }
+
+
+def test_a_study_shows_verdicts_pairs_curves_and_failures(tmp_path: Path) -> None:
+    for arm in ("base", "wide"):
+        for seed in (0, 1):
+            folder = tmp_path / "runs" / f"{arm}.{seed}"
+            folder.mkdir(parents=True)
+            rows = [{"step": n, "seconds": n + seed / 10, "loss": 3 + math.exp(-n)} for n in range(1, 20)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(write_study_page(study_result(), tmp_path, tmp_path / "page.html"))
+    for words in ("better", "−0.0040", "−0.0050 to −0.0030", "failed twice: </script>", "1.19600"):
+        assert words in page.text
+    assert set(page.chart("wide")) == {"base", "wide"}
+    assert next(a for a in page.all("g") if "data-pairs" in a)["data-pairs"] == "2"
+    assert len(page.all("script")) == 1
+    assert not page.all("img")
+
+
+def test_a_study_without_runs_has_a_page(tmp_path: Path) -> None:
+    result = study_result() | {"runs": {}, "arms": {}, "failures": {}}
+    page = Page(write_study_page(result, tmp_path, tmp_path / "page.html"))
+    assert "No pair of runs has ended yet" in page.text
+    assert page.text.count("to come") == 6
