@@ -147,7 +147,7 @@ def _curves(record: StudyRecord) -> str:
 
 def _mean_curve(record: StudyRecord, arm: str) -> list[Point]:
     """The loss at equal seconds, over the seeds. It ends where the first of them ends."""
-    curves = []
+    curves: list[np.ndarray] = []
     for seed in record.runs(arm):
         rows = read_rows(record.folder / "runs" / f"{arm}.{seed}" / "metrics.jsonl")
         points = [(row["seconds"], row["loss"]) for row in rows if is_number(row.get("loss")) and "seconds" in row]
