@@ -160,6 +160,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             raise ConfigError(f"{path} must be a list of {len(kinds)}, got {value!r}")
         return tuple(_convert(kind, item, f"{path}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value)))
     if origin is typing.Literal:
+        if value is None:
+            value = "none"  # `--set a.b=none` is parsed as None, and some settings have a choice of that name
         if value in typing.get_args(hint):
             return value
         raise ConfigError(f"{path} must be {_describe(hint)}, got {value!r}")

@@ -6,6 +6,7 @@ import pytest
 
 from parbank.config import field_docs, from_dict, override, to_dict, walk
 from parbank.errors import ConfigError
+from parbank.optim.averaging import AverageConfig
 from parbank.recipes import RECIPES, get_recipe
 from parbank.training.config import RunConfig
 
@@ -38,6 +39,12 @@ def test_override_parses_each_kind_of_value() -> None:
     )
     assert changed == Outer(inner=Inner(size=16_000, rate=2.0, names=("x", "y"), kind="b", limit=None), on=False)
     assert isinstance(changed.inner.rate, float)
+
+
+def test_a_choice_called_none_can_be_set() -> None:
+    assert override(AverageConfig(), "use=none").use == "none"
+    with pytest.raises(ConfigError, match="got 'none'"):
+        override(Outer(), "inner.kind=none")
 
 
 @pytest.mark.parametrize(

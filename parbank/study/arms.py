@@ -73,7 +73,7 @@ def swa(config: RunConfig) -> RunConfig:
 @arm
 def no_average(config: RunConfig) -> RunConfig:
     """The last weights are scored, not an average of them; no number."""
-    return override(config, 'average.use="none"')
+    return override(config, "average.use=none")
 
 
 @arm
