@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+MAX_STACK = 128
+"""Bytes. No kernel may spill more than 32 registers on any card; the tests of the ops allow none where it matters."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,10 @@ def build(jobs: Sequence[Job]) -> list[Built]:
     workers = [_worker(number) for number in range(max(1, min(share, len(jobs), 8)))]
     with ThreadPoolExecutor(len(workers)) as pool:
         parts = list(pool.map(_build_share, workers, [jobs[n :: len(workers)] for n in range(len(workers))]))
-    return [parts[index % len(workers)][index // len(workers)] for index in range(len(jobs))]
+    found = [parts[index % len(workers)][index // len(workers)] for index in range(len(jobs))]
+    for job, built in zip(jobs, found, strict=True):
+        assert built.stack <= MAX_STACK, (job, built)
+    return found
 
 
 @cache

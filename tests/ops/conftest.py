@@ -4,6 +4,7 @@ Triton reads TRITON_INTERPRET when a kernel is decorated, so tests/conftest.py s
 """
 
 import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,11 +14,16 @@ import flash_stand_in
 import pytest
 import torch
 
-from parbank.ops import backend, cublaslt, flash, product
+from parbank.ops import backend, configs, cublaslt, flash, product
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter's bfloat16 product is silently wrong, so bfloat16 is for the GPU only.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
+
+# Another card that reads the sm80 table: `tests/integrations/test_other_cards.py` compiles that table for it.
+if CARD := os.environ.get("PARBANK_TEST_CARD"):
+    configs.ARCHITECTURES = {"sm80": int(CARD)}
+    configs.SHARED_LIMIT[f"sm{CARD}"] = configs.SHARED_LIMIT["sm80"]
 
 
 @pytest.fixture

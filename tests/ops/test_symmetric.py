@@ -255,8 +255,8 @@ def aot_jobs() -> list[tuple[str, Job]]:
     """Every shipped config for its architecture, in its easiest and its hardest use."""
     jobs = []
     for op in OPS:
-        for arch, rows in configs.tables()[op].items():
-            for launch in {repr(row[1]): row[1] for row in rows}.values():
+        for arch in configs.ARCHITECTURES:
+            for launch in {repr(row[1]): row[1] for row in configs.tables()[op][arch]}.values():
                 jobs += [(arch, job(op, launch, arch, easy=easy)) for easy in (True, False)]
     return jobs
 

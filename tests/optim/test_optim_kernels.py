@@ -75,7 +75,7 @@ def test_compile_for_real_architectures() -> None:
                 signature={**signature, **dict.fromkeys(constants, "constexpr")},
                 constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
             )
-            for capability in (80, 90, 100):
+            for capability in (80, 89, 90, 100, 120):
                 built = triton.compile(source, target=GPUTarget("cuda", capability, 32))
                 assert len(built.asm["cubin"]) > 0
                 if constants.get("ALIGNED"):
