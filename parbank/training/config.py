@@ -11,6 +11,7 @@ from parbank.model.config import ModelConfig
 from parbank.ops.fp8 import MULTIPLE, Parts
 from parbank.optim.averaging import AverageConfig
 from parbank.optim.config import OptimConfig
+from parbank.precision import Choice
 from parbank.quant.config import QuantConfig
 from parbank.training.loggers import LOGGERS
 
@@ -134,8 +135,11 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How the loop runs. Only fp8 changes the result."""
+    """How the loop runs. Only precision and fp8 change the result by more than its last bits."""
 
+    precision: Choice = "auto"
+    """Precision of products in training. auto: bfloat16 on CUDA and on a CPU that multiplies it in hardware, else float32. A
+    checkpoint keeps auto's choice. Scoring on a CPU is always in float32."""
     compile: bool = False
     """Use torch.compile on CUDA. It takes a minute of setup, and steps are no faster where our kernels run. On a CPU the model
     always runs as plain PyTorch."""
@@ -198,6 +202,10 @@ class RunConfig:
 
     def _check_fp8(self) -> None:
         model, parts = self.model, self.train.fp8
+        require(
+            parts == "off" or self.train.precision != "float32",
+            f"train.fp8={parts} needs bfloat16 around it, and train.precision is float32: set one of them to its default",
+        )
         sides = {"model.width": model.width if parts != "off" else 0}
         sides["model.width * model.mlp_multiple"] = model.hidden if "mlp" in parts else 0
         sides["model.vocab_size"] = model.vocab_size if "head" in parts else 0

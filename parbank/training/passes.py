@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from parbank.graphs import Graphs, Places, addresses
-from parbank.precision import autocast
+from parbank.precision import Precision, autocast
 
 
 class Passes:
@@ -25,9 +25,11 @@ class Passes:
         count: int,
         *,
         graph: bool,
+        precision: Precision,
     ) -> None:
         """`count` passes make a step; each loss and gradient is divided by it."""
         self._forward, self._device, self._count = forward, device, count
+        self.precision = precision
         self._parameters = list(model.parameters())
         self._total = torch.zeros((), device=device)
         self._graphs = Graphs(enabled=graph and device.type == "cuda")
@@ -56,7 +58,7 @@ class Passes:
         self._run(batch)
 
     def _run(self, batch: Tensor) -> None:
-        with autocast(self._device):
+        with autocast(self._device, self.precision):
             loss = self._forward(batch[:, :-1], batch[:, 1:]) / self._count
         self._differentiate(loss)
         self._total += loss.detach()

@@ -47,6 +47,7 @@ def summarise(
         "data_wait_seconds": wait_seconds,
         "memory_bytes": memory_bytes(runtime.device),
         "params": sum(p.numel() for p in trainer.model.parameters()),
+        "precision": trainer.precision,
         "seed": config.seed,
         "world_size": runtime.world,
         **trainer.threads.describe(),

@@ -14,9 +14,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from parbank.model import GPT
 from parbank.ops.rehearsal import can_rehearse, rehearsal
 from parbank.optim.averaging import Averages
 from parbank.optim.parallel_muon import ParallelMuon
+from parbank.precision import Precision, autocast, scoring_precision, training_precision
 from parbank.runtime import Runtime, seed_everything, versions
 from parbank.training.budget import Budget, Clock, suspended_seconds
 from parbank.training.checkpoint import (
@@ -86,7 +87,10 @@ class Trainer:
         self.stream = self._make_stream()
         self.stages = config.batch.plan()
         count = self.passes_in(self.stages[-1])
-        self.passes = Passes(forward, self.model, runtime.device, count, graph=config.train.cuda_graph)
+        precision = self._choose_precision()
+        self.passes = Passes(
+            forward, self.model, runtime.device, count, graph=config.train.cuda_graph, precision=precision
+        )
         self.batches = Prefetcher(self.stream, device=runtime.device, depth=config.batch.prefetch)
         self.clock = Clock()
         self.budget = Budget(config.budget, config.batch.batch_tokens, self.clock)
@@ -224,12 +228,33 @@ class Trainer:
         return stage.batch_tokens // (stream.sequence_length * stream.micro_sequences * stream.world)
 
     @property
+    def precision(self) -> Precision:
+        """Of the products in training."""
+        return self.passes.precision
+
+    def _choose_precision(self) -> Precision:
+        """The same on all ranks: bfloat16 only where every rank's machine would choose it."""
+        chosen = training_precision(self.config.train.precision, self.runtime.device)
+        return "float32" if any(self.runtime.agree([float(chosen == "float32")])) else "bfloat16"
+
+    def _restore_precision(self, kept: Any) -> None:
+        """Continues with the precision in a checkpoint, unless the config names another one."""
+        if self.config.train.precision != "auto":
+            return
+        # None: an older version wrote it, which trained in the precision that scoring has.
+        kept = kept or scoring_precision(self.runtime.device)
+        if kept not in get_args(Precision):
+            raise ValueError(f"a precision of {kept!r}")
+        self.passes.precision = kept
+
+    @property
     def tokens(self) -> int:
         """Tokens trained on so far, by all ranks."""
         return int(self.batches.state_dict()["entry"]) * self.stream.sequence_length
 
     def _update_weights(self, share: float) -> None:
-        self.optimizer.step()
+        with nullcontext() if self.runtime.is_cuda else autocast(self.runtime.device, self.precision):
+            self.optimizer.step()  # Newton-Schulz on a CPU follows autocast
         # A graph needs the gradients at the addresses that were captured.
         self.model.zero_grad(set_to_none=not self.graphed)
         self.averages.update(share)
@@ -318,6 +343,7 @@ class Trainer:
             "seconds": self.clock.seconds(),
             "skipped": self.skipped,
             "threads": self.threads.now,
+            "precision": self.precision,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "averages": self.averages.state_dict(),
@@ -329,6 +355,7 @@ class Trainer:
         self.step, self.skipped = state["step"], state["skipped"]
         self.clock.set(state["seconds"])
         self.threads.restore(state.get("threads"))
+        self._restore_precision(state.get("precision"))
         self.model.load_state_dict(state["model"])
         self._load_optimizer(state["optimizer"])
         self.averages.load_state_dict(state["averages"])

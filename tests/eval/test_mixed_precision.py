@@ -24,7 +24,7 @@ TOKENS = TokenSet([np.random.default_rng(0).integers(1, 40, 65).astype(np.uint16
 
 
 def _train(model: GPT) -> None:
-    passes = Passes(model, model, CPU.device, 1, graph=False)
+    passes = Passes(model, model, CPU.device, 1, graph=False, precision="float32")
     passes.start()
     passes.add(torch.from_numpy(TOKENS.read(0, 65).astype(np.int64))[None])
 
@@ -54,7 +54,9 @@ def test_every_pass_runs_under_autocast(use: str, monkeypatch: pytest.MonkeyPatc
     original, seen = precision.autocast, list[torch.dtype]()
     for name, module in list(sys.modules.items()):
         if name.startswith("parbank.") and getattr(module, "autocast", None) is original:
-            monkeypatch.setattr(module, "autocast", lambda device: torch.autocast("cpu", torch.bfloat16))
+            monkeypatch.setattr(
+                module, "autocast", lambda device, precision=None: torch.autocast("cpu", torch.bfloat16)
+            )
     compute = GPT._compute_dtype
 
     def watch(self: GPT, device: torch.device) -> torch.dtype:

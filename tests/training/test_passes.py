@@ -19,7 +19,7 @@ def test_passes_add_what_backward_adds() -> None:
         for parameter in model.parameters():
             parameter.normal_(std=0.1)
     batches = torch.randint(config.vocab_size, (COUNT, 2, 17))
-    passes = Passes(model, model, CPU, COUNT, graph=False)
+    passes = Passes(model, model, CPU, COUNT, graph=False, precision="float32")
     passes.start()
     for batch in batches:
         passes.add(batch)
@@ -49,7 +49,7 @@ class Halves(nn.Module):
 
 def test_a_parameter_may_go_unused_in_a_pass() -> None:
     model = Halves()
-    passes = Passes(model, model, CPU, 1, graph=False)
+    passes = Passes(model, model, CPU, 1, graph=False, precision="float32")
     for length in (4, 3, 5):  # of which a pass sees all but the last
         passes.add(torch.ones(1, length, dtype=torch.long))
     assert torch.equal(model.first.grad, torch.full((3,), 9.0))

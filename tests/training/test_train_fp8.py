@@ -36,7 +36,7 @@ def make(*changes: str) -> GPT:
 def gradients(model: GPT, fp8: Parts) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
     model.fp8 = fp8
-    passes = Passes(model, model, CPU, 1, graph=False)
+    passes = Passes(model, model, CPU, 1, graph=False, precision="float32")
     passes.start()
     passes.add(torch.randint(0, 320, (2, 33), generator=torch.Generator().manual_seed(1)))
     return passes.loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
