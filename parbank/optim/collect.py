@@ -223,6 +223,7 @@ def measure(
     wait(found.flying)
     device = max_norm.device
     total = _sum_of_squares(found.split, device)
+    found.split = []  # its gradients are freed batch by batch
     for copies, grads in sorted(found.copied.items()):
         total = total + _sum_of_squares(grads, device) / copies
     if ranks.world > 1:

@@ -36,6 +36,14 @@ class OptimConfig:
     """Muon's decoupled weight decay."""
     newton_schulz_steps: int = 5
     """Iterations of the orthogonalisation."""
+    lr_scale: str = "spectral"
+    """Muon's factor for a matrix's shape: spectral, rms (an update as large per number as AdamW's) or none."""
+    normuon: bool = False
+    """Divide each neuron's update by its running size (NorMuon)."""
+    equilibrate: bool = False
+    """Divide each neuron's row by its norm before the orthogonalisation (MuonEq-R)."""
+    tuned_width: int = 0
+    """Width at which the learning rates were tuned; they are carried over to the model's. 0: the model's own."""
     embedding_lr: float = 0.035
     """AdamW's learning rate for embeddings, tied head included."""
     head_lr: float = 0.008
@@ -67,6 +75,9 @@ class OptimConfig:
             f"optim.other_algorithm={self.other_algorithm} works on matrices, and gains and embeddings are none; use adamw",
         )
         choose(SCHEDULES, self.schedule, "optim.schedule")
+        scales = ("spectral", "rms", "none")
+        require(self.lr_scale in scales, f"optim.lr_scale must be one of {', '.join(scales)}, got {self.lr_scale!r}")
+        require(self.tuned_width >= 0, f"optim.tuned_width must be 0 (off) or a width, got {self.tuned_width}")
         for name in ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr"):
             require(getattr(self, name) >= 0, f"optim.{name} must not be negative, got {getattr(self, name)}")
         for name in ("momentum", "momentum_start", "beta1", "beta2"):

@@ -35,6 +35,9 @@ RESTART = 3  # in float16, 3 steps are as accurate as 2 on every spectrum tried,
 # The FLOP of a GPU in the time the host takes to launch one of our kernels: 15 launches of a few GFLOP each took 3.0 ms on an
 # H200 (docs/log/2026-11-15-optimizer.md), which does 600 TFLOP/s of these products.
 LAUNCH_FLOP = 1e11
+# Elements that are iterated on together: more do not make a GPU faster, and work memory grows with them. Four matrices of
+# 2048 x 8192, whose X X^T is 0.27 TFLOP.
+WORK = 2**26
 NORM_EPS = 1e-20  # keeps a zero matrix at zero; far below the norm of anything float32 can square
 
 Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
@@ -88,18 +91,31 @@ def working_dtype(G: Tensor) -> torch.dtype:
     return torch.bfloat16 if reduced else torch.float32
 
 
-def normalize(G: Tensor, dtype: torch.dtype) -> Tensor:
-    """G / |G| per matrix in `dtype`, with the norm taken in float32 (float64 for float64)."""
+def normalize(G: Tensor, dtype: torch.dtype, *, overwrite: bool = False) -> Tensor:
+    """G / |G| per matrix in `dtype`, with the norm taken in float32 (float64 for float64); in place where allowed."""
     wide = torch.float64 if G.dtype == torch.float64 else torch.float32
     norm = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=wide)
     inverse = (norm + NORM_EPS).reciprocal()
     if G.dtype == wide == dtype:
-        return G * inverse
+        return G.mul_(inverse) if overwrite else G * inverse
     return torch.mul(G, inverse, out=torch.empty(G.shape, dtype=dtype, device=G.device))
 
 
-def iterate(X: Tensor, triples: Sequence[Triple], method: str = "auto", *, graphed: bool = False) -> Tensor:
-    """Newton-Schulz on normalised X (batch, rows, cols) with rows <= cols, one triple a step."""
+def iterate_in_parts(X: Tensor, triples: Sequence[Triple], method: str = "auto", *, graphed: bool = False) -> Tensor:
+    """`iterate`, which may overwrite X. The work memory is that of WORK elements, or of one matrix, if X is larger."""
+    count = max(1, WORK // (X.shape[-2] * X.shape[-1]))
+    if X.shape[0] <= count:
+        return iterate(X, triples, method, graphed=graphed, overwrite=True)
+    for part in X.split(count):
+        part.copy_(iterate(part, triples, method, graphed=graphed))
+    return X
+
+
+def iterate(
+    X: Tensor, triples: Sequence[Triple], method: str = "auto", *, graphed: bool = False, overwrite: bool = False
+) -> Tensor:
+    """Newton-Schulz on normalised X (batch, rows, cols) with rows <= cols, one triple a step. With `overwrite`, X may serve
+    as work memory."""
     if method not in METHODS:
         raise ConfigError(f"unknown method {method!r}; use one of {', '.join(METHODS)}")
     kernels = use_triton(X)
@@ -107,8 +123,8 @@ def iterate(X: Tensor, triples: Sequence[Triple], method: str = "auto", *, graph
         kernels = kernels and (graphed or hides_launch(*X.shape))
         method = choose_method(X.shape[-2], X.shape[-1], len(triples), kernels)
     if method == "gram":
-        return _gram(X, triples, kernels)
-    return _plain(X, triples) if method == "plain" else _symmetric(X, triples)
+        return _gram(X, triples, kernels, overwrite)
+    return _plain(X, triples, overwrite) if method == "plain" else _symmetric(X, triples)
 
 
 def hides_launch(batch: int, rows: int, cols: int) -> bool:
@@ -135,11 +151,16 @@ def count_products(rows: int, cols: int, steps: int, method: str, kernels: bool)
     return sum(half * aspect + aspect + half * (n + 3 * (n - 1)) for n in segments)
 
 
-def _plain(X: Tensor, triples: Sequence[Triple]) -> Tensor:
-    for a, b, c in triples:
-        A = torch.bmm(X, X.mT)
-        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        X = torch.baddbmm(X, B, X, beta=a)
+def _plain(X: Tensor, triples: Sequence[Triple], overwrite: bool) -> Tensor:
+    spare = torch.empty_like(X)
+    A = torch.empty(X.shape[0], X.shape[1], X.shape[1], dtype=X.dtype, device=X.device)
+    B = torch.empty_like(A)
+    for number, (a, b, c) in enumerate(triples):
+        torch.bmm(X, X.mT, out=A)
+        torch.baddbmm(A, A, A, beta=b, alpha=c, out=B)
+        torch.baddbmm(X, B, X, beta=a, out=spare)
+        # Two buffers in turn. The first is the caller's.
+        X, spare = spare, X if number or overwrite else torch.empty_like(X)
     return X
 
 
@@ -149,7 +170,7 @@ def _symmetric(X: Tensor, triples: Sequence[Triple]) -> Tensor:
     return X
 
 
-def _gram(X: Tensor, triples: Sequence[Triple], kernels: bool) -> Tensor:
+def _gram(X: Tensor, triples: Sequence[Triple], kernels: bool, overwrite: bool) -> Tensor:
     """B is Z - a I throughout: the epilogue of a product adds the multiple of a, without rounding it first."""
 
     def add_product(C: Tensor, A: Tensor, B: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
@@ -158,6 +179,7 @@ def _gram(X: Tensor, triples: Sequence[Triple], kernels: bool) -> Tensor:
             return symmetric_product(A, B, C, alpha, beta)
         return torch.baddbmm(C, A, B, beta=beta, alpha=alpha)
 
+    spare = None
     for first in range(0, len(triples), RESTART):
         segment = triples[first : first + RESTART]
         R = xxt(X) if kernels else torch.bmm(X, X.mT)
@@ -172,5 +194,5 @@ def _gram(X: Tensor, triples: Sequence[Triple], kernels: bool) -> Tensor:
             if step < len(segment) - 1:
                 ZR = add_product(R, B, R, a)
                 R = add_product(ZR, B, ZR, a)
-        X = torch.bmm(Q, X)
+        X, spare = torch.bmm(Q, X, out=spare), X if first or overwrite else None
     return X

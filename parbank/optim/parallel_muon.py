@@ -59,6 +59,7 @@ class ParallelMuon(torch.optim.Optimizer):
     coefficients ("quintic", "polar_express", a triple or a list of triples), method, lr_scale ("spectral", "rms" or None),
     num_heads (orthogonalise each head's rows by themselves), split_sizes (the same for blocks of rows of these heights, as
     in a joint query, key and value), normuon and row_beta (normalise each neuron's update),
+    equilibrate (normalise each neuron's row before Newton-Schulz),
     transposed (per matrix of a stack: the logical matrix is the transpose of the stored one), flatten (take a 3-D weight as
     one convolution, not as a stack).
     AdamW: adam_lr, betas, eps, weight_decay. Both: maximize (go along the gradient, not against it).
@@ -104,6 +105,7 @@ class ParallelMuon(torch.optim.Optimizer):
         adam_lr: float | Tensor = 3e-4,
         normuon: bool = False,
         row_beta: float = 0.95,
+        equilibrate: bool = False,
         num_heads: int | None = None,
         method: str = "auto",
         max_norm: float | None = None,
@@ -127,6 +129,7 @@ class ParallelMuon(torch.optim.Optimizer):
             "maximize": maximize,
             "normuon": normuon,
             "row_beta": row_beta,
+            "equilibrate": equilibrate,
             "num_heads": num_heads,
             "split_sizes": None,
             "method": method,
@@ -373,20 +376,22 @@ class ParallelMuon(torch.optim.Optimizer):
             values = torch.stack([1 - found.spoilt.float(), factor])
             self._step_small(found, values)
         control = self._measure(found)
-        flying = []
-        for batch, mine, rest, grads in zip(batches, pieces, others, found.pieces):
-            updates = self._find_updates(batch, mine, grads[: len(mine)], control)
-            flying.append(self._ranks.gather(updates, batch))
+        flying: list[tuple[Batch, Tensor, list[Any]]] = []
+        for number, (batch, mine, rest) in enumerate(zip(batches, pieces, others)):
+            grads, found.pieces[number] = found.pieces[number], []  # freed with this batch
+            flying.append((batch, *self._share_updates(batch, mine, grads[: len(mine)], control)))
             if batch.whole and batch.world > 1:
                 batch.algorithm.follow(self._work(batch, rest, grads[len(mine) :], control))
                 state.share_vectors(self, batch)
+            # One batch in flight while the next is worked on; on one rank, none.
+            while len(flying) > (self._ranks.world > 1):
+                self._apply(*flying.pop(0), control)
         if found.spoilt is None:
             self._step_small(found, control.values)
         if sharded:
             self._step_sharded(control)
-        for batch, (updates, works) in zip(batches, flying):
-            wait(works)
-            self._apply(batch, updates, control)
+        for batch, updates, works in flying:
+            self._apply(batch, updates, works, control)
         if self.extra_captured is not None:
             self.extra_captured()
 
@@ -410,10 +415,12 @@ class ParallelMuon(torch.optim.Optimizer):
             active = self._constant([1.0] * sum(len(group["params"]) for group in self.param_groups))
         return Control(values, self._hyper.values, active)
 
-    def _find_updates(self, batch: Batch, pieces: list[Piece], grads: list[Tensor], control: Control) -> Tensor:
-        """The updates of the blocks of a batch that this rank owns."""
+    def _share_updates(
+        self, batch: Batch, pieces: list[Piece], grads: list[Tensor], control: Control
+    ) -> tuple[Tensor, list[Any]]:
+        """Finds the updates of the blocks that this rank owns, and starts sharing them: all updates of the batch, on the way."""
         state.init_state(self.state, batch, pieces)
-        return batch.algorithm.directions(self._work(batch, pieces, grads, control))
+        return self._ranks.gather(batch.algorithm.directions(self._work(batch, pieces, grads, control)), batch)
 
     def _work(self, batch: Batch, pieces: list[Piece], grads: list[Tensor], control: Control) -> Work:
         def blocks(key: str) -> list[Tensor]:
@@ -452,8 +459,9 @@ class ParallelMuon(torch.optim.Optimizer):
             grads = [small.grads[n] for n in numbers]
             algorithm.step(params, grads, [self.state[param] for param in params], group, settings)
 
-    def _apply(self, batch: Batch, updates: Tensor, control: Control) -> None:
-        """Subtracts the updates of a batch from the weights."""
+    def _apply(self, batch: Batch, updates: Tensor, works: list[Any], control: Control) -> None:
+        """Subtracts the updates of a batch from the weights, once they have arrived."""
+        wait(works)
         params = [member.blocks(member.param) for member in batch.members]
         low = [
             member.blocks(self.state[member.param]["low_bits"]) if member.param.dtype == torch.bfloat16 else None

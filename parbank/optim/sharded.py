@@ -25,7 +25,7 @@ from parbank.optim.layout import MatrixParam, Member, Piece, find_members, logic
 from parbank.optim.master import join_master, split_master
 from parbank.optim.newton_schulz import NORM_EPS, iterate, normalize, working_dtype
 from parbank.optim.state import key_of
-from parbank.optim.update import Control, divide_by_moment, find_row_beta, normalize_rows
+from parbank.optim.update import Control, divide_by_moment, equilibrate, find_row_beta, normalize_rows
 
 MOMENT = "row_moment"
 
@@ -92,9 +92,11 @@ def plan(params: Sequence[MatrixParam], groups: Sequence[dict[str, Any]]) -> lis
         stacked = param.ndim == 3 and not group["flatten"]
         split = (group["num_heads"] or 0) > 1 or bool(group["split_sizes"])
         # The neurons of a transposed matrix are its columns, of which FSDP2 leaves a part on each rank.
-        columns = not stacked and any(members[0].transposed) and group["normuon"]
+        columns = not stacked and any(members[0].transposed) and (group["normuon"] or group["equilibrate"])
         whole = _cut_dimensions(param) != [0] or split or columns
-        options = tuple(group[name] for name in ("ns_steps", "coefficients", "method", "nesterov", "normuon"))
+        options = tuple(
+            group[name] for name in ("ns_steps", "coefficients", "method", "nesterov", "normuon", "equilibrate")
+        )
         key = (whole, stacked, members[0].rows, members[0].cols, *options, id(param.device_mesh))
         item = Sharded(param, given.group, given.index, stacked, members, whole)
         batches.setdefault(key, []).append(item)
@@ -179,9 +181,12 @@ def _orthogonalize(
 ) -> Tensor:
     """Whole blocks (count, rows, cols), as stored."""
     flipped = piece.member.flipped
-    X = normalize(update.mT if flipped else update, working_dtype(update))
+    X = (update.mT if flipped else update).contiguous()
+    if group["equilibrate"]:
+        equilibrate(X, piece)
+    X = normalize(X, working_dtype(update))
     triples = resolve_coefficients(group["coefficients"], group["ns_steps"])
-    X = iterate(X.contiguous(), triples, group["method"])
+    X = iterate(X, triples, group["method"])
     if moment is not None:
         normalize_rows(X, [piece], [moment], control)
     return (X.mT if flipped else X).float()
@@ -208,6 +213,8 @@ def _orthogonalize_gathered(
     ranks, rank, world = _ranks(items[0].param)
     group = groups[items[0].group]
     rows, cols = items[0].rows, items[0].cols
+    if group["equilibrate"]:
+        updates = [u / (torch.linalg.vector_norm(u, dim=-1, keepdim=True) + NORM_EPS) for u in updates]
     squares = torch.stack([update.square().sum() for update in updates])
     dist.all_reduce(squares, group=ranks)
     inverse = (squares.sqrt() + NORM_EPS).reciprocal()

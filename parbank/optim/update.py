@@ -17,7 +17,7 @@ from torch import Tensor
 from parbank.optim.hyper import DECAY, LR, MOMENTUM, ROW_BETA
 from parbank.optim.layout import Batch, Member, Piece
 from parbank.optim.master import join_master, split_master, wide_dtype
-from parbank.optim.newton_schulz import normalize, working_dtype
+from parbank.optim.newton_schulz import NORM_EPS, normalize, working_dtype
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,39 @@ def prepare(
     device = control.values.device
     X = torch.empty(local, batch.rows, batch.cols, dtype=wide_dtype(batch.dtype), device=device)
     for piece, grad, buffer in zip(pieces, grads, buffers):
-        g, momentum = _move(piece, grad, buffer, control)
-        update = torch.add(g, buffer * momentum) if batch.options.nesterov else buffer
-        X[piece.local : piece.local + piece.count].copy_(update.mT if piece.member.flipped else update)
-    return normalize(X, working_dtype(X)) if local else X.to(working_dtype(X))
+        block = X[piece.local : piece.local + piece.count]
+        update = _move(piece, grad, buffer, control, torch.empty_like(buffer) if piece.member.flipped else block)
+        if batch.options.nesterov:
+            update.addcmul_(buffer, control.hyper[piece.member.group, MOMENTUM])
+        else:
+            update.copy_(buffer)
+        if piece.member.flipped:
+            block.copy_(update.mT)
+        if batch.options.equilibrate:
+            equilibrate(X, piece)
+    return normalize(X, working_dtype(X), overwrite=True) if local else X.to(working_dtype(X))
 
 
 def follow(pieces: Sequence[Piece], grads: Sequence[Tensor], buffers: Sequence[Tensor], control: Control) -> None:
     """Updates the momentum as `prepare` does, for blocks that other ranks own."""
     for piece, grad, buffer in zip(pieces, grads, buffers):
-        _move(piece, grad, buffer, control)
+        _move(piece, grad, buffer, control, torch.empty_like(buffer))
 
 
-def _move(piece: Piece, grad: Tensor, buffer: Tensor, control: Control) -> tuple[Tensor, Tensor]:
-    """Updates the momentum of a piece. Returns the scaled gradient and the momentum's factor."""
-    momentum = control.hyper[piece.member.group, MOMENTUM]
+def _move(piece: Piece, grad: Tensor, buffer: Tensor, control: Control, out: Tensor) -> Tensor:
+    """Updates the momentum of a piece. Returns the scaled gradient, in `out`."""
     taken = control.taken(piece)
-    g = torch.where(taken, grad.to(buffer.dtype) * control.values[1], 0.0)
-    buffer.mul_(torch.where(taken, momentum, 1.0)).add_(g)
-    return g, momentum
+    out.copy_(grad).mul_(control.values[1]).masked_fill_(~taken, 0.0)
+    buffer.mul_(torch.where(taken, control.hyper[piece.member.group, MOMENTUM], 1.0)).add_(out)
+    return out
+
+
+def equilibrate(X: Tensor, piece: Piece) -> None:
+    """MuonEq-R (2026), in place: divides each neuron's row of the update by its norm, so that all have the same say in the
+    polar factor. A row of zeros stays."""
+    for start, count, dim in _runs(piece):
+        block = X[piece.local + start : piece.local + start + count]
+        block.div_(torch.linalg.vector_norm(block, dim=dim, keepdim=True) + NORM_EPS)
 
 
 def normalize_rows(X: Tensor, pieces: Sequence[Piece], moments: Sequence[Tensor], control: Control) -> None:
@@ -139,6 +153,6 @@ def apply(
             weight.sub_(weight * (rate * (update * weight > 0)))
         else:
             weight.mul_(1 - rate)
-        weight.sub_(update * (lr * scales[member.first : member.first + member.count].view(-1, 1, 1)))
+        weight.addcmul_(update, lr * scales[member.first : member.first + member.count].view(-1, 1, 1), value=-1)
         if low is not None:
             split_master(weight, param, low)

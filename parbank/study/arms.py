@@ -141,6 +141,38 @@ def head_128(config: RunConfig) -> RunConfig:
 
 
 @arm
+def muoneq_r(config: RunConfig) -> RunConfig:
+    """Rows of the momentum are normalised before Newton-Schulz (MuonEq-R), as parameter-golf records do; no number."""
+    return override(config, "optim.equilibrate=true")
+
+
+@arm
+def normuon(config: RunConfig) -> RunConfig:
+    """Each neuron's update is divided by its running size (NorMuon, Li et al. 2025); no number on this track."""
+    return override(config, "optim.normuon=true")
+
+
+@arm
+def adamw_sized_updates(config: RunConfig) -> RunConfig:
+    """Muon's updates as large per number as AdamW's (Liu et al. 2025), at an equal size for width 512; no number."""
+    size = 0.2 * config.model.width**0.5
+    return override(config, "optim.lr_scale=rms", f"optim.matrix_lr={config.optim.matrix_lr / size:.6g}")
+
+
+@arm
+def lion(config: RunConfig) -> RunConfig:
+    """Lion in place of AdamW for what is no matrix, at a fifth of the learning rates (Chen et al. 2023); no number."""
+    rates = [f"optim.{n}={getattr(config.optim, n) / 5:.6g}" for n in ("embedding_lr", "head_lr", "scalar_lr")]
+    return override(config, "optim.other_algorithm=lion", "optim.beta2=0.99", *rates)
+
+
+@arm
+def rates_of_width_256(config: RunConfig) -> RunConfig:
+    """Learning rates taken as those of a model of width 256 and carried over to this width; no number."""
+    return override(config, "optim.tuned_width=256")
+
+
+@arm
 def no_hadamard(config: RunConfig) -> RunConfig:
     """Packing without Hadamard rotation, which gained -0.0002 before GPTQ (parameter-golf #670)."""
     return override(config, "quant.rotation=false")

@@ -4,6 +4,7 @@ from typing import Any
 
 from parbank.model import GPT
 from parbank.optim.config import OptimConfig
+from parbank.optim.widths import carry_rate
 
 
 def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
@@ -14,9 +15,12 @@ def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
         {
             "params": [named.pop(f"banks.{key}")],
             "algorithm": config.matrix_algorithm,
-            "peak_lr": config.matrix_lr,
+            "peak_lr": _carry(config.matrix_lr, _matrix_role(config), model, config),
             "weight_decay": config.matrix_weight_decay,
             "ns_steps": config.newton_schulz_steps,
+            "lr_scale": config.lr_scale,
+            "normuon": config.normuon,
+            "equilibrate": config.equilibrate,
             "betas": (config.beta1, config.beta2),
             "transposed": model.banks.transposed[key],
         }
@@ -25,11 +29,11 @@ def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
     roles: dict[float, list[Any]] = {}
     for name, parameter in named.items():
         if name.endswith("embedding.weight"):
-            lr = config.embedding_lr
+            lr = _carry(config.embedding_lr, "embedding", model, config)
         elif name == "head.weight":
-            lr = config.head_lr
+            lr = _carry(config.head_lr, "head", model, config)
         else:
-            lr = config.scalar_lr
+            lr = _carry(config.scalar_lr, "scalar", model, config)
         roles.setdefault(lr, []).append(parameter)
     others = [
         {
@@ -42,3 +46,15 @@ def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
         for lr, parameters in roles.items()
     ]
     return [{**group, "lr": group["peak_lr"]} for group in banks + others]
+
+
+def _matrix_role(config: OptimConfig) -> str:
+    if config.matrix_algorithm != "muon":
+        return "elementwise"
+    return "rms" if config.lr_scale == "rms" else "spectral"
+
+
+def _carry(lr: float, role: str, model: GPT, config: OptimConfig) -> float:
+    """A learning rate at the model's width."""
+    width = model.config.width
+    return carry_rate(lr, role, tuned_at=config.tuned_width or width, width=width)

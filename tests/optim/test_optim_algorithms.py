@@ -204,6 +204,6 @@ def test_split_parameters_takes_them_by_name() -> None:
 
 def test_an_unknown_algorithm_is_refused_with_the_choices() -> None:
     with pytest.raises(
-        ConfigError, match="algorithm must be one of muon, adamw, signsgd, polar, got 'signsdg'; did you mean"
+        ConfigError, match="algorithm must be one of muon, adamw, lion, signsgd, polar, got 'signsdg'; did you mean"
     ):
         ParallelMuon([{"params": [nn.Parameter(torch.zeros(2))], "algorithm": "signsdg"}])

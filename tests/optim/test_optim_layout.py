@@ -12,7 +12,8 @@ from parbank.optim.layout import plan_batches
 
 DEFAULTS: dict[str, Any] = {
     "algorithm": "muon", "coefficients": "quintic", "ns_steps": 5, "method": "auto", "nesterov": True, "cautious": False,
-    "normuon": False, "num_heads": None, "split_sizes": None, "transposed": None, "flatten": False, "lr_scale": "spectral",
+    "normuon": False, "equilibrate": False,
+    "num_heads": None, "split_sizes": None, "transposed": None, "flatten": False, "lr_scale": "spectral",
 }  # fmt: skip
 
 

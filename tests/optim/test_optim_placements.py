@@ -42,7 +42,7 @@ class Net(nn.Module):
         return [
             {"params": [self.qkv.weight], "lr": 0.05, "split_sizes": (8, 4, 4), "normuon": True},
             {"params": [self.up.weight], "lr": 0.05, "num_heads": 3, "normuon": True, **decay},
-            {"params": [self.down.weight, self.out.weight], "lr": 0.05, "normuon": True, **decay},
+            {"params": [self.down.weight, self.out.weight], "lr": 0.05, "normuon": True, "equilibrate": True, **decay},
             {"params": [self.norm.weight, self.norm.bias], "algorithm": "adamw", "lr": 0.05},
         ]
 
@@ -199,7 +199,7 @@ SHAPES = {"matrix": (12, 20), "turned": (8, 10), "stack": (3, 8, 6), "heads": (1
 def _groups(params: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {"params": [params["matrix"]], "lr": 0.05, "weight_decay": 0.1, "cautious": True, "lr_scale": "rms"},
-        {"params": [params["turned"]], "lr": 0.05, "transposed": (True,), "normuon": True},
+        {"params": [params["turned"]], "lr": 0.05, "transposed": (True,), "normuon": True, "equilibrate": True},
         {"params": [params["stack"]], "lr": 0.05, "transposed": (True, False, True), "normuon": True},
         {"params": [params["heads"]], "lr": 0.05, "num_heads": 2},
         {"params": [params["gain"], params["small"]], "algorithm": "adamw", "lr": 0.05},

@@ -30,7 +30,7 @@ def _step(case: str, folder: Path) -> tuple[Tensor, float]:
     weights, and the norm that was clipped by."""
     rank = dist.get_rank()
     late = 1 if case == "even" else 0  # left over, the first rank owns the first batch
-    iterate, began = muon.iterate, folder / case
+    iterate, began = muon.iterate_in_parts, folder / case
 
     def watched(X: Tensor, *args: Any, **options: Any) -> Tensor:
         if X.shape[-1] == 6 and rank != late:
@@ -47,7 +47,7 @@ def _step(case: str, folder: Path) -> tuple[Tensor, float]:
         weight.grad = grad
     optimizer = ParallelMuon(weights, max_norm=1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, "iterate", watched)
+        patch.setattr(muon, "iterate_in_parts", watched)
         optimizer.step()
     return torch.cat([weight.detach().flatten() for weight in weights]), float(optimizer.last_grad_norm)
 

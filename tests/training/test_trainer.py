@@ -338,7 +338,7 @@ def test_algorithms_are_chosen_by_name(dataset: Dataset, tmp_path: Path) -> None
     assert {group["algorithm"] for group in trainer.optimizer.param_groups} == {"adamw"}
     assert {group["betas"] for group in trainer.optimizer.param_groups} == {(0.9, 0.9)}
     assert losses[-1] < losses[0] - 0.5
-    with pytest.raises(ConfigError, match=r"optim\.matrix_algorithm must be one of muon, adamw, got 'sgd'"):
+    with pytest.raises(ConfigError, match=r"optim\.matrix_algorithm must be one of muon, adamw, lion, got 'sgd'"):
         nano("optim.matrix_algorithm=sgd")
     with pytest.raises(ConfigError, match="works on matrices"):
         nano("optim.other_algorithm=muon")

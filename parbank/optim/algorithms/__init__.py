@@ -2,9 +2,11 @@
 
 from parbank.optim.algorithm import ALGORITHMS
 from parbank.optim.algorithms.adamw import AdamW
+from parbank.optim.algorithms.lion import Lion
 from parbank.optim.algorithms.muon import Muon
 
 ALGORITHMS["muon"] = Muon()
 ALGORITHMS["adamw"] = AdamW()
+ALGORITHMS["lion"] = Lion()
 
 __all__ = ["ALGORITHMS"]

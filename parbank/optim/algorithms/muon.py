@@ -1,5 +1,5 @@
-"""Muon (Jordan et al. 2024): momentum, then the nearest orthogonal matrix of each update; optionally NorMuon's row norms
-(Li et al. 2025).
+"""Muon (Jordan et al. 2024): momentum, then the nearest orthogonal matrix of each update. Optionally each neuron's row is
+normalised before it (MuonEq-R, 2026), after it (NorMuon, Li et al. 2025), or both.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from parbank.optim.algorithm import Group, MatrixAlgorithm, Work
 from parbank.optim.coefficients import Triple, resolve_coefficients
 from parbank.optim.kernels import use_kernels
 from parbank.optim.layout import MatrixParam, Member
-from parbank.optim.newton_schulz import METHODS, iterate
+from parbank.optim.newton_schulz import METHODS, iterate_in_parts
 from parbank.optim.update import Control
 
 
@@ -27,12 +27,13 @@ class Options:
     method: str
     nesterov: bool
     normuon: bool
+    equilibrate: bool
 
 
 class Muon(MatrixAlgorithm):
-    """Options: momentum, nesterov, ns_steps, coefficients, method, normuon, row_beta."""
+    """Options: momentum, nesterov, ns_steps, coefficients, method, normuon, row_beta, equilibrate."""
 
-    layout_options = ("ns_steps", "coefficients", "method", "nesterov", "normuon")
+    layout_options = ("ns_steps", "coefficients", "method", "nesterov", "normuon", "equilibrate")
 
     def complete(self, group: Group) -> None:
         if not isinstance(group["coefficients"], str):  # lists come back from JSON and from state dicts
@@ -48,7 +49,7 @@ class Muon(MatrixAlgorithm):
 
     def batch_options(self, group: Group) -> Options:
         triples = resolve_coefficients(group["coefficients"], group["ns_steps"])
-        return Options(triples, group["method"], group["nesterov"], group["normuon"])
+        return Options(triples, group["method"], group["nesterov"], group["normuon"], group["equilibrate"])
 
     def state_shapes(self, member: Member, options: Options) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {"momentum_buffer": (member.rows, member.cols)}
@@ -57,13 +58,13 @@ class Muon(MatrixAlgorithm):
     def directions(self, work: Work) -> Tensor:
         options, control = work.batch.options, work.control
         buffers = work.state("momentum_buffer")
-        if use_kernels(work.batch, control):
+        if use_kernels(work.batch, control) and not options.equilibrate:  # the kernels have no row norms
             X = kernels.prepare(work.batch, work.pieces, work.grads, buffers, control, work.tables)
         else:
             X = update.prepare(work.batch, work.pieces, work.grads, buffers, control)
         if work.pieces:
             method = "plain" if X.dtype == torch.float64 else options.method  # no kernel has float64
-            X = iterate(X, options.triples, method, graphed=work.captured)
+            X = iterate_in_parts(X, options.triples, method, graphed=work.captured)
         if options.normuon:
             update.normalize_rows(X, work.pieces, work.state("row_moment"), control)
         return X
@@ -72,7 +73,7 @@ class Muon(MatrixAlgorithm):
 
     def follow(self, work: Work) -> None:
         buffers = work.state("momentum_buffer")
-        if use_kernels(work.batch, work.control):
+        if use_kernels(work.batch, work.control) and not work.batch.options.equilibrate:
             kernels.follow(work.batch, work.pieces, work.grads, buffers, work.control, work.tables)
         else:
             update.follow(work.pieces, work.grads, buffers, work.control)
