@@ -1,17 +1,24 @@
 """The whole step as one CUDA graph: about forty launches become one.
 
 A graph replays the same kernels on the same memory. Between replays, values in memory may change: gradients, weights,
-state, and the table of hyperparameters. The key holds everything else: every address, the layout, and the numbers
-that an algorithm takes by value (`Algorithm.constants`). When the key changes, the step runs without a graph until
-the key has been stable for CALM steps, and is then captured again. Those steps also compile kernels, fill tables and
-create the state.
+state, and the table of hyperparameters. The signature holds everything else: every address, the layout, and the
+numbers that an algorithm takes by value (`Algorithm.constants`). When it changes, the step runs without a graph until
+the signature has been stable for CALM steps, and is then captured again. Those steps also compile kernels, fill tables
+and create the state.
 
 Gradients that are set to None and created by every backward may have new addresses each time. After PATIENCE such
 steps they are copied to fixed memory first (one launch, one pass over the gradients).
+
+cuda_graph="auto" captures where that is safe and pays, and otherwise runs launch by launch: on a CPU, on several ranks,
+with a GradScaler, inside a capture of the caller's, after FAILURES captures that failed, and where graphs are dropped
+after a few replays again and again. cuda_graph=True asks for a graph: where there can be none, it is an error.
+
+`Pilot` decides, and knows nothing of CUDA; `GraphedStep` acts.
 """
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,64 +32,200 @@ if TYPE_CHECKING:
 
 CALM = 2  # the first step makes the state, so that the second has the addresses of all later ones
 PATIENCE = 8  # changes in a row without one replay
+FAILURES = 2  # captures that may fail before "auto" gives up
+TRIALS = 8  # captures after which "auto" asks whether they pay:
+WORTH = 8  # replays that one capture must bring on average; it takes about as long as so many steps without a graph
 
 _log = logging.getLogger("parbank")
+
+
+class Signature(NamedTuple):
+    """Everything that a captured step depends on besides values in memory."""
+
+    weights: tuple[Any, ...]
+    gradients: tuple[Any, ...]
+    states: tuple[Any, ...]
+    options: tuple[Any, ...]
+    layout: tuple[Any, ...]
+    buffers: tuple[Any, ...]
+
+    def differences(self, other: "Signature") -> str:
+        """The names of the parts that differ."""
+        return ", ".join(name for name, a, b in zip(self._fields, self, other) if a != b)
+
+
+class Pilot:
+    """Decides for each step: run it launch by launch, capture it, or replay the capture."""
+
+    def __init__(self, *, required: bool) -> None:
+        """`required`: never give up."""
+        self.required = required
+        self.captures = 0
+        """How often the step has been captured: more than a few times a run means that something keeps changing."""
+        self.replays = 0
+        self.steps = 0
+        self.gave_up = ""
+        """Why no further capture is tried; empty while captures are."""
+        self._signature: Signature | None = None
+        self._calm = 0
+        self._restless = 0
+        self._failures = 0
+        self._recorded = False
+
+    @property
+    def gradients_move(self) -> bool:
+        """Whether so many steps in a row have seen something change that gradients should be copied to fixed memory."""
+        return self._restless >= PATIENCE
+
+    def decide(self, signature: Signature) -> str:
+        """ "run", "capture" or "replay"."""
+        self.steps += 1
+        if self.gave_up:
+            return "run"
+        if signature != self._signature:
+            if self._recorded and self._signature is not None:
+                _log.info("the optimizer's CUDA graph is dropped: changed %s", signature.differences(self._signature))
+            self._restless += 1
+            self._signature, self._calm, self._recorded = signature, 0, False
+        if self._recorded:
+            return "replay"
+        if self._calm < CALM:
+            self._calm += 1
+            return "run"
+        if not self.required and self.captures >= TRIALS and self.replays < WORTH * self.captures:
+            self._give_up(f"{self.captures} captures brought {self.replays} replays")
+            return "run"
+        return "capture"
+
+    def ran(self, signature: Signature) -> None:
+        """After a step without a graph. The first step makes the state: its addresses belong to the next signature."""
+        self._signature = signature
+
+    def captured(self) -> None:
+        self._recorded = True
+        self.captures += 1
+        self._restless = 0
+        _log.info("optimizer step captured as a CUDA graph (capture %d)", self.captures)
+
+    def failed(self, cause: str) -> None:
+        """After a capture that failed: another is tried after as many calm steps, and no third."""
+        self._failures += 1
+        self._calm = 0
+        if self._failures >= FAILURES:
+            self._give_up(f"{self._failures} captures failed: {cause}")
+
+    def replayed(self) -> None:
+        self.replays += 1
+
+    def _give_up(self, reason: str) -> None:
+        self.gave_up = reason
+        _log.info("the optimizer runs without a CUDA graph from here on: %s", reason)
+
+
+class Recorded(Protocol):
+    """A captured step."""
+
+    def replay(self) -> None: ...
+
+
+def capture_on_cuda(work: Callable[[], None]) -> Recorded:
+    """Records the launches of a function; nothing is computed yet."""
+    graph = torch.cuda.CUDAGraph()
+    with recording(graph):
+        work()
+    return graph
 
 
 class GraphedStep:
     """Runs an optimizer's step: eagerly while addresses or settings change, then from a graph."""
 
-    def __init__(self, optimizer: "ParallelMuon") -> None:
+    def __init__(
+        self,
+        optimizer: "ParallelMuon",
+        *,
+        required: bool,
+        capture: Callable[[Callable[[], None]], Recorded] = capture_on_cuda,
+    ) -> None:
         self._optimizer = optimizer
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._key: tuple[Any, ...] | None = None
-        self._calm = 0
-        self._restless = 0
+        self._capture = capture
+        self._recorded: Recorded | None = None
         self._places: dict[Tensor, Tensor] = {}
-        self.captures = 0
-        """How often the step has been captured: more than a few times a run means that something keeps changing."""
+        self.pilot = Pilot(required=required)
+        self.obstacle = ""
+        """Why the last step could not use a graph; empty if it could."""
+
+    @property
+    def captures(self) -> int:
+        return self.pilot.captures
+
+    @property
+    def active(self) -> bool:
+        """Whether steps are captured, or on their way to it: they then use the kernels and the memory of a capture."""
+        return not (self.obstacle or self.pilot.gave_up)
+
+    def describe(self) -> str:
+        """One line for people: what the graph does."""
+        pilot = self.pilot
+        counts = f"{pilot.captures} captures, {pilot.replays} of {pilot.steps} steps replayed"
+        reason = self.obstacle or pilot.gave_up
+        return f"{counts}; now without a graph: {reason}" if reason else counts
 
     def step(self) -> None:
-        params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        if not params[0].is_cuda:
-            raise DeviceError(
-                f"cuda_graph=True needs parameters on a GPU, and they are on {params[0].device}; "
-                "move the model there first, or leave it out"
-            )
-        if getattr(self._optimizer, "found_inf", None) is not None:  # a GradScaler brings new tensors every step
-            self._optimizer.run()
+        optimizer, pilot = self._optimizer, self.pilot
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self.obstacle = self._find_obstacle(params)
+        if not self.active:
+            self._recorded = None
+            pilot.steps += 1
+            optimizer.run()
             return
-        if self._places or self._restless >= PATIENCE:
+        if self._places or pilot.gradients_move:
             self._settle_gradients(params)
-        key = self._current_key(params)
-        if key != self._key:
-            self._restless += 1
-            self._key, self._calm, self._graph = key, 0, None
-        if self._graph is None and self._calm < CALM:
-            self._calm += 1
-            self._optimizer.run()
-            # The first step makes the state: its addresses belong to the key of the next one.
-            self._key = self._current_key(params)
+        action = pilot.decide(self._sign(params))
+        if action == "capture" and not self._record():
+            action = "run"
+        if action == "run":
+            self._recorded = None
+            optimizer.run()
+            pilot.ran(self._sign(params))
             return
-        if self._graph is None:
-            self._capture()
-        assert self._graph is not None
-        self._restless = 0
-        self._graph.replay()
+        assert self._recorded is not None
+        self._recorded.replay()
+        pilot.replayed()
 
-    def _capture(self) -> None:
-        graph = torch.cuda.CUDAGraph()
+    def _find_obstacle(self, params: list[Tensor]) -> str:
+        """Why this step cannot use a graph. An error where one was asked for and there can be none."""
+        if getattr(self._optimizer, "found_inf", None) is not None:
+            return "a GradScaler brings new tensors every step"
+        if self._capture is not capture_on_cuda:
+            return ""
+        if not params[0].is_cuda:
+            if self.pilot.required:
+                raise DeviceError(
+                    f"cuda_graph=True needs parameters on a GPU, and they are on {params[0].device}; "
+                    "move the model there first, or leave it out"
+                )
+            return f"the parameters are on {params[0].device}"
+        if self.pilot.required:
+            return ""
+        if self._optimizer.ranks.world > 1:
+            return "several ranks; cuda_graph=True captures their collectives, too"
+        return "the caller captures a graph" if torch.cuda.is_current_stream_capturing() else ""
+
+    def _record(self) -> bool:
+        """Captures the step. False where that failed and need not succeed."""
         try:
-            with recording(graph):
-                self._optimizer.run()
+            self._recorded = self._capture(self._optimizer.run)
         except RuntimeError as error:
-            raise DeviceError(
-                "the optimizer step could not be captured as a CUDA graph; extra_captured must not wait for the device or copy "
-                f"from ordinary host memory. Leave out cuda_graph=True to run without. The cause: {error}"
-            ) from error
-        self._graph = graph
-        self.captures += 1
-        _log.info("optimizer step captured as a CUDA graph (capture %d)", self.captures)
+            if self.pilot.required:
+                raise DeviceError(
+                    "the optimizer step could not be captured as a CUDA graph; extra_captured must not wait for the device "
+                    f"or copy from ordinary host memory. Leave out cuda_graph=True to run without. The cause: {error}"
+                ) from error
+            self.pilot.failed(str(error).strip().partition("\n")[0])
+            return False
+        self.pilot.captured()
+        return True
 
     def _settle_gradients(self, params: list[Tensor]) -> None:
         """Copies gradients to the addresses that the graph reads, and leaves them there."""
@@ -96,15 +239,20 @@ class GraphedStep:
             for param, _ in moved:
                 param.grad = self._places[param]
 
-    def _current_key(self, params: list[Tensor]) -> tuple[Any, ...]:
+    def _sign(self, params: list[Tensor]) -> Signature:
         optimizer = self._optimizer
-        addresses: list[Any] = []
-        for param in params:
-            addresses.append(param.data_ptr())
-            addresses.append(None if param.grad is None else param.grad.data_ptr())
-            if param in optimizer.state:
-                addresses += [v.data_ptr() for v in optimizer.state[param].values() if isinstance(v, Tensor)]
         numbers = [(group["maximize"], find_algorithm(group).constants(group)) for group in optimizer.param_groups]
         clips = optimizer.max_norm is not None  # decides the order of the step
-        fixed = (optimizer.reduce_gradients, clips, id(optimizer.extra_captured), optimizer.fixed_addresses())
-        return tuple(addresses), tuple(numbers), optimizer.layout_key(), fixed
+        states = [optimizer.state[param].values() for param in params if param in optimizer.state]
+        return Signature(
+            weights=tuple(_place(param) for param in params),
+            gradients=tuple(None if param.grad is None else _place(param.grad) for param in params),
+            states=tuple(value.data_ptr() for values in states for value in values if isinstance(value, Tensor)),
+            options=(tuple(numbers), optimizer.reduce_gradients, clips, id(optimizer.extra_captured)),
+            layout=optimizer.layout_key(),
+            buffers=optimizer.fixed_addresses(),
+        )
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.stride()

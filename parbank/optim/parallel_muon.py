@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parbank.config import require
 from parbank.errors import ConfigError
 from parbank.optim import kernels, loading, state, update
 from parbank.optim.agreement import check_agreement
@@ -31,6 +32,7 @@ from parbank.optim.banking import zero_bank_grads
 from parbank.optim.collect import Collected, Small, check_gradients, collect, measure
 from parbank.optim.communication import Ranks, wait
 from parbank.optim.dtensor import check_mesh, is_sharded, place_gradient
+from parbank.optim.graph import GraphedStep
 from parbank.optim.groups import check_group, complete_group, follow_schedulers
 from parbank.optim.hyper import DECAY, LR, HyperTable, send
 from parbank.optim.layout import LAYOUT_OPTIONS, Batch, Piece, find_matrices, name_of, plan_batches
@@ -66,8 +68,9 @@ class ParallelMuon(torch.optim.Optimizer):
 
     max_norm clips the gradient by its norm over all parameters and all ranks. process_group: the ranks to work with; by
     default all of them. reduce_gradients=False says that gradients are already equal on all ranks (DDP): the work is
-    split and nothing is reduced. cuda_graph=True replays the step as one CUDA graph. extra_captured is called at the end of
-    each step, inside the graph: an average of the weights, for instance.
+    split and nothing is reduced. cuda_graph="auto" replays the step as one CUDA graph once it is stable, on one GPU; what it
+    did is in `repr(optimizer)`. True asks for a graph, and False for none. extra_captured is called at the end of each step,
+    with cuda_graph=True inside the graph: an average of the weights, for instance.
 
     After a step, as 0-d tensors on the device: last_grad_norm (before the clip), last_skipped (the gradient was not finite
     and nothing was changed), skipped_in_a_row. Gradients are used up: their values after a step mean nothing.
@@ -111,7 +114,7 @@ class ParallelMuon(torch.optim.Optimizer):
         max_norm: float | None = None,
         process_group: Any = None,
         reduce_gradients: bool = True,
-        cuda_graph: bool = False,
+        cuda_graph: bool | str = "auto",
         extra_captured: Callable[[], None] | None = None,
     ) -> None:
         defaults = {
@@ -144,11 +147,12 @@ class ParallelMuon(torch.optim.Optimizer):
             ALGORITHMS[name].check_options(defaults)
         self._start(process_group)
         super().__init__(params, defaults)
-        self._graph = None
-        if cuda_graph:
-            from parbank.optim.graph import GraphedStep
+        require(cuda_graph in (True, False, "auto"), f"cuda_graph must be 'auto', True or False, got {cuda_graph!r}")
+        self._cuda_graph = cuda_graph
+        self._graph = self._make_graph()
 
-            self._graph = GraphedStep(self)
+    def _make_graph(self) -> GraphedStep | None:
+        return GraphedStep(self, required=self._cuda_graph is True) if self._cuda_graph else None
 
     def _start(self, process_group: Any) -> None:
         """Creates everything that a copy of this optimizer cannot share."""
@@ -224,23 +228,29 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As for any optimizer. By default, gradients that a CUDA graph reads or that lie in a bank stay in place."""
-        if set_to_none is not None or self._graph is not None:
+        if set_to_none is not None or self._cuda_graph is True:
             _plain(torch.optim.Optimizer.zero_grad)(self, set_to_none=bool(set_to_none))
             return
         for param in zero_bank_grads([param for group in self.param_groups for param in group["params"]]):
             param.grad = None
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {key: getattr(self, key) for key in ("_adam_lr", "max_norm", "reduce_gradients")}
+        kept = {key: getattr(self, key) for key in ("_adam_lr", "max_norm", "reduce_gradients", "_cuda_graph")}
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         super().__setstate__(values)
         if "_ranks" not in self.__dict__:  # a copy or an unpickled optimizer: process groups and graphs are not copied
-            self.extra_captured, self._graph = None, None
+            self._cuda_graph = getattr(self, "_cuda_graph", "auto")
+            self.extra_captured, self._graph = None, self._make_graph()
             self._start(None)
         for group in self.param_groups:
             complete_group(group, self.defaults, self._adam_lr)
+
+    def __repr__(self) -> str:
+        lines = super().__repr__()
+        graph = str(self._cuda_graph) if self._graph is None else f"{self._cuda_graph} ({self._graph.describe()})"
+        return f"{lines[:-1]}cuda_graph: {graph}\n)"
 
     # --- layout --------------------------------------------------------------------------------------------------------
 
@@ -314,6 +324,11 @@ class ParallelMuon(torch.optim.Optimizer):
                     check_mesh(param, name_of(group, position), self._ranks.world, self.reduce_gradients)
                     place_gradient(param)
 
+    @property
+    def _captured(self) -> bool:
+        """Whether this step is captured, or one that prepares for it."""
+        return self._graph is not None and self._graph.active
+
     def _settle(self) -> None:
         """Follows the parameters to their device."""
         self._ranks.check()
@@ -345,6 +360,8 @@ class ParallelMuon(torch.optim.Optimizer):
             self._graph.step()
         else:
             self.run()
+        if self.extra_captured is not None and self._cuda_graph is not True:
+            self.extra_captured()
         if getattr(self, "found_inf", None) is None:  # a GradScaler skips steps as it searches for its scale
             self._watch.look(self.skipped_in_a_row, self.param_groups)
         return loss
@@ -357,6 +374,8 @@ class ParallelMuon(torch.optim.Optimizer):
         self._run()
         if raised:
             torch._foreach_neg_(raised)  # exact: gradients are as if nothing had been done
+        if self.extra_captured is not None and self._cuda_graph is True:
+            self.extra_captured()
 
     def _run(self) -> None:
         batches = self.batches()
@@ -365,7 +384,7 @@ class ParallelMuon(torch.optim.Optimizer):
         if sharded:
             self._place_gradients()
         reduce = self.reduce_gradients and not sharded
-        staging = None if self._graph is None else self._staging
+        staging = self._staging if self._captured else None
         early = self.max_norm is None
         others = [batch.others(self._ranks.rank) for batch in batches]
         needed = [mine + rest for mine, rest in zip(pieces, others)]
@@ -392,8 +411,6 @@ class ParallelMuon(torch.optim.Optimizer):
             self._step_sharded(control)
         for batch, updates, works in flying:
             self._apply(batch, updates, works, control)
-        if self.extra_captured is not None:
-            self.extra_captured()
 
     def _check_scaler(self, found: Collected) -> None:
         if getattr(self, "grad_scale", None) is not None and found.divisor > 1:
@@ -426,7 +443,7 @@ class ParallelMuon(torch.optim.Optimizer):
         def blocks(key: str) -> list[Tensor]:
             return [state.blocks_of(self.state[piece.member.param], key, piece, batch) for piece in pieces]
 
-        return Work(batch, pieces, grads, control, blocks, self._tables, captured=self._graph is not None)
+        return Work(batch, pieces, grads, control, blocks, self._tables, captured=self._captured)
 
     def _step_sharded(self, control: Control) -> None:
         """The matrices that FSDP2 has sharded."""
@@ -454,7 +471,7 @@ class ParallelMuon(torch.optim.Optimizer):
         for numbers in [together, *([n] for n in alone)]:
             flag = small.flags[numbers[0]] if numbers else None
             mine = taken if flag is None else taken * (flag > 0)
-            settings = Settings(hyper[LR], hyper[DECAY], factor, mine, captured=self._graph is not None)
+            settings = Settings(hyper[LR], hyper[DECAY], factor, mine, captured=self._captured)
             params = [small.params[n] for n in numbers]
             grads = [small.grads[n] for n in numbers]
             algorithm.step(params, grads, [self.state[param] for param in params], group, settings)

@@ -131,7 +131,7 @@ def _schedule(optimizer: ParallelMuon, step: int) -> None:
 
 
 def test_graph_equals_eager_and_follows_hyperparameters() -> None:
-    _, expected = _train(8, _schedule)
+    _, expected = _train(8, _schedule, cuda_graph=False)
     optimizer, found = _train(8, _schedule, cuda_graph=True)
     assert optimizer._graph is not None
     assert optimizer._graph.captures == 1
@@ -150,7 +150,7 @@ def test_graph_is_captured_again_when_something_changes() -> None:
         if step == 16:
             optimizer.param_groups[0]["params"][0].grad = None
 
-    _, expected = _train(20, change)
+    _, expected = _train(20, change, cuda_graph=False)
     optimizer, found = _train(20, change, cuda_graph=True)
     assert optimizer._graph is not None
     assert 4 <= optimizer._graph.captures <= 6
@@ -159,7 +159,7 @@ def test_graph_is_captured_again_when_something_changes() -> None:
 
 
 def test_graph_with_gradients_that_move() -> None:
-    _, expected = _train(24, in_place=False)
+    _, expected = _train(24, in_place=False, cuda_graph=False)
     optimizer, found = _train(24, in_place=False, cuda_graph=True)
     assert optimizer._graph is not None
     assert optimizer._graph.captures >= 1
@@ -188,6 +188,79 @@ def test_graph_keeps_gradients_in_place_by_default() -> None:
     optimizer.zero_grad()
     assert matrices[0].grad is before
     assert not before.any()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_auto_captures_by_itself(in_place: bool) -> None:
+    """The default. Extra work stays outside the graph, so that it may count on the host."""
+    _, expected = _train(24, _schedule, in_place=in_place, cuda_graph=False)
+    optimizer, found = _train(24, _schedule, in_place=in_place)
+    assert optimizer._graph is not None
+    assert optimizer._graph.captures == 1
+    assert optimizer._graph.pilot.replays >= 10
+    assert "cuda_graph: auto (1 captures" in repr(optimizer)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_auto_stays_out_of_the_callers_graph() -> None:
+    matrices, small = _params("cuda")
+    optimizer = _optimizer(matrices, small)
+    for step in range(6):
+        _set_gradients([*matrices, *small], step, in_place=True)
+        optimizer.step()
+    torch.cuda.synchronize()
+    graph, before = torch.cuda.CUDAGraph(), matrices[0].detach().clone()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    assert torch.equal(matrices[0], before), "recorded, not run"
+    graph.replay()
+    assert not torch.equal(matrices[0], before)
+
+
+def test_auto_with_a_real_backward_and_the_usual_zero_grad() -> None:
+    def train(cuda_graph: bool | str) -> tuple[ParallelMuon, list[Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(6)]).cuda()
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim == 2]},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "algorithm": "adamw"},
+        ]
+        optimizer = ParallelMuon(groups, max_norm=1.0, method="plain", cuda_graph=cuda_graph)
+        for step in range(30):
+            optimizer.zero_grad()
+            x = torch.randn(16, 128, generator=torch.Generator().manual_seed(step)).cuda()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return optimizer, [p.detach() for p in model.parameters()]
+
+    _, expected = train(False)
+    optimizer, found = train("auto")
+    assert optimizer._graph is not None
+    assert optimizer._graph.pilot.replays >= 10, repr(optimizer)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_memory_is_the_momentum_a_tenth_and_one_batch(cuda_graph: bool) -> None:
+    shapes = [(8, 512, 512), (8, 256, 512), (8, 512, 1536)]
+    params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer = ParallelMuon(params, cuda_graph=cuda_graph)
+    for _ in range(6):
+        optimizer.step()
+    torch.cuda.synchronize()
+    momentum = 4 * sum(param.numel() for param in params)
+    # In 16 bits: updates twice and five squares of the shorter side, of the largest batch; one more copy of the updates in the
+    # kernels' iteration, which cannot write into a given buffer.
+    work = max(2 * count * (3 * rows * cols + 5 * rows * rows) for count, rows, cols in shapes)
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * momentum + work + 2**20
 
 
 @pytest.mark.parametrize("graphed", [False, True])
