@@ -68,8 +68,9 @@ def audited(model: GPT) -> Iterator[Audit]:
             if len(scored := (flat != IGNORED).nonzero().flatten()):
                 count = min(POSITIONS, len(scored))
                 chosen = scored[torch.linspace(0, len(scored) - 1, count, device=flat.device).long()]
-                logits = read_out(x.flatten(0, -2)[chosen], None)
-                audit.check(logits, flat[chosen].long(), nats.flatten()[chosen], x.dtype)
+                with torch.no_grad():  # a pass that scores may also be learnt from
+                    logits = read_out(x.flatten(0, -2)[chosen], None)
+                    audit.check(logits, flat[chosen].long(), nats.flatten()[chosen], x.dtype)
         return nats
 
     model.read_out = watch  # type: ignore[method-assign]

@@ -199,10 +199,10 @@ class Stream:
 
 
 def _embed(model: GPT, ids: Tensor, first: Tensor, dtype: torch.dtype) -> tuple[Tensor, dict[int, Tensor]]:
-    """GPT.features up to the first block, over (1, BEFORE + T) ids, without the tokens ahead; `first` is the place in it
+    """GPT.features up to the first block, over (B, BEFORE + T) ids, without the tokens ahead; `first` is the place in it
     that has nothing before. Beyond that: the additions to the values, by layer."""
     c = model.config
-    starts = (torch.arange(ids.shape[1], device=ids.device) == first)[None]
+    starts = (torch.arange(ids.shape[1], device=ids.device) == first).expand(ids.shape)
     if c.isolate_documents:
         starts = starts | (ids == c.bos_id)
     x, own = model.embed(ids, starts, dtype), ids[:, BEFORE:]

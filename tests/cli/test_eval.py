@@ -13,6 +13,7 @@ METHODS = {
     "sliding": ("--stride", 16),
     "streaming": ("--segment", 300),
     "ttt": ("--chunk", 512, "--epochs", 1, "--ttt-scores", "sliding", "--stride", 32, "--blocks", "2,3"),
+    "adaptive": ("--chunk", 16, "--rank", 2, "--set", "orders=[2,4]"),
 }
 
 
@@ -33,7 +34,7 @@ def test_every_method_scores_and_says_what_it_did(call: Call, trained: Path, pag
     assert result["method"] == method
     assert result["context"] == 64
     assert result["stride"] == {"sliding": 16, "ttt": 32}.get(method)
-    assert (result["adapt"] is not None) == (method == "ttt")
+    assert (result["adapt"] is not None) == (method in ("ttt", "adaptive"))
     for name in ("tokens", "bytes", "text_sha256", "tokenizer_sha256"):
         assert result[name] == chunked[name]
     assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["seconds"])
@@ -199,8 +200,8 @@ def test_numbers_without_end_are_refused_before_the_text_is_read(call: Call, tra
         (("--method", "sliding", "--stride", 0), "stride must lie in 1..64"),
         (("--stride", 8), "--stride is not a setting of chunked; that is for sliding and ttt"),
         (("--context", 0), "at least 1 token, got 0"),
-        (("--lr", 0.1), "--lr is not a setting of chunked; that is for ttt"),
-        (("--method", "none"), "--method must be one of chunked, sliding, streaming, ttt, got 'none'"),
+        (("--lr", 0.1), "--lr is not a setting of chunked; that is for ttt and adaptive"),
+        (("--method", "none"), "--method must be one of chunked, sliding, streaming, ttt, adaptive, got 'none'"),
         (("--method", "ttt", "--set", "momentum"), "cannot read the setting 'momentum'; write it as NAME=VALUE"),
         (("--method", "ttt", "--set", "momentum=2"), "--momentum must lie in [0, 1), got 2.0"),
         (("--method", "ttt", "--epochs", 0), "--epochs must be at least 1"),

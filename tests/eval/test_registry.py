@@ -27,11 +27,15 @@ CPU = Runtime(device=torch.device("cpu"))
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("x", {}, "--method must be one of chunked, sliding, streaming, ttt, got 'x'"),
+        ("x", {}, "--method must be one of chunked, sliding, streaming, ttt, adaptive, got 'x'"),
         ("chunked", {"stride": 64}, "--stride is not a setting of chunked; that is for sliding and ttt"),
         ("streaming", {"stride": 64}, "--stride is not a setting of streaming; that is for sliding and ttt"),
-        ("chunked", {"segment": 5}, "--segment is not a setting of chunked; that is for streaming and ttt"),
-        ("sliding", {"lr": 0.1}, "--lr is not a setting of sliding; that is for ttt"),
+        (
+            "chunked",
+            {"segment": 5},
+            "--segment is not a setting of chunked; that is for streaming and ttt and adaptive",
+        ),
+        ("sliding", {"lr": 0.1}, "--lr is not a setting of sliding; that is for ttt and adaptive"),
         ("sliding", {"beams": 4}, "--beams is not a setting of sliding; sliding has: context, graphed, stride"),
         ("ttt", {"stride": 64}, "--stride is not a setting of ttt with streaming scores and the sgd adapter"),
         ("ttt", {"rank": 4}, "--rank is not a setting of ttt with streaming scores and the sgd adapter"),

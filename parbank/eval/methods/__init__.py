@@ -3,13 +3,16 @@
 from typing import Any
 
 from parbank.config import choose, require
+from parbank.eval.methods.adaptive import Adaptive
 from parbank.eval.methods.base import Method
 from parbank.eval.methods.chunked import Chunked
 from parbank.eval.methods.sliding import Sliding
 from parbank.eval.methods.streaming import Streaming
 from parbank.eval.methods.ttt import ScoreFirst
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (Chunked, Sliding, Streaming, ScoreFirst)}
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (Chunked, Sliding, Streaming, ScoreFirst, Adaptive)
+}
 
 
 def make_method(name: str, **settings: Any) -> Method:

@@ -1,0 +1,104 @@
+"""What each ingredient of `parbank eval --method adaptive` is worth, on one text.
+
+    python benchmarks/adaptation.py MODEL --data text:val=FILE_OR_FOLDER [--limit TOKENS] [--set lr=0.001] [--out DIR]
+
+MODEL is an artifact, a checkpoint or a run folder: the demo's model on a CPU (--limit 60000 takes minutes on two
+cores), the sprint's artifact on a GPU. Choose settings on text that is not reported. The model passes run once; every
+mixture is made of their scores. A row says what a mixture scores, what it gains on streaming, and how much worse its
+worst document is than streaming, all in bits per byte.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import harness  # noqa: E402
+
+from parbank.config import parse_value  # noqa: E402
+from parbank.data.shards import TokenSet  # noqa: E402
+from parbank.data.validation import open_validation  # noqa: E402
+from parbank.eval.methods import make_method  # noqa: E402
+from parbank.eval.methods.adaptive import Adaptive  # noqa: E402
+from parbank.eval.methods.streaming import Streaming  # noqa: E402
+from parbank.eval.score import Scored, Text, silent  # noqa: E402
+from parbank.runtime import Runtime, pick_device  # noqa: E402
+from parbank.training.load import load_model  # noqa: E402
+
+MEASURED = ("parbank/eval", "benchmarks/adaptation.py")
+
+
+def variants(full: Adaptive) -> dict[str, tuple[Adaptive, bool]]:
+    """Mixtures by name, and whether the factors take part."""
+    change = dataclasses.replace
+    return {
+        "factors of each document": (change(full, orders=()), True),
+        "n-grams of the document": (change(full, scopes=("document",)), False),
+        "n-grams of the text": (change(full, scopes=("text",)), False),
+        "n-grams of both": (full, False),
+        "everything": (full, True),
+        "everything, equal weights that do not learn": (change(full, mix_rate=0.0), True),
+        "everything, hardly guarded": (change(full, prior=1e-9), True),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--data", required=True, help="as in `parbank eval`; documents matter")
+    parser.add_argument("--limit", type=int, help="tokens of the text, from its start; all if not given")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the method")
+    arguments = harness.start(parser)
+    place = Runtime(device=pick_device(arguments.device))
+    loaded = load_model(arguments.model, place.device)
+    validation = open_validation(arguments.data, loaded.tokenizer, say=lambda line: print(line, file=sys.stderr))
+    tokens = validation.tokens.read(0, min(arguments.limit or len(validation.tokens), len(validation.tokens)))
+    given = dict(assignment.split("=", 1) for assignment in arguments.set)
+    method = make_method("adaptive", context=loaded.context, **{name: parse_value(v) for name, v in given.items()})
+    assert isinstance(method, Adaptive)
+
+    began = time.perf_counter()
+    plain = Streaming(context=loaded.context).score(loaded.model, TokenSet([tokens]), place).nats
+    streamed = time.perf_counter()
+    text = Text.load(TokenSet([tokens]), place)
+    adapted = method.read_documents(loaded.model, text, place, silent) if method.rank else plain
+    seconds = {"streaming": streamed - began, "factors of each document": time.perf_counter() - streamed}
+
+    bos_id, counts = loaded.model.config.bos_id, Scored(tokens, plain).byte_counts(loaded.tokenizer)
+    starts = np.flatnonzero(tokens[:-1] == bos_id)
+    rows = [harness.Row("streaming", "bpb", bits(plain) / counts.sum(), "bpb")]
+    for name, (variant, with_factors) in variants(method).items():
+        began = time.perf_counter()
+        nats = variant.mix(tokens, bos_id, plain, adapted if with_factors else None)
+        seconds.setdefault(name, time.perf_counter() - began)
+        lost = np.add.reduceat(nats - plain, starts) / np.log(2) / np.maximum(np.add.reduceat(counts, starts), 1)
+        gain = (bits(plain) - bits(nats)) / counts.sum()
+        rows += [
+            harness.Row(name, "bpb", bits(nats) / counts.sum(), "bpb"),
+            harness.Row(name, "gain", gain, "bpb"),
+            harness.Row(name, "worst document", float(lost.max()), "bpb"),
+        ]
+        print(f"{name:45} {rows[-3].value:.4f}  gain {gain:.4f}  worst document {lost.max():+.5f}", flush=True)
+    extra: dict[str, Any] = {
+        "text": {"tokens": len(tokens), "bytes": int(counts.sum()), "documents": len(starts)},
+        "method": method.describe(),
+        "seconds": seconds,
+    }
+    settings = harness.settings_of(arguments)
+    print(harness.write("adaptation", rows, out=arguments.out, settings=settings, measured=MEASURED, extra=extra))
+
+
+def bits(nats: np.ndarray) -> float:
+    return float(nats.sum(dtype=np.float64) / np.log(2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Many documents at once, each with low-rank factors of its own that learn from the document's tokens once scored.
+
+Documents of similar length form a group and are read side by side, a chunk of tokens at a time. One pass scores a
+chunk with the factors of that moment; the gradient of the same scores then moves the factors. So a token is scored
+before anything is learnt from it, and learning costs a backward pass and no second forward pass. Attention carries
+keys and values from chunk to chunk, as in streaming. A document sees nothing of other documents, so their order
+changes nothing but rounding.
+
+After parameter-golf #1530 and #1586, which learn from chunks of 24 to 48 tokens over many documents.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parbank import ops
+from parbank.eval.adaptation.factors import Adapted, Factors
+from parbank.eval.score import IGNORED
+from parbank.graphs import Graphs
+from parbank.model import GPT
+from parbank.model.gpt import Skips, _matrix_shapes, _of_layer
+from parbank.model.stream import BEFORE, Past, Reach, _embed, _layer, _rotations
+from parbank.ops.backend import use_backend
+from parbank.precision import autocast
+from parbank.runtime import Runtime
+
+# The matrices that learn. In parameter-golf's later records queries and values were left alone, and scores were better.
+LEARNING = ("key", "output", "up", "down")
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens first .. last of a text: the BOS and all up to the next BOS, which is the last target."""
+
+    first: int
+    last: int
+
+    @property
+    def targets(self) -> int:
+        return self.last - self.first
+
+
+def find_documents(tokens: np.ndarray, bos_id: int) -> list[Document]:
+    starts = np.flatnonzero(tokens == bos_id)
+    cuts = sorted({0, *starts.tolist(), len(tokens) - 1})
+    return [Document(first, last) for first, last in itertools.pairwise(cuts)]
+
+
+def group_documents(documents: list[Document], rows: int) -> list[list[Document]]:
+    """Longest first, so that documents of a group end at about the same time, and active ones are always the first."""
+    ordered = sorted(documents, key=lambda document: (-document.targets, document.first))
+    return [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
+
+
+class DocumentReader:
+    """Reads groups of documents with a model whose weights stay as they are."""
+
+    def __init__(
+        self,
+        model: GPT,
+        runtime: Runtime,
+        *,
+        rows: int,
+        rank: int,
+        chunk: int,
+        window: int,
+        lr: float,
+        decay: int,
+        graphed: bool,
+    ) -> None:
+        self._model, self._device = model, runtime.device
+        self._rows, self._chunk, self._window, self._lr, self._decay = rows, chunk, window, lr, decay
+        c = model.config
+        shapes = {name: shape for name, shape in _matrix_shapes(c).items() if name.split(".")[-2] in LEARNING}
+        self._factors = Factors(shapes, rows, rank, runtime.device)
+        with autocast(runtime.device):
+            dtype = model._compute_dtype(runtime.device)
+        shape = (rows, window - 1, c.kv_heads, c.head_width)
+        self._past: list[Past] = [
+            (torch.zeros(shape, dtype=dtype, device=self._device), torch.zeros(shape, dtype=dtype, device=self._device))
+            for _ in range(c.layers)
+        ]
+        self._graphs = Graphs(enabled=graphed and runtime.is_cuda)
+
+    def read(self, ids: Tensor, group: list[Document]) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each chunk of all documents: the nats of its targets, and the targets' places in the text, both (rows,
+        chunk). The place of a target that is not scored is the number of targets, one past the last."""
+        self._factors.reset()
+        for past in self._past:
+            for tensor in past:
+                tensor.zero_()
+        empty = [0] * (self._rows - len(group))  # a row without a document has no targets
+        ends = [[d.first for d in group] + empty, [d.last for d in group] + empty]
+        first, last = torch.tensor(ends, device=self._device)[..., None]
+        longest = max(document.targets for document in group)
+        for start in range(0, longest, self._chunk):
+            active = sum(document.targets > start for document in group)
+            rows = min(self._rows, 1 << (active - 1).bit_length())  # powers of two, so that there are few graphs
+            place = first[:rows] + start + torch.arange(-BEFORE, self._chunk + 1, device=self._device)
+            inside = (place >= first[:rows]) & (place <= last[:rows])
+            wanted = torch.where(inside, ids[place.clamp(0, len(ids) - 1)].long(), IGNORED)
+            targets = wanted[:, BEFORE + 1 :].contiguous()
+            rate, number = self._lr / (1 + start / self._decay) ** 0.5, start // self._chunk + 1
+            numbers = [torch.full((), float(n), device=self._device) for n in (start, rate, number)]
+            learns = start + self._chunk < longest  # nothing is scored after the last chunk
+            work = partial(self._work, learns=learns)
+            nats = self._graphs.run(work, [wanted[:, :-1].clamp(min=0), targets, *numbers], key=(learns,))
+            yield torch.where(targets != IGNORED, place[:, BEFORE:-1], len(ids) - 1), nats
+
+    def _work(
+        self, ids: Tensor, targets: Tensor, start: Tensor, rate: Tensor, number: Tensor, *, learns: bool
+    ) -> Tensor:
+        """Scores a chunk of every row, and then learns from it."""
+        left = {name: own[: len(ids)].detach().requires_grad_() for name, own in self._factors.left.items()}
+        with torch.enable_grad(), autocast(self._device), use_backend("reference"):
+            nats = self._score(ids, targets, start, left)
+        if learns:
+            counts = (targets != IGNORED).sum(-1).clamp(min=1)
+            grads = torch.autograd.grad((nats.sum(-1) / counts).sum(), list(left.values()))
+            self._factors.step(dict(zip(left, grads)), rate, number)
+        return nats.detach()
+
+    def _score(self, ids: Tensor, targets: Tensor, start: Tensor, left: dict[str, Tensor]) -> Tensor:
+        """As `Stream._read`, over rows, and with factors beside the matrices."""
+        model, c = self._model, self._model.config
+        dtype, length, rows = model._compute_dtype(ids.device), ids.shape[1] - BEFORE, len(ids)
+        x, extras = _embed(model, ids, (BEFORE - start).clamp(min=0), dtype)
+        cos, sin = _rotations(start, length, c.rope_dims, c.rope_base)
+        low = (self._window - 1 - start).clamp(min=0).int().expand(length)  # the first key that is not empty
+        reach = Reach(low, low, low)
+        matrices: dict[str, Any] = dict(model.matrices(x))
+        for name, own in left.items():
+            matrices[name] = Adapted(matrices[name], own.to(dtype), self._factors.right[name].to(dtype))
+        x0, value = x, None
+        skips = Skips(model.skip_gains, c.layers)
+        for layer in range(c.layers):
+            skip = skips.take(layer, x)
+            weights = _of_layer(matrices, layer)
+            past = (self._past[layer][0][:rows], self._past[layer][1][:rows])
+            shared = (cos, sin, reach, self._window, None)
+            skips.keep(layer, x)
+            x, values, kept = _layer(model, layer, (x, skip, x0), weights, extras.get(layer), value, past, shared)
+            with torch.no_grad():  # no gradient goes through the past
+                for old, new in zip(past, kept):
+                    old.copy_(new)
+            value = values if value is None and c.value_residual else value
+        return model.read_out(ops.rms_norm(x), targets, "none")

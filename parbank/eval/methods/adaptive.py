@@ -1,0 +1,159 @@
+"""Streaming, mixed with predictions that learn from the text itself, score-first. (docs/design/adaptation.md)
+
+1. A streaming pass gives the plain score of every token. It never changes.
+2. Low-rank factors beside the matrices learn each document anew, many documents at once (adaptation/documents.py).
+3. n-grams of the document and of the text so far correct the model's probabilities (mixing/ngrams.py).
+4. The weights of these predictions learn online (mixing/online.py).
+5. Bayes' mixture with the plain score guards every document (mixing/guard.py).
+
+Steps 3 to 5 need nothing but the probability that each prediction gave to each token, since a mixture in probability
+space is linear. Every rank computes them on the host from the same numbers.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from parbank.config import require
+from parbank.data.shards import TokenSet
+from parbank.eval.adaptation.base import restored
+from parbank.eval.adaptation.documents import DocumentReader, find_documents, group_documents
+from parbank.eval.methods.base import Method, place_in_document
+from parbank.eval.methods.streaming import Streaming
+from parbank.eval.mixing.guard import guard
+from parbank.eval.mixing.ngrams import count_ngrams, predict
+from parbank.eval.mixing.online import MixConfig, mix_online
+from parbank.eval.score import Progress, Scored, Text, run_scorer, silent
+from parbank.model import GPT, ModelConfig
+from parbank.runtime import Runtime
+
+SCOPES = ("document", "text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptive(Method):
+    """Streaming scores, mixed with what the text so far teaches."""
+
+    name = "adaptive"
+    help = "streaming, mixed with factors that learn each document and with n-grams of the text so far"
+    rounding = Method.rounding | {"segment", "rows"}
+
+    segment: int | None = None
+    """Tokens the model reads together; none takes a number that memory allows. Rounding only."""
+    rank: int = 64
+    """Inner width of the factors that learn each document; 0 leaves them out."""
+    chunk: int = 32
+    """Tokens of a document that are scored, then learnt from."""
+    lr: float = 0.0001
+    """Learning rate of the factors."""
+    decay: int = 1024
+    """Tokens after which the learning rate has fallen by a factor sqrt(2): it falls as 1 / sqrt(1 + tokens / decay)."""
+    rows: int = 64
+    """Documents read together; rounding only."""
+    orders: tuple[int, ...] = (2, 3, 4, 5, 6)
+    """Lengths of the contexts of n-grams, in tokens; none leaves n-grams out."""
+    scopes: tuple[str, ...] = SCOPES
+    """Where n-grams are counted: in the document, in the text so far, or in both."""
+    discount: float = 0.75
+    """Taken off each count of an n-gram, for tokens that have not followed its context yet."""
+    strength: float = 2.0
+    """Weight of shorter contexts, and of the model after the shortest, in occurrences."""
+    mix_rate: float = 0.02
+    """Learning rate of the mixture's weights, per token."""
+    mix_block: int = 64
+    """Tokens that are scored with the same weights of the mixture, then learnt from."""
+    prior: float = 0.5
+    """Weight of the plain score at a document's start: no document loses more than -log2 of it, in bits."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("chunk", "decay", "rows", "mix_block"):
+            value = getattr(self, name)
+            require(value >= 1, f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        require(self.rank >= 0, f"--rank must be 0 (no factors) or more, got {self.rank}")
+        require(0 <= self.lr < float("inf"), f"--lr must be 0 or more and finite, got {self.lr}")
+        require(all(order >= 0 for order in self.orders), f"orders must be 0 or more, got {list(self.orders)}")
+        unknown = [scope for scope in self.scopes if scope not in SCOPES]
+        require(not unknown, f"scopes must be of {', '.join(SCOPES)}, got {', '.join(unknown)}")
+        require(0 <= self.discount <= 1, f"discount must lie in 0..1, got {self.discount}")
+        require(self.strength > 0, f"strength must be positive, got {self.strength}")
+        require(0 <= self.mix_rate < float("inf"), f"mix_rate must be 0 or more and finite, got {self.mix_rate}")
+        require(0 < self.prior < 1, f"prior must lie between 0 and 1, got {self.prior}")
+
+    def score(self, model: GPT, tokens: TokenSet, runtime: Runtime, progress: Progress = silent) -> Scored:
+        text = Text.load(tokens, runtime)
+        share = 0.2 if self.rank else 1.0  # of the time
+        streaming = Streaming(context=self.context, graphed=self.graphed, segment=self.segment)
+        scorer = streaming.make_scorer(model, runtime, targets=text.targets)
+        plain = run_scorer(scorer, model, text, runtime, lambda done: progress(share * done)).nats
+        adapted = None
+        if self.rank:
+            adapted = self.read_documents(model, text, runtime, lambda done: progress(share + (1 - share) * done))
+        nats = self.mix(text.tokens, model.config.bos_id, plain, adapted)
+        return Scored(text.tokens, nats.astype(np.float32))
+
+    def mix(self, tokens: np.ndarray, bos_id: int, plain: np.ndarray, adapted: np.ndarray | None) -> np.ndarray:
+        """The nats of the mixture, (N - 1,), from those of the plain and of the adapted model."""
+        place = place_in_document(tokens, bos_id)
+        starts = np.flatnonzero(place == 0)
+        found = plain.astype(np.float64)
+        config = MixConfig(rate=self.mix_rate, block=self.mix_block)
+        if adapted is not None:
+            ages = np.log2(place // self.chunk + 1).astype(
+                np.int64
+            )  # doubling ages: factors help more in long documents
+            found = mix_online(np.stack([found, adapted], axis=1), ages, np.array([0.5, 0.5]), config)[0]
+        if self.orders and self.scopes:
+            found = self._add_ngrams(tokens, bos_id, found, config)
+        return guard(plain.astype(np.float64), found, starts, self.prior)
+
+    def find_reach(self, tokens: np.ndarray, model: ModelConfig) -> np.ndarray:
+        return Streaming(context=self.context).find_reach(tokens, model)
+
+    def describe(self) -> dict[str, Any]:
+        own = {field.name for field in fields(self)} - {field.name for field in fields(Method)} - self.rounding
+        adapt = {name: getattr(self, name) for name in sorted(own)}
+        # The mixture's weights, and the n-grams of the text, go on from document to document.
+        about = {"scores": "streaming", "documents": "in the order of the text"}
+        return {"method": self.name, "context": self.context, "stride": None, "adapt": adapt | about}
+
+    def read_documents(self, model: GPT, text: Text, runtime: Runtime, progress: Progress) -> np.ndarray:
+        """The nats of the adapted model. Groups of documents go round the ranks."""
+        groups = group_documents(find_documents(text.tokens, model.config.bos_id), self.rows)
+        longest = groups[0][0].targets
+        nats, done, training = text.new_nats(), 0, model.training
+        with restored(model):
+            model.eval().requires_grad_(False)
+            try:
+                reader = DocumentReader(
+                    model,
+                    runtime,
+                    rows=min(self.rows, len(groups[0])),
+                    rank=self.rank,
+                    chunk=self.chunk,
+                    window=min(self.context, longest),
+                    lr=self.lr,
+                    decay=self.decay,
+                    graphed=self.graphed,
+                )
+                for number, group in enumerate(groups):
+                    mine = number % runtime.world == runtime.rank
+                    for places, found in reader.read(text.ids, group) if mine else ():
+                        nats[places] = found
+                    done += sum(document.targets for document in group)
+                    progress(done / text.targets)
+            finally:
+                model.train(training)
+        return Scored.gather(text, nats, runtime).nats
+
+    def _add_ngrams(self, tokens: np.ndarray, bos_id: int, base: np.ndarray, config: MixConfig) -> np.ndarray:
+        documents = np.cumsum(tokens == bos_id)
+        experts, context = [base], np.zeros(len(base), dtype=np.int64)
+        for scope in self.scopes:
+            counts = count_ngrams(tokens, documents if scope == "document" else np.zeros_like(documents), self.orders)
+            nats, matched = predict(base, counts, discount=self.discount, strength=self.strength)
+            experts.append(nats)
+            context = context * (len(self.orders) + 1) + matched
+        start = np.full(len(experts), 1 / len(experts))
+        return mix_online(np.stack(experts, axis=1), context, start, config)[0]

@@ -1,0 +1,214 @@
+"""Adaptive scores: probabilities that sum to 1, no token scored after it was learnt from, and no document that loses."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from parbank.data.shards import TokenSet
+from parbank.errors import ConfigError
+from parbank.eval.adaptation.documents import DocumentReader, find_documents, group_documents
+from parbank.eval.audit import audited
+from parbank.eval.methods import make_method
+from parbank.eval.methods.base import place_in_document
+from parbank.eval.methods.streaming import Streaming
+from parbank.eval.mixing.guard import guard
+from parbank.eval.mixing.online import MixConfig, mix_online
+from parbank.eval.result import refuse_unlike
+from parbank.eval.score import Text
+from parbank.model import GPT, ModelConfig
+from parbank.runtime import Runtime
+
+CPU = Runtime(device=torch.device("cpu"))
+VOCAB, BOS, CONTEXT = 13, 1, 24
+SETTINGS: dict[str, dict[str, Any]] = {
+    "factors": {"orders": ()},
+    "n-grams": {"rank": 0},
+    "n-grams of the document": {"rank": 0, "scopes": ("document",)},
+    "everything": {},
+}
+
+
+def make_model(std: float = 0.3) -> GPT:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "rope_dims": 4}
+    model = GPT(ModelConfig(vocab_size=VOCAB, bos_id=BOS, bigram_buckets=16, bigram_width=8, smear=True, **shape))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=std)
+    return model
+
+
+def make_tokens() -> np.ndarray:
+    """Documents that repeat themselves and each other, some of them shorter than a chunk."""
+    rng = np.random.default_rng(0)
+    phrase = rng.integers(2, VOCAB, 9)
+    lengths = (45, 3, 70, 1, 20)
+    documents = [np.concatenate([[BOS], rng.permutation(np.tile(phrase, 8)[:n]), phrase]) for n in lengths]
+    return np.concatenate(documents).astype(np.uint16)
+
+
+def score(tokens: np.ndarray, model: GPT | None = None, **settings: Any) -> np.ndarray:
+    usual = {"context": CONTEXT, "chunk": 8, "lr": 0.02, "rows": 2, "mix_block": 8, "mix_rate": 0.1}
+    return make_method("adaptive", **{**usual, **settings}).score(model or make_model(), TokenSet([tokens]), CPU).nats
+
+
+def plain(tokens: np.ndarray, model: GPT | None = None) -> np.ndarray:
+    return Streaming(context=CONTEXT).score(model or make_model(), TokenSet([tokens]), CPU).nats
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_probabilities_sum_to_1_over_the_vocabulary(name: str) -> None:
+    """By the definition: the last token of a text is replaced by every other, and each is scored."""
+    tokens = make_tokens()
+    total = 0.0
+    for token in range(VOCAB):
+        text = np.concatenate([tokens[48:110], [token]]).astype(np.uint16)
+        total += float(np.exp(-score(text, **SETTINGS[name])[-1].astype(np.float64)))
+    assert total == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_token_changes_no_score_before_its_own(name: str) -> None:
+    tokens = make_tokens()
+    found = score(tokens, **SETTINGS[name])
+    assert np.abs(found - plain(tokens)).max() > 1e-2, "the test must be able to see adaptation"
+    for place in (20, 53, 100):
+        other = tokens.copy()
+        other[place] = 2 + (other[place] + 7) % (VOCAB - 2)
+        changed = np.abs(score(other, **SETTINGS[name]) - found)
+        assert changed[: place - 1].max() < 1e-5, "targets before it: token t is target t - 1"
+        assert changed[place - 1] > 1e-3
+
+
+def test_the_factors_score_a_chunk_before_they_learn_from_it() -> None:
+    """The first chunk of every document is scored by the model as it came; and the next one is not."""
+    tokens, model = make_tokens(), make_model().eval().requires_grad_(False)
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    found = {}
+    for lr in (0.0, 0.02):
+        reader = DocumentReader(model, CPU, rows=2, rank=4, chunk=8, window=CONTEXT, lr=lr, decay=100, graphed=False)
+        nats = torch.zeros(len(tokens))
+        for group in group_documents(find_documents(tokens, BOS), 2):
+            for places, part in reader.read(ids, group):
+                nats[places] = part
+        found[lr] = nats[:-1].numpy()
+    place = place_in_document(tokens, BOS)
+    assert np.array_equal(found[0.02][place < 8], found[0.0][place < 8])
+    assert np.abs(found[0.02] - found[0.0])[(place >= 8) & (place < 16)].max() > 1e-3
+    for document in find_documents(tokens, BOS):  # without learning: each document alone, streamed
+        alone = TokenSet([tokens[document.first : document.last + 1]])
+        expected = Streaming(context=CONTEXT).score(model, alone, CPU).nats
+        np.testing.assert_allclose(found[0.0][document.first : document.last], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_documents_learn_apart_from_each_other() -> None:
+    """A document's factors are the same, whatever is read beside it and in whatever order."""
+    tokens = make_tokens()
+    starts = [*np.flatnonzero(tokens == BOS), len(tokens)]
+    parts = [tokens[a:b] for a, b in itertools.pairwise(starts)]
+    turned = np.concatenate(parts[::-1])
+    method: Any = make_method("adaptive", context=CONTEXT, chunk=8, lr=0.02, rows=2)
+    found = []
+    for text in (tokens, turned):
+        loaded = Text.load(TokenSet([text]), CPU)
+        found.append(method.read_documents(make_model(), loaded, CPU, lambda share: None))
+    by_document = [np.split(nats, np.flatnonzero(text == BOS)[1:]) for nats, text in zip(found, (tokens, turned))]
+    for mine, other in zip(by_document[0][1:-1], by_document[1][::-1][1:-1]):  # the last target differs at the ends
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-4)
+
+
+def test_no_document_loses_more_than_the_prior_allows() -> None:
+    """Against an expert that is as bad as can be, and one that turns bad."""
+    rng = np.random.default_rng(0)
+    good = rng.exponential(1.0, 300)
+    starts = np.array([0, 1, 40, 200])
+    for bad in (good + 5, np.where(np.arange(300) % 100 < 50, good * 0.5, good * 3)):
+        found = guard(good, bad, starts, 0.5)
+        for first, last in zip(starts, [*starts[1:], 300]):
+            own = slice(first, last)
+            assert found[own].sum() <= min(good[own].sum(), bad[own].sum()) + np.log(2) + 1e-9
+            joint = -np.logaddexp(-good[own].sum() + np.log(0.5), -bad[own].sum() + np.log(0.5))
+            assert found[own].sum() == pytest.approx(joint), "Bayes' mixture of the two"
+
+
+def test_factors_that_wreck_the_model_cost_a_bit() -> None:
+    """They are perfect in the first document, so the weights of the mixture go to them, and wrong in all later ones."""
+    tokens, alone = make_tokens(), plain(make_tokens())
+    starts = np.flatnonzero(tokens[:-1] == BOS)
+    lured = np.where(np.arange(len(alone)) < starts[1], 0.01, 20.0)
+    losses = {}
+    for prior in (0.5, 1e-9):
+        method: Any = make_method("adaptive", context=CONTEXT, orders=(), prior=prior, mix_rate=1.0, mix_block=4)
+        losses[prior] = np.add.reduceat(method.mix(tokens, BOS, alone, lured) - alone, starts) / np.log(2)
+    assert losses[1e-9].max() > 3, "without the guard"
+    assert losses[0.5].max() <= 1 + 1e-6
+    assert losses[0.5][0] < -20, "it pays where it helps"
+
+
+def test_learning_from_a_text_that_repeats_itself_pays() -> None:
+    tokens = np.concatenate([[BOS], np.tile(np.random.default_rng(3).integers(2, VOCAB, 30), 6)]).astype(np.uint16)
+    alone = plain(tokens).sum()
+    for name in ("factors", "n-grams"):
+        assert score(tokens, **SETTINGS[name]).sum() < 0.9 * alone
+
+
+def test_the_mixture_s_weights_learn_after_their_block() -> None:
+    """The swap of scoring and learning would change the first block."""
+    rng = np.random.default_rng(0)
+    nats = rng.exponential(1.0, (64, 2)) * [1.0, 0.2]
+    contexts = np.zeros(64, dtype=np.int64)
+    found, weights = mix_online(nats, contexts, np.array([0.5, 0.5]), MixConfig(rate=0.5, block=16))
+    first = -np.log(np.exp(-nats[:16]).mean(-1))
+    np.testing.assert_allclose(found[:16], first)
+    assert found[16:].sum() < -np.log(np.exp(-nats[16:]).mean(-1)).sum()
+    assert weights[0, 1] > 0.9
+
+
+def test_the_audit_watches_both_passes_and_changes_nothing() -> None:
+    model, tokens = make_model(), TokenSet([make_tokens()])
+    method = make_method("adaptive", context=CONTEXT, chunk=8, rows=2, graphed=False)
+    alone = method.score(model, tokens, CPU).nats
+    with audited(model) as audit:
+        assert np.array_equal(method.score(model, tokens, CPU).nats, alone)
+    found = audit.finish(CPU)
+    assert found["worst_deviation"] < 1e-4
+    assert found["positions"] > 16 * 10, "each chunk of factors is checked, and the streaming pass"
+
+
+def test_an_adaptive_score_carries_its_settings_and_compares_with_no_other() -> None:
+    adaptive, other = (make_method("adaptive", context=CONTEXT, lr=lr).describe() for lr in (0.001, 0.002))
+    assert adaptive["adapt"]["documents"] == "in the order of the text"
+    for name in ("lr", "rank", "chunk", "orders", "discount", "strength", "mix_rate", "prior"):
+        assert name in adaptive["adapt"]
+    assert "rows" not in adaptive["adapt"], "rounding only"
+    with pytest.raises(ConfigError, match="do not compare"):
+        refuse_unlike(adaptive, make_method("streaming", context=CONTEXT).describe(), "the other")
+    with pytest.raises(ConfigError, match=r"how the model adapts \(lr\)"):
+        refuse_unlike(adaptive, other, "the other")
+
+
+def test_the_weights_come_back() -> None:
+    model = make_model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    make_method("adaptive", context=CONTEXT, chunk=8).score(model, TokenSet([make_tokens()]), CPU)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chunk": 0}, "--chunk must be at least 1"),
+        ({"rank": -1}, "--rank must be 0"),
+        ({"prior": 1.0}, "prior must lie between 0 and 1"),
+        ({"scopes": ("line",)}, "scopes must be of document, text, got line"),
+        ({"discount": 1.5}, "discount must lie in 0..1"),
+    ],
+)
+def test_settings_that_cannot_be_run_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_method("adaptive", **settings)
