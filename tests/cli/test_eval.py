@@ -38,7 +38,10 @@ def test_every_method_scores_and_says_what_it_did(call: Call, trained: Path, pag
     for name in ("tokens", "bytes", "text_sha256", "tokenizer_sha256"):
         assert result[name] == chunked[name]
     assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["seconds"])
-    assert abs(result["val_bpb"] - chunked["val_bpb"]) < 0.5
+    if method == "adaptive":  # the text repeats itself sixty times
+        assert result["val_bpb"] < 0.5 * chunked["val_bpb"]
+    else:
+        assert abs(result["val_bpb"] - chunked["val_bpb"]) < 0.5
     assert (result["val_bpb"] == chunked["val_bpb"]) == (method == "chunked")
     again = json.loads(call(*common, "--json").out)
     assert again["val_bpb"] == result["val_bpb"]
