@@ -66,6 +66,9 @@ BENCHMARKS = {
         0.8,
         "Newton-Schulz over the golf banks, beside compiled PyTorch and dion's kernels",
     ),
+    "convergence": Benchmark(
+        "convergence.py", 5.0, "AdamW, torch.optim.Muon, dion and ParallelMuon on one small GPT, tuned, four seeds"
+    ),
     "scoring": Benchmark(
         "scoring.py {model} --data {data} --segments 0",
         3.0,

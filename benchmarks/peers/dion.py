@@ -29,9 +29,9 @@ def load() -> ModuleType:
     return dion
 
 
-def muon(weights: list[nn.Parameter], *, lr: float = 0.02, weight_decay: float = 0.01) -> Any:
-    """An optimizer over these matrices."""
-    return load().Muon(weights, lr=lr, mu=0.95, weight_decay=weight_decay, nesterov=True, use_triton=True)
+def muon(weights: list[nn.Parameter], *, lr: float = 0.02, weight_decay: float = 0.01, triton: bool = True) -> Any:
+    """An optimizer over these matrices. Without a GPU, its Triton kernels must be off."""
+    return load().Muon(weights, lr=lr, mu=0.95, weight_decay=weight_decay, nesterov=True, use_triton=triton)
 
 
 def captured(weights: list[nn.Parameter], *, compiled: bool) -> Callable[[], Any]:
