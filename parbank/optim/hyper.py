@@ -48,11 +48,11 @@ class HyperTable:
 def send(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copies host numbers to the device without waiting for it."""
     if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, device=device)
     if torch.cuda.is_current_stream_capturing():  # a replay would copy the host memory's contents of that time
         raise RuntimeError("host numbers are sent to the device inside the capture")
     # Pinned memory is recycled by PyTorch only after the copy has run.
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def _number(value: float | Tensor) -> float:

@@ -166,9 +166,9 @@ class ParallelMuon(torch.optim.Optimizer):
         self._layouts = 0
         self._agreed = False
         self._watch = SkipWatch()
-        self.last_grad_norm = torch.zeros((), dtype=torch.float32)
-        self.last_skipped = torch.zeros((), dtype=torch.bool)
-        self.skipped_in_a_row = torch.zeros((), dtype=torch.int64)
+        self.last_grad_norm = torch.zeros((), dtype=torch.float32, device=self._device)
+        self.last_skipped = torch.zeros((), dtype=torch.bool, device=self._device)
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=self._device)
 
     # --- groups and state ----------------------------------------------------------------------------------------------
 

@@ -47,7 +47,10 @@ class SkipWatch:
         if self._steps % INTERVAL or torch.cuda.is_current_stream_capturing():
             return 0
         if self._host is None or self._arrived is None:
-            self._host, self._arrived = torch.zeros((), dtype=counter.dtype, pin_memory=True), torch.cuda.Event()
+            self._host, self._arrived = (
+                torch.zeros((), dtype=counter.dtype, device="cpu", pin_memory=True),
+                torch.cuda.Event(),
+            )
         elif not self._arrived.query():
             return 0
         count = int(self._host)
