@@ -3,6 +3,7 @@
 import codecs
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,15 +43,71 @@ def sample_tokens(
     temperature 0 takes the likeliest token. top_k keeps the k likeliest tokens (0: all); of these, top_p keeps the
     fewest whose probabilities sum to it. The same seed gives the same text on one machine.
     """
+    drawn = draw_tokens(
+        model,
+        tokenizer,
+        prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        context=context,
+        likeliest=0,
+    )
+    return (found.choice.token for found in drawn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A token that could come next."""
+
+    token: int
+    probability: float
+    """The model's own, before temperature, top-k and top-p."""
+    chance: float
+    """The probability of being drawn, after them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A token that was drawn, and the likeliest tokens at its place, in falling order."""
+
+    choice: Choice
+    likeliest: tuple[Choice, ...]
+
+
+def draw_tokens(
+    model: GPT | PlainModel,
+    tokenizer: Tokenizer,
+    prompt: Prompt = (),
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    context: int = 1024,
+    likeliest: int = 10,
+) -> Iterator[Drawn]:
+    """The tokens of `sample_tokens`, each with its probability and the `likeliest` tokens that could have come."""
     check_settings(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     require(context >= 1, f"a window has at least 1 token, got {context}")
     window = [tokenizer.bos_id, *map(int, prompt)]
     generator = torch.Generator().manual_seed(seed)
+    drawn: list[Drawn] = []
 
     def choose(logits: Tensor) -> int:
-        return _choose(logits.double().cpu(), temperature, top_k, top_p, generator)
+        found = logits.double().cpu()
+        own, chances = torch.softmax(found, dim=-1), find_chances(found, temperature, top_k, top_p)
+        token = _pick(chances, generator)
+        best = found.topk(min(likeliest, len(found))).indices.tolist()
+        each = [Choice(token=t, probability=float(own[t]), chance=float(chances[t])) for t in (token, *best)]
+        drawn.append(Drawn(choice=each[0], likeliest=tuple(each[1:])))
+        return token
 
-    return extend(model, window, tokens, context=context, choose=choose, end=tokenizer.bos_id)
+    found = extend(model, window, tokens, context=context, choose=choose, end=tokenizer.bos_id)
+    return (drawn.pop() for _ in found)
 
 
 def check_settings(
@@ -162,9 +219,10 @@ def _read_window(model: PlainModel, context: int) -> Reader:
     return read
 
 
-def _choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
+def find_chances(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """The probability with which each token is drawn, from logits (vocabulary,) in float64."""
     if temperature == 0 or top_k == 1:
-        return int(logits.argmax())
+        return torch.zeros_like(logits).index_fill(0, logits.argmax(), 1.0)
     # Subtract the largest before dividing, so that no small temperature gives infinity.
     scaled = (logits - logits.max()) / temperature
     if 0 < top_k < len(scaled):
@@ -173,8 +231,11 @@ def _choose(logits: Tensor, temperature: float, top_k: int, top_p: float, genera
     chances = torch.softmax(scaled, dim=-1)
     if top_p < 1:
         falling, order = chances.sort(descending=True, stable=True)
-        before = (
-            falling.cumsum(0) - falling
-        )  # the probability of likelier tokens: a token is needed while that is below p
+        before = falling.cumsum(0) - falling  # of likelier tokens: a token is needed while that is below p
         chances[order[before >= top_p]] = 0
+        chances /= chances.sum()
+    return chances
+
+
+def _pick(chances: Tensor, generator: torch.Generator) -> int:
     return int(torch.multinomial(chances, 1, generator=generator))
