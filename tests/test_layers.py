@@ -17,6 +17,7 @@ LEVELS = {
     "recipes": 7,
     "report": 7.5,
     "api": 8, "program": 8, "study": 8,
+    "serve": 8.5,
     "cli": 9, "adapters": 9, "__main__": 10,
 }  # fmt: skip
 

@@ -1,0 +1,127 @@
+"""One thread that runs the models for all requests, a step of each in turn.
+
+A model is not made for several threads: sampling switches it to evaluation and back, and a CUDA graph must not be
+captured while another thread computes. In turn, a short request is not kept waiting by a long one.
+"""
+
+import asyncio
+import threading
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from parbank.errors import ParbankError
+from parbank.threads import use_threads
+
+Item = dict[str, Any]
+
+
+class BusyError(ParbankError):
+    """More requests at once than are answered."""
+
+
+class Job:
+    """A request on its way: steps that the worker takes, and the items they give, for one reader."""
+
+    def __init__(self, steps: Iterator[Item], loop: asyncio.AbstractEventLoop) -> None:
+        self._steps, self._loop = steps, loop
+        self._items: asyncio.Queue[Item | None] = asyncio.Queue()
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """Ends the work before its next step. A job that has ended stays as it is."""
+        self._cancelled.set()
+
+    async def items(self) -> AsyncIterator[Item]:
+        """What the steps give, as it comes. An error ends the items with {"error": message}."""
+        while (item := await self._items.get()) is not None:
+            yield item
+
+    def step(self) -> bool:
+        """Takes one step, in the worker's thread. False: there are no more."""
+        if self._cancelled.is_set():
+            return self._end()
+        try:
+            item = next(self._steps, None)
+        except ParbankError as error:
+            return self._end({"error": str(error)})
+        except Exception:  # a bug: it must not end the worker
+            traceback.print_exc()
+            return self._end({"error": "an error in parbank ended this request; the terminal of the server shows it"})
+        if item is None:
+            return self._end()
+        self._put(item)
+        return True
+
+    def _end(self, last: Item | None = None) -> bool:
+        if last is not None:
+            self._put(last)
+        self._put(None)
+        close = getattr(self._steps, "close", None)
+        if close is not None:
+            close()
+        return False
+
+    def _put(self, item: Item | None) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+
+
+class Worker:
+    """Runs at most `most` jobs, one step of each in turn, in a thread of its own."""
+
+    def __init__(self, *, most: int, threads: int | None = None) -> None:
+        self._most, self._threads = most, threads
+        self._jobs: deque[Job] = deque()
+        self._change = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="parbank-serve", daemon=True)
+        self._thread.start()
+
+    @property
+    def active(self) -> int:
+        """Jobs that have not ended."""
+        with self._change:
+            return len(self._jobs)
+
+    def submit(self, steps: Iterator[Item]) -> Job:
+        """A job for these steps. Call it in the event loop that reads the items."""
+        job = Job(steps, asyncio.get_running_loop())
+        with self._change:
+            if self._closed:
+                raise BusyError("the server is ending")
+            if len(self._jobs) >= self._most:
+                raise BusyError(
+                    f"the server is busy with {self._most} requests, the most at once; try again in a moment"
+                )
+            self._jobs.append(job)
+            self._change.notify()
+        return job
+
+    def stop(self) -> None:
+        """Cancels every job and takes no more."""
+        with self._change:  # its lock may be taken twice by one thread, as a signal handler does
+            self._closed = True
+            for job in self._jobs:
+                job.cancel()
+            self._change.notify()
+
+    def close(self) -> None:
+        """Stops, and waits until the thread has ended: at most one step."""
+        self.stop()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with use_threads(self._threads):  # OpenMP has a number of threads for each thread that calls it
+            while True:
+                with self._change:
+                    self._change.wait_for(lambda: self._jobs or self._closed)
+                    if not self._jobs:
+                        return
+                    job = self._jobs[0]
+                going = job.step()
+                with self._change:
+                    self._jobs.popleft()  # only this thread takes jobs away
+                    if going:
+                        self._jobs.append(job)

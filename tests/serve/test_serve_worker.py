@@ -1,0 +1,122 @@
+"""The worker: a step of each job in turn, limits, errors and ends."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from parbank.errors import DataError
+from parbank.serve.worker import BusyError, Item, Job, Worker
+
+
+async def collect(job: Job) -> list[Item]:
+    return [item async for item in job.items()]
+
+
+def count(name: str, order: list[str], until: int, start: threading.Event) -> Iterator[Item]:
+    start.wait()
+    for number in range(until):
+        order.append(name)
+        yield {"n": number}
+
+
+def test_jobs_take_turns() -> None:
+    """A long job does not keep a short one waiting."""
+    order: list[str] = []
+    start = threading.Event()
+
+    async def both() -> list[list[Item]]:
+        worker = Worker(most=2, threads=1)
+        try:
+            jobs = [worker.submit(count("long", order, 50, start)), worker.submit(count("short", order, 3, start))]
+            start.set()
+            return await asyncio.gather(*map(collect, jobs))
+        finally:
+            worker.close()
+
+    long, short = asyncio.run(both())
+    assert [item["n"] for item in long] == list(range(50))
+    assert len(short) == 3
+    assert order[:6] == ["long", "short"] * 3
+
+
+def test_one_job_too_many_is_refused_and_later_taken() -> None:
+    start = threading.Event()
+
+    async def crowd() -> None:
+        worker = Worker(most=1, threads=1)
+        try:
+            first = worker.submit(count("first", [], 2, start))
+            with pytest.raises(BusyError, match="busy with 1 request"):
+                worker.submit(iter(()))
+            start.set()
+            assert len(await collect(first)) == 2
+            while worker.active:  # the end of its items comes just before the end of the job
+                await asyncio.sleep(0.01)
+            assert await collect(worker.submit(iter([{"a": 1}]))) == [{"a": 1}]
+        finally:
+            worker.close()
+
+    asyncio.run(crowd())
+
+
+def test_cancel_ends_the_steps() -> None:
+    closed = threading.Event()
+
+    def endless() -> Iterator[Item]:
+        try:
+            while True:
+                yield {}
+        finally:
+            closed.set()
+
+    async def cancel() -> None:
+        worker = Worker(most=1, threads=1)
+        try:
+            job = worker.submit(endless())
+            async for _ in job.items():
+                job.cancel()
+            assert closed.is_set()
+        finally:
+            worker.close()
+
+    asyncio.run(cancel())
+
+
+def test_errors_reach_the_reader_and_the_worker_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(error: Exception) -> Iterator[Item]:
+        yield {"a": 1}
+        raise error
+
+    async def run() -> tuple[list[Item], list[Item], list[Item]]:
+        worker = Worker(most=3, threads=1)
+        try:
+            mendable = await collect(worker.submit(fail(DataError("no text"))))
+            bug = await collect(worker.submit(fail(ZeroDivisionError("secret"))))
+            return mendable, bug, await collect(worker.submit(iter([{"b": 2}])))
+        finally:
+            worker.close()
+
+    mendable, bug, after = asyncio.run(run())
+    assert mendable == [{"a": 1}, {"error": "no text"}]
+    assert "secret" not in bug[1]["error"]
+    assert "ZeroDivisionError: secret" in capsys.readouterr().err
+    assert after == [{"b": 2}]
+
+
+def test_close_ends_jobs_under_way() -> None:
+    def endless() -> Iterator[Item]:
+        while True:
+            yield {}
+
+    async def run() -> None:
+        worker = Worker(most=1, threads=1)
+        job = worker.submit(endless())
+        reading = asyncio.ensure_future(collect(job))
+        await asyncio.to_thread(worker.close)
+        await reading
+        with pytest.raises(BusyError, match="ending"):
+            worker.submit(iter(()))
+
+    asyncio.run(run())
