@@ -1,67 +1,19 @@
-"""A playground over a small model, on a port that the system chooses."""
+"""A playground over a small model."""
 
-import http.client
-import json
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
 
-from parbank.serve.player import Player, load_players
-from parbank.serve.playground import Playground
-from parbank.serve.server import Address, Guard, listen
-from parbank.serve.worker import Worker
-
-ARTIFACT = Path(__file__).parents[1] / "artifact" / "data" / "v2.pbk"
+from parbank.serve.player import Player
+from tests.serve.site import Site, load_player, open_site
 
 
 @pytest.fixture(scope="session")
 def player() -> Player:
-    return load_players([ARTIFACT], "cpu")[0]
-
-
-@dataclass(frozen=True)
-class Site:
-    """A server that runs, and a way to ask it."""
-
-    address: Address
-    worker: Worker
-
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.address.port, timeout=60)
-
-    def ask(
-        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
-    ) -> tuple[int, Any, http.client.HTTPMessage]:
-        """Status, text or JSON, and headers of an answer."""
-        connection = self.connect()
-        try:
-            data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-            sent = {"content-type": "application/json"} if body is not None else {}
-            connection.request(method, path, data, sent | (headers or {}))
-            answer = connection.getresponse()
-            text = answer.read().decode()
-            kind = answer.headers.get_content_type()
-            found = [json.loads(line) for line in text.splitlines()] if "json" in kind else text
-            return answer.status, found[0] if kind == "application/json" else found, answer.headers
-        finally:
-            connection.close()
+    return load_player()
 
 
 @pytest.fixture(scope="module")
 def site(player: Player) -> Iterator[Site]:
-    listening, address = listen(Address())
-    worker = Worker(most=2, threads=1)
-    app = Guard(Playground([player], worker).make_app(), address=address)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    yield Site(address, worker)
-    worker.close()
-    server.should_exit = True
-    thread.join()
-    listening.close()
+    with open_site([player], most=2) as found:
+        yield found

@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,8 @@ from parbank.serve import check_installed
 from parbank.serve.player import Player
 from parbank.serve.playground import MOST_BODY, MOST_TEXT
 from parbank.serve.server import Address, join_names, listen, split_host
-from tests.serve.conftest import Site
+from parbank.serve.worker import Item
+from tests.serve.site import Site, open_site
 
 SETTINGS = {"model": 0, "prompt": "The sea", "tokens": 5, "temperature": 0.8, "top_p": 0.9, "seed": 1}
 
@@ -136,20 +139,28 @@ def test_an_empty_text_is_an_error_in_the_stream(site: Site) -> None:
     assert "no text" in lines[-1]["error"]
 
 
-def test_a_closed_connection_ends_the_work_and_frees_its_place(site: Site) -> None:
-    body = json.dumps(SETTINGS | {"tokens": 2000, "temperature": 3.0}).encode()
-    busy = [site.connect() for _ in range(2)]
-    for connection in busy:
-        connection.request("POST", "/api/continue", body, {"content-type": "application/json"})
-        assert connection.getresponse().readline()
-    status, found, headers = site.ask("POST", "/api/continue", SETTINGS)
-    assert status == 503
-    assert "busy with 2 requests" in found["error"]
-    assert headers["retry-after"]
-    for connection in busy:
-        connection.close()
-    deadline = time.monotonic() + 60
-    while site.worker.active and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert site.worker.active == 0
-    assert site.ask("POST", "/api/continue", SETTINGS)[0] == 200
+class Endless(Player):
+    """Writes until its reader leaves."""
+
+    def write(self, prompt: str, **settings: Any) -> Iterator[Item]:
+        while True:
+            time.sleep(0.001)
+            yield {"text": "a"}
+
+
+def test_a_closed_connection_ends_the_work_and_frees_its_place(player: Player) -> None:
+    with open_site([Endless("endless", player.model)], most=2) as site:
+        busy = [site.connect() for _ in range(2)]
+        for connection in busy:
+            connection.request("POST", "/api/continue", json.dumps(SETTINGS), {"content-type": "application/json"})
+            assert connection.getresponse().readline()
+        status, found, headers = site.ask("POST", "/api/continue", SETTINGS)
+        assert status == 503
+        assert "busy with 2 requests" in found["error"]
+        assert headers["retry-after"]
+        for connection in busy:
+            connection.close()
+        deadline = time.monotonic() + 60
+        while site.worker.active:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
