@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO_OUT ?= runs/demo
 
-.PHONY: demo test integrations check claims docs install dev clean
+.PHONY: demo test integrations browser check claims docs install dev clean
 
 demo: install
 	rm -rf $(DEMO_OUT)
@@ -23,8 +23,16 @@ test: dev check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # the wheel in an empty environment, the source distribution, adapters to other packages, planted faults; 25 minutes at most
-integrations: $(VENV)/installed-integrations
+integrations: $(VENV)/installed-integrations browser
 	timeout --signal=INT 1500 $(BIN)/python -m pytest -n 2 --dist loadfile -m integration --durations=10 tests/integrations
+
+# Chromium for the tests of pages. Playwright drives the system's: its own would be another download.
+browser:
+	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || \
+	{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && export DEBIAN_FRONTEND=noninteractive && \
+	  { apt-get -q -o DPkg::Lock::Timeout=300 update || true; } && \
+	  apt-get -q -y -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3 install --no-install-recommends chromium; } || \
+	{ echo "make integrations needs Chromium, and could not install it; install it first, such as by apt-get install chromium" >&2; exit 1; }
 
 check: dev
 	$(BIN)/ruff check .

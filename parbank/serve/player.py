@@ -125,7 +125,7 @@ def show_token(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _chances(choice: Choice) -> Item:
-    return {"probability": choice.probability, "chance": choice.chance}
+    return {"token": choice.token, "probability": choice.probability, "chance": choice.chance}
 
 
 def load_players(paths: Sequence[Path], device: str) -> list[Player]:

@@ -13,7 +13,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from parbank.errors import ConfigError, ParbankError
 from parbank.eval.compression import compressor_bpb
+from parbank.serve.pages import page_route
 from parbank.serve.player import MOST_TOKENS, Player
 from parbank.serve.server import Address, TooLargeError, read_body, serve
 from parbank.serve.worker import BusyError, Job, Worker
@@ -34,12 +34,6 @@ MOST_BODY = 3 * MOST_TEXT
 """Bytes of a request: JSON writes a quotation mark or a newline as two bytes, a control character as six."""
 MOST_JOBS = 8
 MOST_COMPRESSING = 2
-_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-
-
-def read_page(name: str) -> bytes:
-    """A file that the browser loads."""
-    return files("parbank.serve").joinpath("page", name).read_bytes()
 
 
 class JobResponse(StreamingResponse):
@@ -76,10 +70,11 @@ class Playground:
             async with compressing:  # others wait: each takes a second of every core at most
                 return JSONResponse(await asyncio.to_thread(compressor_bpb, text.encode()))
 
-        pages = ("", "playground.css", "playground.js")
         return Starlette(
             routes=[
-                *(Route(f"/{name}", _answer(_page(name or "playground.html"))) for name in pages),
+                page_route("playground.html", "/"),
+                page_route("playground.css"),
+                page_route("playground.js"),
                 Route("/api/models", _answer(self._models)),
                 Route("/api/continue", _answer(self._continue), methods=["POST"]),
                 Route("/api/bits", _answer(self._bits), methods=["POST"]),
@@ -111,15 +106,6 @@ class Playground:
         if not 0 <= number < len(self.players):
             raise ConfigError(f"there is no model {number}; there are {len(self.players)}, counted from 0")
         return self.players[number]
-
-
-def _page(name: str) -> Callable[[Request], Any]:
-    data, kind = read_page(name), _KINDS[name.rpartition(".")[2]]
-
-    async def answer(request: Request) -> Response:
-        return Response(data, media_type=kind)
-
-    return answer
 
 
 def _answer(endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:

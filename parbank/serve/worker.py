@@ -55,12 +55,12 @@ class Job:
         return True
 
     def _end(self, last: Item | None = None) -> bool:
-        if last is not None:
-            self._put(last)
-        self._put(None)
         close = getattr(self._steps, "close", None)
         if close is not None:
             close()
+        if last is not None:
+            self._put(last)
+        self._put(None)
         return False
 
     def _put(self, item: Item | None) -> None:

@@ -4,6 +4,7 @@
 const LEVELS = [1, 2, 4, 7, 11]; // bits from which a token has the next colour and underline
 const PAGE_TOKENS = 2000; // tokens of a measured text shown together: a browser is slow with a million elements
 const TYPING_PAUSE_MS = 500;
+const LONG_PASTE = 20000; // characters
 const KEPT_TEXT = 200000; // characters of a text that survive a reload
 
 const find = (id) => document.getElementById(id);
@@ -177,7 +178,8 @@ class Writer {
     this.prompt = prompt;
     this.raw = [];
     this.items = [];
-    this.waiting = null;
+    this.last = null;
+    this.waiting = 0; // bits of tokens that are not shown yet
     this.list.clear();
     this.detail.replaceChildren(make("p", { className: "note", text: "Choose a token to see what else could have come, and with which probability." }));
     const end = prompt.slice(-48);
@@ -189,13 +191,14 @@ class Writer {
   take(item) {
     this.raw.push(item);
     if (item.end) {
-      if (this.waiting && item.text) this.place({ ...this.waiting, text: item.text });
+      if (item.text) this.place({ ...this.last, text: item.text, bits: this.waiting });
       return;
     }
-    const bits = (this.waiting?.bits || 0) - Math.log2(Math.max(item.probability, Number.MIN_VALUE));
-    const joined = { ...item, bits };
-    if (item.text) this.place(joined);
-    this.waiting = item.text ? null : joined;
+    this.last = item;
+    this.waiting -= Math.log2(Math.max(item.probability, Number.MIN_VALUE));
+    if (!item.text) return;
+    this.place({ ...item, bits: this.waiting });
+    this.waiting = 0;
   }
   place(item) {
     this.items.push(item);
@@ -207,7 +210,7 @@ class Writer {
     if (!item) item = this.items.at(-1);
     if (!item) return;
     const rows = item.likeliest.map((other) => this.row(other, item));
-    if (!item.likeliest.some((other) => other.text === item.text)) rows.push(this.row(item, item));
+    if (!item.likeliest.some((other) => other.token === item.token)) rows.push(this.row(item, item));
     const head = ["token", "probability", "drawn with", ""].map((name, place) =>
       make("th", { scope: "col", className: place === 1 || place === 2 ? "n" : "" }, name || make("span", { className: "hidden-text", text: "take it" })));
     const caption = make("caption", {}, quoted(item.text), `: ${number(item.bits, 2)} bits. The likeliest at its place:`);
@@ -215,7 +218,7 @@ class Writer {
     this.shown = item;
   }
   row(other, item) {
-    const taken = other.text === item.text;
+    const taken = other.token === item.token;
     const name = make("th", { scope: "row" });
     if (other.text === null) name.append(make("em", { text: "end of the text" }));
     else fill(name, other.text, { oneLine: true });
@@ -463,6 +466,16 @@ function showModels() {
   find("measure-limit").textContent = `At most ${count(limits.text_bytes)} bytes.`;
 }
 
+// Browsers insert a long paste line by line, for minutes. A change of the value takes a second; it cannot be undone.
+function pasteQuickly(event) {
+  const pasted = event.clipboardData?.getData("text/plain") || "";
+  if (pasted.length < LONG_PASTE) return;
+  event.preventDefault();
+  const box = event.target;
+  box.setRangeText(pasted, box.selectionStart, box.selectionEnd, "end");
+  box.dispatchEvent(new Event("input", { bubbles: true }));
+}
+
 function setUp() {
   writing = new Work(find("write-status"), find("write-stop"));
   measuring = new Work(find("measure-status"), find("measure-stop"));
@@ -474,6 +487,7 @@ function setUp() {
     if (find("while-typing").checked) pause = setTimeout(write, TYPING_PAUSE_MS);
   });
   for (const [id, start, work] of [["prompt", write, writing], ["text", measure, measuring]]) {
+    find(id).addEventListener("paste", pasteQuickly);
     find(id).addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); start(); }
       if (event.key === "Escape") work.cancel();
