@@ -7,7 +7,9 @@ the signature has been stable for CALM steps, and is then captured again. Those 
 and create the state.
 
 Gradients that are set to None and created by every backward may have new addresses each time. After PATIENCE such
-steps they are copied to fixed memory first (one launch, one pass over the gradients).
+steps they are copied to fixed memory first (one launch, one pass over the gradients). From then on the optimizer's
+`zero_grad()` fills them with zeros in place, and backward adds to them: no second copy of the gradients exists. A
+gradient whose version has not changed since was not computed, and counts as None.
 
 cuda_graph="auto" captures where that is safe and pays, and otherwise runs launch by launch: on a CPU, on several ranks,
 with a GradScaler, inside a capture of the caller's, after FAILURES captures that failed, and where graphs are dropped
@@ -150,6 +152,7 @@ class GraphedStep:
         self._capture = capture
         self._recorded: Recorded | None = None
         self._places: dict[Tensor, Tensor] = {}
+        self._zeroed: dict[Tensor, int] = {}
         self.pilot = Pilot(required=required)
         self.obstacle = ""
         """Why the last step could not use a graph; empty if it could."""
@@ -173,6 +176,7 @@ class GraphedStep:
     def step(self) -> None:
         optimizer, pilot = self._optimizer, self.pilot
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._forget_zeroed()
         self.obstacle = self._find_obstacle(params)
         if not self.active:
             self._recorded = None
@@ -238,6 +242,29 @@ class GraphedStep:
             torch._foreach_copy_([self._places[param] for param, _ in moved], [grad for _, grad in moved])
             for param, _ in moved:
                 param.grad = self._places[param]
+
+    def zero_gradients(self) -> None:
+        """Fills the gradients that lie at fixed addresses with zeros, and sets the others to None."""
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        fixed = [p for p in params if p.grad is not None and p.grad is self._places.get(p)]
+        if fixed:
+            torch._foreach_zero_([self._places[param] for param in fixed])
+        self._zeroed = {param: self._places[param]._version for param in fixed}
+        for param in params:
+            if param not in self._zeroed:
+                param.grad = None
+
+    def _forget_zeroed(self) -> None:
+        """Sets gradients to None that no backward has added to since they were filled with zeros."""
+        for param, version in self._zeroed.items():
+            if param.grad is self._places[param] and self._places[param]._version == version:
+                param.grad = None
+        self._zeroed = {}
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients have been moved to fixed addresses."""
+        return bool(self._places)
 
     def _sign(self, params: list[Tensor]) -> Signature:
         optimizer = self._optimizer

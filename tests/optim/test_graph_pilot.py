@@ -228,6 +228,27 @@ def test_extra_work_is_an_ordinary_call_unless_a_graph_was_asked_for() -> None:
     assert len(seen) == 8
 
 
+def test_gradients_at_fixed_addresses_are_zeroed_and_not_doubled() -> None:
+    """A parameter that a backward leaves out is left alone, as if its gradient had been set to None."""
+    optimizer, params = _make(True)
+    _train(optimizer, params, CHANGES["nothing"][0], moving=True, steps=PATIENCE + 4)
+    plain, others = _make(False, cuda_graph=False)
+    _train(plain, others, CHANGES["nothing"][0], moving=True, steps=PATIENCE + 4)
+    addresses = set()
+    for step in range(6):
+        for chosen, owner in ((params, optimizer), (others, plain)):
+            owner.zero_grad()
+            used = chosen[1:] if step in (2, 3) else chosen
+            sum(((step + 1) * param.square()).sum() for param in used).backward()  # type: ignore[union-attr]
+            owner.step()
+        addresses.add(params[1].grad.data_ptr())  # type: ignore[union-attr]
+        assert (params[0].grad is None) == (step in (2, 3))
+        assert all(torch.equal(a, b) for a, b in zip(params, others))
+    assert len(addresses) == 1, "backward adds to the memory that the graph reads"
+    optimizer.zero_grad(set_to_none=True)
+    assert params[1].grad is None
+
+
 def test_says_what_it_did() -> None:
     optimizer, params = _make(True)
     _train(optimizer, params, CHANGES["nothing"][0], False, steps=8)
