@@ -24,6 +24,10 @@ from parbank.optim.dtensor import count_copies, is_sharded, local_of
 from parbank.optim.layout import Batch, Member, Piece, name_of
 from parbank.optim.master import wide_dtype
 
+SCALES_DIFFER = (
+    "a GradScaler keeps its own scale on every rank, and gradients of different scales cannot be averaged; train in "
+    "bfloat16 without a scaler, or use DDP with reduce_gradients=False"
+)
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
@@ -84,7 +88,7 @@ def collect(
     found = Collected(small=_find_small(groups))
     for batch, mine in zip(batches, pieces):
         blocks = {m: _place_blocks(m, staging) for m in batch.members}
-        found.pieces.append([blocks[p.member][p.block : p.block + p.count] for p in mine])
+        found.pieces.append([p.take(blocks[p.member]) for p in mine])
         # All parts of a weight with `split_sizes` have one gradient: it counts once.
         found.shared += [m.param.grad for m in batch.members if m.param.grad is not None and m.part == 0]
     found.shared += [grad for small in found.small for grad in small.grads if not is_sharded(grad)]

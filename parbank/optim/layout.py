@@ -82,9 +82,17 @@ class Member:
     def blocks(self, tensor: Tensor) -> Tensor:
         """This part of a tensor of the parameter's shape as (count, rows, cols); a view, if it lies in memory as the
         parameter does."""
+        if self._is_plain and tensor.is_contiguous():  # the usual case, in one call: a step makes a hundred of them
+            return tensor.view(self.count, self.rows, self.cols)
         flat = tensor.permute(self.order).contiguous().view(-1)
         size = self.count * self.rows * self.cols
         return flat[self.offset : self.offset + size].view(self.count, self.rows, self.cols)
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """The whole parameter, its dimensions in order."""
+        whole = self.count * self.rows * self.cols == self.param.numel()
+        return whole and self.order == tuple(range(self.param.ndim))
 
     @property
     def scales(self) -> list[float]:
@@ -109,6 +117,10 @@ class Piece:
     def slot(self) -> int:
         return self.member.first + self.block
 
+    def take(self, blocks: Tensor) -> Tensor:
+        """Its part of the member's blocks."""
+        return blocks if self.count == self.member.count else blocks[self.block : self.block + self.count]
+
 
 @dataclass(eq=False)
 class Batch:
@@ -128,6 +140,9 @@ class Batch:
     first_owner: int
     """The rank that owns the first remaining block; the next blocks go to the following ranks."""
     members: list[Member] = field(default_factory=list)
+    _pieces: dict[int, list[Piece]] = field(default_factory=dict)
+    """By rank, like the next: found once, since every step asks for them."""
+    _others: dict[int, list[Piece]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -151,6 +166,11 @@ class Batch:
 
     def pieces(self, rank: int) -> list[Piece]:
         """The blocks that a rank owns, cut at the borders between members."""
+        if rank not in self._pieces:
+            self._pieces[rank] = self._find_pieces(rank)
+        return self._pieces[rank]
+
+    def _find_pieces(self, rank: int) -> list[Piece]:
         found: list[Piece] = []
         held = dict.fromkeys(range(len(self.members)), 0)
         local = 0
@@ -166,10 +186,12 @@ class Batch:
 
     def others(self, rank: int) -> list[Piece]:
         """The blocks that a rank does not own, if it holds their state."""
-        found: list[Piece] = []
-        for piece in [p for other in range(self.world) if other != rank and self.whole for p in self.pieces(other)]:
-            found.append(replace(piece, local=sum(p.count for p in found)))
-        return found
+        if rank not in self._others:
+            found: list[Piece] = []
+            for piece in [p for other in range(self.world) if other != rank and self.whole for p in self.pieces(other)]:
+                found.append(replace(piece, local=sum(p.count for p in found)))
+            self._others[rank] = found
+        return self._others[rank]
 
     @cached_property
     def state_shapes(self) -> dict[Member, dict[str, tuple[int, ...]]]:

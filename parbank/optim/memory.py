@@ -1,7 +1,27 @@
 """How a tensor lies in memory. Kernels walk weight, gradient and state together, so all must be dense and in one order."""
 
+from collections.abc import Callable, Hashable, Sequence
+
 import torch
 from torch import Tensor
+
+
+class Views:
+    """Views of tensors, kept as long as the tensors stay where they are: to make one costs the host more than to look."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, tuple[list[int], list[Tensor]]] = {}
+
+    def get(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """The result of `make`, which depends on the memory of `tensors` alone."""
+        places = [tensor.data_ptr() for tensor in tensors]
+        kept = self._kept.get(key)
+        if kept is None or kept[0] != places:
+            kept = self._kept[key] = (places, make())
+        return kept[1]
+
+    def clear(self) -> None:
+        self._kept.clear()
 
 
 def overlaps(tensor: Tensor) -> bool:

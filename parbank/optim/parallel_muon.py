@@ -29,13 +29,14 @@ from parbank.optim.agreement import check_agreement
 from parbank.optim.algorithm import ElementwiseAlgorithm, MatrixAlgorithm, Settings, Work, find_algorithm
 from parbank.optim.algorithms import ALGORITHMS
 from parbank.optim.banking import zero_bank_grads
-from parbank.optim.collect import Collected, Small, check_gradients, collect, measure
+from parbank.optim.collect import SCALES_DIFFER, Collected, Small, check_gradients, collect, measure
 from parbank.optim.communication import Ranks, wait
 from parbank.optim.dtensor import check_mesh, is_sharded, place_gradient
 from parbank.optim.graph import GraphedStep
 from parbank.optim.groups import check_group, complete_group, follow_schedulers
 from parbank.optim.hyper import DECAY, LR, HyperTable, send
 from parbank.optim.layout import LAYOUT_OPTIONS, Batch, Piece, find_matrices, name_of, plan_batches
+from parbank.optim.memory import Views
 from parbank.optim.newton_schulz import Coefficients
 from parbank.optim.skipped import SkipWatch
 from parbank.optim.update import Control
@@ -163,6 +164,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self._constants: dict[tuple[float, ...], Tensor] = {}
         self._tables = kernels.Tables()
         self._staging: dict[int, Tensor] = {}
+        self._views = Views()
         self._layouts = 0
         self._agreed = False
         self._watch = SkipWatch()
@@ -300,6 +302,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self._constants.clear()
         self._tables.clear()
         self._staging.clear()
+        self._views.clear()
         self._layouts += 1
 
     def _constant(self, values: Sequence[float]) -> Tensor:
@@ -392,7 +395,7 @@ class ParallelMuon(torch.optim.Optimizer):
         others = [batch.others(self._ranks.rank) for batch in batches]
         needed = [mine + rest for mine, rest in zip(pieces, others)]
         found = collect(self.param_groups, batches, needed, self._ranks, reduce, self._constant, staging, early)
-        self._check_scaler(found)
+        require(getattr(self, "grad_scale", None) is None or found.divisor == 1, SCALES_DIFFER)
         if found.spoilt is not None:
             factor = torch.full((), 1 / found.divisor, dtype=torch.float32, device=self._device)
             values = torch.stack([1 - found.spoilt.float(), factor])
@@ -415,13 +418,6 @@ class ParallelMuon(torch.optim.Optimizer):
         for batch, updates, works in flying:
             self._apply(batch, updates, works, control)
 
-    def _check_scaler(self, found: Collected) -> None:
-        if getattr(self, "grad_scale", None) is not None and found.divisor > 1:
-            raise ConfigError(
-                "a GradScaler keeps its own scale on every rank, and gradients of different scales cannot be averaged; "
-                "train in bfloat16 without a scaler, or use DDP with reduce_gradients=False"
-            )
-
     def _measure(self, found: Collected) -> Control:
         """The global norm, the clip, and whether the step is taken: all on the device."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -443,8 +439,10 @@ class ParallelMuon(torch.optim.Optimizer):
         return self._ranks.gather(batch.algorithm.directions(self._work(batch, pieces, grads, control)), batch)
 
     def _work(self, batch: Batch, pieces: list[Piece], grads: list[Tensor], control: Control) -> Work:
-        def blocks(key: str) -> list[Tensor]:
-            return [state.blocks_of(self.state[piece.member.param], key, piece, batch) for piece in pieces]
+        def blocks(name: str) -> list[Tensor]:
+            held = [state.tensor_of(self.state, name, piece.member, batch) for piece in pieces]
+            key = (id(batch), name, id(pieces))  # the batch keeps its lists of pieces
+            return self._views.get(key, held, lambda: state.find_blocks(self.state, name, pieces, batch))
 
         return Work(batch, pieces, grads, control, blocks, self._tables, captured=self._captured)
 
@@ -482,7 +480,10 @@ class ParallelMuon(torch.optim.Optimizer):
     def _apply(self, batch: Batch, updates: Tensor, works: list[Any], control: Control) -> None:
         """Subtracts the updates of a batch from the weights, once they have arrived."""
         wait(works)
-        params = [member.blocks(member.param) for member in batch.members]
+        weights = [member.param for member in batch.members]
+        params = self._views.get(
+            (id(batch), "weights"), weights, lambda: [member.blocks(member.param) for member in batch.members]
+        )
         low = [
             member.blocks(self.state[member.param]["low_bits"]) if member.param.dtype == torch.bfloat16 else None
             for member in batch.members

@@ -54,14 +54,24 @@ def init_state(state: Any, batch: Batch, pieces: Sequence[Piece]) -> None:
             held["low_bits"] = torch.zeros_like(member.param, dtype=torch.int16)
 
 
+def tensor_of(state: Any, name: str, member: Member, batch: Batch) -> Tensor:
+    """The tensor that holds a state of a member."""
+    found: Tensor = state[member.param][key_of(member, name, batch.state_shapes[member][name], batch.whole)]
+    return found
+
+
+def find_blocks(state: Any, name: str, pieces: Sequence[Piece], batch: Batch) -> list[Tensor]:
+    """The blocks of each piece in the state of its parameter."""
+    return [blocks_of(state[piece.member.param], name, piece, batch) for piece in pieces]
+
+
 def blocks_of(held: dict[str, Tensor], name: str, piece: Piece, batch: Batch) -> Tensor:
     """The blocks of a piece in the state of its parameter."""
     shape = batch.state_shapes[piece.member][name]
     value = held[key_of(piece.member, name, shape, batch.whole)]
     if not batch.whole:
         return value[piece.offset : piece.offset + piece.count]
-    blocks = piece.member.blocks(value) if len(shape) == 2 else value
-    return blocks[piece.block : piece.block + piece.count]
+    return piece.take(piece.member.blocks(value) if len(shape) == 2 else value)
 
 
 def _zeros(member: Member, pieces: Sequence[Piece], whole: bool, shape: tuple[int, ...]) -> Tensor:
