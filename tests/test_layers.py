@@ -15,7 +15,7 @@ LEVELS = {
     "eval": 5,
     "training": 6,
     "recipes": 7,
-    "report": 7.5,
+    "plan": 7.5, "report": 7.5,
     "api": 8, "program": 8, "study": 8,
     "serve": 8.5,
     "cli": 9, "adapters": 9, "__main__": 10,

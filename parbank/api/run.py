@@ -5,21 +5,24 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from parbank import runtime
 from parbank.api.model import Model, load
 from parbank.config import override
 from parbank.data.sources import absolute_spec
 from parbank.errors import CheckpointError, ConfigError
-from parbank.recipes import get_recipe
+from parbank.plan.choose import NAME
+from parbank.plan.plan import introduce, plan_run
+from parbank.recipes import demo, get_recipe
 from parbank.runtime import Runtime
 from parbank.training.config import RunConfig
+from parbank.training.display import Display
 from parbank.training.folder import load_run_config
 from parbank.training.run import Result, run
 
@@ -48,12 +51,15 @@ def train(
 ) -> "Run":
     """Trains a model, scores it, and packs it into one file: `parbank train`, with its options as keywords.
 
-    recipe: demo (if not given), sprint, golf or nano. `data` is a spec: stdlib, text:PATH, shards:DIR, fineweb.
-    minutes, steps, tokens: the budget, one of the three. `max_bytes` is the cap on the file.
+    recipe: demo, sprint, golf or nano; if not given, a config is planned for the minutes, the bytes, the text and this
+    machine, as `parbank plan` prints it. `data` is a spec: stdlib, text:PATH, shards:DIR, fineweb.
+    minutes, steps, tokens: the budget, one of the three; without a recipe, steps and tokens take the demo's shape.
+    max_bytes: the cap on the file.
     out: the run's folder; runs/RECIPE-TIME if not given. `resume` continues the run in `out`; given a recipe too, it starts
     the run if there is none.
     threads: CPU threads; what is free if not given. A budget in minutes then makes way for other processes.
-    settings: changes to the recipe, {"model.layers": 6} or ["model.layers=6"]; `parbank recipes NAME` prints all of them.
+    settings: changes to the recipe, {"model.layers": 6} or ["model.layers=6"]; `parbank recipes NAME` prints all of them. A
+    plan keeps them, and plans the rest around them.
     quiet: print nothing. Else a terminal gets a progress bar, a file or a pipe gets lines.
 
     Ctrl-C saves a checkpoint after the step in hand and then raises KeyboardInterrupt; SIGTERM saves one and exits. Under
@@ -65,14 +71,18 @@ def train(
         (4, True)
     """
 
-    def read_options() -> RunConfig:
-        return configure(
-            recipe=recipe, data=data, minutes=minutes, steps=steps, tokens=tokens, max_bytes=max_bytes, seed=seed,
-            settings=settings, resume_from=_resumed(out, recipe) if resume else None,
-        )  # fmt: skip
+    def read_options() -> RunConfig | None:
+        changes = read_changes(
+            data=data, minutes=minutes, steps=steps, tokens=tokens, max_bytes=max_bytes, seed=seed, settings=settings
+        )
+        resume_from = _resumed(out, recipe) if resume else None
+        if resume_from is None and _is_planned(recipe, changes):
+            return _plan(changes, place, threads, quiet) if place.is_main else None
+        return configure(recipe, changes, resume_from)
 
     with runtime.start(device) as place:
-        config = place.together(read_options)
+        configs = place.gather(place.together(read_options))
+        config = configs[place.rank] or cast(RunConfig, configs[0])  # the first rank plans for all
         new = _new_folder(config.recipe, place)  # ranks that differ in --out must not differ in their collectives
         folder = new if out is None else Path(out)
         result = run(config, place, folder, resume=resume, quiet=quiet, threads=threads)
@@ -81,9 +91,8 @@ def train(
     return Run(folder=folder, summary=result.summary, device=str(place.device))
 
 
-def configure(
+def read_changes(
     *,
-    recipe: str | None = None,
     data: str | None = None,
     minutes: float | None = None,
     steps: int | None = None,
@@ -91,13 +100,16 @@ def configure(
     max_bytes: int | None = None,
     seed: int | None = None,
     settings: Settings = (),
-    resume_from: Path | None = None,
-) -> RunConfig:
-    """The config of a run: that of a recipe or of an earlier run, with the given changes. Paths in it are absolute."""
+) -> list[str]:
+    """Options as settings, a.b=value each."""
     given = {"data": data, "seed": seed, "budget.max_bytes": max_bytes}
     changes = _budget_changes(minutes, steps, tokens)
     changes += [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
-    changes += read_settings(settings)
+    return changes + read_settings(settings)
+
+
+def configure(recipe: str | None, changes: Sequence[str] = (), resume_from: Path | None = None) -> RunConfig:
+    """The config of a run: that of a recipe or of an earlier run, with the given changes. Paths in it are absolute."""
     if resume_from is not None:
         config = load_run_config(resume_from, *changes)
         if recipe not in (None, config.recipe):
@@ -107,6 +119,21 @@ def configure(
     else:
         config = override(get_recipe(recipe or "demo"), *changes)
     return override(config, f"data={json.dumps(absolute_spec(config.data))}")
+
+
+def _is_planned(recipe: str | None, changes: Sequence[str]) -> bool:
+    """Without a recipe a run is planned. Only a clock can be planned for: a budget in steps or tokens takes the demo's
+    shape."""
+    if recipe is not None:
+        return recipe == NAME
+    return override(demo(), *(change for change in changes if change.startswith("budget."))).budget.minutes is not None
+
+
+def _plan(changes: Sequence[str], place: Runtime, threads: int | None, quiet: bool) -> RunConfig:
+    display = Display(enabled=place.is_main and not quiet)
+    plan = plan_run(changes, place, threads=threads, say=display.say)
+    display.say(introduce(plan))
+    return plan.best.config
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

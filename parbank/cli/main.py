@@ -13,10 +13,10 @@ from typing import Annotated
 import typer
 
 from parbank import __version__
-from parbank.cli import artifact, data, eval, machine, report, sample, serve, study, train
+from parbank.cli import artifact, data, eval, machine, plan, report, sample, serve, study, train
 from parbank.errors import ConfigError, ParbankError, is_out_of_memory
 
-GROUPS = (train, eval, sample, serve, report, artifact, data, study, machine)  # in the order of `parbank --help`
+GROUPS = (train, plan, eval, sample, serve, report, artifact, data, study, machine)  # in the order of `parbank --help`
 
 
 def main() -> None:

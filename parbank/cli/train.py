@@ -27,9 +27,15 @@ _BUDGET = "Budget"
 
 def train(
     recipe: Annotated[
-        str | None, typer.Option(help="demo (if not given), sprint, golf or nano; `parbank recipes` says more.")
+        str | None,
+        typer.Option(
+            help="demo, sprint, golf or nano (`parbank recipes` says more). If not given, the model is planned for the clock, the "
+            "cap, the text and this machine, as `parbank plan` prints it."
+        ),
     ] = None,
-    data: Annotated[str | None, data_option("What to train on; the recipe's own data if not given.")] = None,
+    data: Annotated[
+        str | None, data_option("What to train on; the recipe's own data, or stdlib, if not given.")
+    ] = None,
     glob: GlobOption = None,
     field: FieldOption = None,
     skip_bad: SkipBadOption = False,
@@ -67,6 +73,8 @@ def train(
     """Train a model, score it, and pack it into one file.
 
     Examples:
+
+      parbank train --data text:my_folder --minutes 5 --max-bytes 8MB
 
       parbank train --recipe demo
 

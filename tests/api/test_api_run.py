@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import parbank
-from parbank.api.run import Stopped, configure
+from parbank.api.run import Stopped, configure, read_changes
 from parbank.errors import CheckpointError, ConfigError
 from parbank.recipes import get_recipe
 from parbank.training.checkpoint import find_checkpoint
@@ -43,19 +43,16 @@ def test_quiet_prints_nothing_and_the_default_prints_lines(
 
 
 def test_the_keywords_are_the_options_of_the_command() -> None:
-    config = configure(
-        recipe="nano", steps=7, max_bytes=9, seed=3, settings={"model.layers": 2, "model.value_layers": []}
-    )
+    options = {"steps": 7, "max_bytes": 9, "seed": 3}
+    config = configure("nano", read_changes(**options, settings={"model.layers": 2, "model.value_layers": []}))
     assert (config.budget.steps, config.budget.max_bytes, config.seed) == (7, 9, 3)
     assert (config.model.layers, config.model.value_layers) == (2, ())
-    assert config == configure(
-        recipe="nano", steps=7, max_bytes=9, seed=3, settings=["model.layers=2", "model.value_layers=[]"]
-    )
-    assert configure().recipe == "demo"
-    clock = configure(recipe="nano", minutes=0.5).budget
+    assert config == configure("nano", read_changes(**options, settings=["model.layers=2", "model.value_layers=[]"]))
+    clock = configure("nano", read_changes(minutes=0.5)).budget
     assert (clock.minutes, clock.steps) == (0.5, None), "one budget replaces the recipe's"
-    assert configure(recipe="nano", data="text:x.txt").data == f"text:train={Path('x.txt').absolute()},glob=*"
-    assert configure(recipe="nano").model == get_recipe("nano").model
+    spec = configure("nano", read_changes(data="text:x.txt")).data
+    assert spec == f"text:train={Path('x.txt').absolute()},glob=*"
+    assert configure("nano").model == get_recipe("nano").model
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,196 @@
+"""The runs that the laws of parbank.plan are fitted to: short complete schedules over shapes, vocabularies and tokens.
+
+    python benchmarks/plan_runs.py --grid cpu --text stdlib=text:FOLDER,glob=*.py,holdout=dev --out runs.jsonl
+    python benchmarks/plan_runs.py --grid h200 --text corpus=text:train.jsonl.xz,holdout=dev --out runs.jsonl
+    python -m parbank.plan.fit runs.jsonl
+
+Every run ends with its learning rate at zero, so that its score is that of a whole schedule. Runs that the file has
+already are left out: an interrupted command continues. Scores are chunked, before packing, on held-out training documents.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import provenance  # noqa: E402
+
+from parbank.config import override  # noqa: E402
+from parbank.data.dataset import Dataset, open_dataset  # noqa: E402
+from parbank.data.shards import TokenSet  # noqa: E402
+from parbank.eval.windows import score_chunked  # noqa: E402
+from parbank.plan.texts import read_text  # noqa: E402
+from parbank.recipes import get_recipe  # noqa: E402
+from parbank.runtime import Runtime, pick_device, versions  # noqa: E402
+from parbank.training.config import RunConfig  # noqa: E402
+from parbank.training.trainer import Trainer  # noqa: E402
+
+NAMES = {"batch": "batch_tokens"}  # of a trial, where the laws use another one
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a grid."""
+
+    text: str
+    vocab: int
+    layers: int
+    width: int
+    batch: int
+    tokens: int
+    seed: int = 0
+    train_share: float = 1.0
+    """Of the training tokens, the first share that is used: with a small one, a run repeats its text."""
+    extra: tuple[str, ...] = ()
+    """Settings that the laws do not know: such a run is kept apart, beside the run without them."""
+
+    @property
+    def key(self) -> str:
+        share = "" if self.train_share == 1 else f"-share{self.train_share:g}"
+        shape = f"v{self.vocab}-{self.layers}x{self.width}-b{self.batch}-t{self.tokens}"
+        return "-".join([f"{self.text}-{shape}-s{self.seed}{share}", *self.extra])
+
+
+def cpu_grid() -> list[Trial]:
+    """Some 30 runs, about 15 minutes of one core; the most telling ones first."""
+    base = Trial("stdlib", 1024, 2, 128, 1024, 131_072)
+    large = replace(base, layers=3, width=192)
+    found = [base, replace(base, tokens=32_768), large, replace(base, vocab=2048), replace(base, batch=2048)]
+    found += [replace(base, text="corpus"), replace(base, train_share=0.002), replace(base, tokens=262_144)]
+    found += [replace(large, tokens=262_144), replace(base, vocab=512), replace(base, batch=512)]
+    found += [replace(base, text="manual"), replace(base, layers=2, width=64), replace(base, train_share=0.005)]
+    found += [replace(base, vocab=4096), replace(base, batch=4096), replace(large, layers=4, width=256)]
+    found += [replace(base, text="cyrillic"), replace(base, tokens=262_144, train_share=0.002), replace(base, seed=1)]
+    found += [replace(base, vocab=2048, tokens=262_144), replace(base, tokens=524_288)]
+    found += [replace(large, extra=(f"model.bigram_buckets={rows}",)) for rows in (8192, 0)]
+    found += [replace(large, tokens=524_288), replace(base, layers=6), replace(large, vocab=2048, tokens=262_144)]
+    found += [replace(base, batch=2048, tokens=524_288), replace(base, text="corpus", vocab=2048)]
+    return found
+
+
+def h200_grid() -> list[Trial]:
+    """Some 20 runs at about 1.5M tokens a second: 25 minutes."""
+    base = Trial("corpus", 4096, 11, 512, 131_072, 90_000_000)
+    shapes = ((6, 512), (8, 384), (8, 640), (11, 640))
+    found = [base, *(replace(base, layers=layers, width=width) for layers, width in shapes)]
+    found += [replace(base, vocab=vocab) for vocab in (1024, 2048, 8192)]
+    found += [replace(base, tokens=tokens) for tokens in (22_500_000, 45_000_000, 180_000_000)]
+    found += [replace(base, batch=batch) for batch in (32_768, 65_536, 262_144)]
+    found += [replace(base, train_share=share) for share in (0.1, 0.3)]
+    found += [replace(base, layers=6, width=384, tokens=tokens) for tokens in (22_500_000, 90_000_000)]
+    found += [replace(base, tokens=180_000_000, vocab=8192), replace(base, seed=1)]
+    return found
+
+
+GRIDS = {"cpu": (cpu_grid, "demo"), "h200": (h200_grid, "sprint")}
+
+
+def configure(trial: Trial, recipe: str, spec: str) -> RunConfig:
+    config = get_recipe(recipe)
+    heads = max(1, trial.width // (64 if trial.width % 64 == 0 else 32))
+    changes = {
+        "data": spec,
+        "seed": trial.seed,
+        "model.vocab_size": trial.vocab,
+        "model.layers": trial.layers,
+        "model.width": trial.width,
+        "model.heads": heads,
+        "model.kv_heads": max(1, heads // 2) if heads % 2 == 0 else 1,
+        "model.value_layers": [trial.layers - 1],
+        "model.xsa_layers": min(config.model.xsa_layers, trial.layers),
+        "batch.batch_tokens": trial.batch,
+        "batch.micro_batch_tokens": min(trial.batch, max(config.batch.micro_batch_tokens, 1024)),
+        "budget.minutes": None,
+        "budget.steps": trial.tokens // trial.batch,
+        "train.checkpoint_minutes": 0,
+        "train.warmup_steps": 0,
+    }
+    return override(config, *(f"{name}={json.dumps(value)}" for name, value in changes.items()), *trial.extra)
+
+
+def run(trial: Trial, config: RunConfig, dataset: Dataset, score_share: float) -> dict[str, Any]:
+    if trial.train_share < 1:
+        few = max(config.batch.sequence_length * 8, int(trial.train_share * len(dataset.train)))
+        dataset = replace(dataset, train=TokenSet([dataset.train.read(0, few)]))
+    place = Runtime(device=pick_device(None))
+    config = override(config, f"model.bos_id={dataset.tokenizer.bos_id}")
+    started, used = time.perf_counter(), time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(config, place, dataset, Path(folder))
+        trainer.train()
+        seconds, tokens = trainer.clock.seconds(), trainer.tokens
+        trainer.close()
+        val = TokenSet([dataset.val.read(0, int(score_share * len(dataset.val)))])
+        with trainer.averages.applied():
+            score = score_chunked(
+                trainer.model, val, dataset.tokenizer, context=config.batch.sequence_length, runtime=place
+            )
+    model = trainer.model
+    matrices = sum(p.numel() for name, p in model.named_parameters() if name.startswith("banks."))
+    return {
+        "bpb": score.bpb,
+        "tokens": tokens,
+        "steps": trainer.step,
+        "params": sum(p.numel() for p in model.parameters()),
+        "matrices": matrices,
+        "bytes_per_token": dataset.train_bytes / len(dataset.train),
+        "text_bytes": dataset.train_bytes,
+        "scored_bytes": score.bytes,
+        "seconds": seconds,
+        "cpu_seconds": time.process_time() - used,
+        "wall_seconds": time.perf_counter() - started,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", choices=GRIDS, required=True)
+    parser.add_argument("--text", action="append", required=True, metavar="NAME=SPEC", help="a text of the grid")
+    parser.add_argument("--score-share", type=float, default=1.0, help="of the held-out tokens, the first so many")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    specs = dict(text.split("=", 1) for text in arguments.text)
+    made = (
+        {json.loads(line)["key"] for line in arguments.out.read_text().splitlines()}
+        if arguments.out.exists()
+        else set()
+    )
+    grid, recipe = GRIDS[arguments.grid]
+    opened: dict[tuple[str, int], tuple[Dataset, float]] = {}
+    for trial in grid():
+        if trial.key in made or trial.text not in specs:
+            continue
+        at = (trial.text, trial.vocab)
+        if at not in opened:
+            dataset = open_dataset(specs[trial.text], vocab_size=trial.vocab)
+            opened[at] = dataset, read_text(specs[trial.text]).hardness
+        dataset, hardness = opened[at]
+        config = configure(trial, recipe, specs[trial.text])
+        found = run(trial, config, dataset, arguments.score_share)
+        about = {
+            "key": trial.key,
+            "grid": arguments.grid,
+            **{NAMES.get(name, name): value for name, value in vars(trial).items()},
+            "hardness": hardness,
+            "scored": f"{trial.text}, held-out training documents, the first {arguments.score_share:.0%}",
+            "recipe": recipe,
+        }
+        where = {
+            "commit": provenance.read_commit()["commit"][:9],
+            "device": provenance.hardware(),
+            "torch": versions()["torch"],
+        }
+        with arguments.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**about, **found, **where}) + "\n")
+        print(f"{trial.key}: {found['bpb']:.4f} in {found['cpu_seconds']:.0f} s of CPU", flush=True)
+
+
+if __name__ == "__main__":
+    main()

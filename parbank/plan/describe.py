@@ -1,0 +1,87 @@
+"""A plan as text, and as a table for --json."""
+
+from typing import Any
+
+from parbank.config import to_dict
+from parbank.plan.choose import Choice, Plan
+from parbank.plan.probe import describe_machine
+
+
+def describe_plan(plan: Plan) -> str:
+    """Every choice, what to expect of it, and what it was chosen among."""
+    best, config = plan.best, plan.best.config
+    model, batch, optim = config.model, config.batch, config.optim
+    stages = "".join(f"; {share:.0%} of the time at {length:,}" for share, length, _ in batch.stages)
+    rows = {
+        "text": f"about {_size(plan.text.bytes)} to train on; xz needs {plan.text.hardness:.2f} bits per byte",
+        "machine": f"{plan.machine.name}{f', {plan.machine.ranks} ranks' if plan.machine.ranks > 1 else ''}",
+        "vocabulary": f"{model.vocab_size:,} tokens",
+        "model": f"{model.layers} layers of {model.width}; {model.heads} heads, {model.kv_heads} for keys and values; "
+        f"MLP {model.mlp_multiple:g}x; {best.parameters:,} parameters",
+        "tables": f"{model.bigram_buckets:,} bigrams of {model.bigram_width}; values of {model.value_width} in layers "
+        f"{', '.join(map(str, model.value_layers)) or '-'}",
+        "batch": f"{batch.batch_tokens:,} tokens in windows of {batch.sequence_length:,}, "
+        f"{batch.micro_batch_tokens:,} a pass{stages}",
+        "learning rates": f"matrices {optim.matrix_lr:g}, embeddings {optim.embedding_lr:g}, others {optim.scalar_lr:g}; "
+        f"they fall over the last {optim.warmdown:.0%}",
+        "decay": f"{optim.matrix_weight_decay:g} (matrices), {optim.adam_weight_decay:g} (others)",
+        "averaging": f"{config.average.use}, decay {config.average.ema_decay:g}",
+        "bits per weight": f"{best.bits_per_weight:.1f}, which costs {best.packing:.4f} bits per byte",
+    }
+    dropout = getattr(model, "dropout", None)
+    rows |= {"dropout": f"{dropout:g}"} if dropout is not None else {}
+    expected = {
+        "steps": f"{best.steps:,.0f}",
+        "tokens": f"{best.tokens:,.0f}, {best.epochs:.2f} epochs, at {best.tokens_per_second:,.0f} a second",
+        "score": f"{best.score:.3f} bits per byte, packed, +- {2 * best.deviation:.3f}",
+        "twice the minutes": f"{plan.more_minutes - best.score:+.3f}",
+        "twice the bytes": f"{plan.more_bytes - best.score:+.3f}",
+    }
+    lines = [*_pairs(rows), "", "expected", *_pairs(expected)]
+    lines += ["", f"considered {plan.candidates:,} candidates; the nearest of other shapes and vocabularies:"]
+    lines += [_compare(other, best) for other in plan.others] or ["  none: the settings leave no choice"]
+    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+
+
+def plan_table(plan: Plan) -> dict[str, Any]:
+    """For --json."""
+    return {
+        "config": to_dict(plan.best.config),
+        "expected": _choice_table(plan.best)
+        | {"twice_the_minutes": plan.more_minutes, "twice_the_bytes": plan.more_bytes},
+        "considered": plan.candidates,
+        "others": [_choice_table(other) for other in plan.others],
+        "text": vars(plan.text),
+        "machine": describe_machine(plan.machine),
+        "notes": list(plan.notes),
+    }
+
+
+def _choice_table(choice: Choice) -> dict[str, Any]:
+    model = choice.config.model
+    shape = {"layers": model.layers, "width": model.width, "vocab_size": model.vocab_size}
+    found = {name: value for name, value in vars(choice).items() if name != "config"}
+    return shape | {"batch_tokens": choice.config.batch.batch_tokens, "steps": choice.steps} | found
+
+
+def _compare(other: Choice, best: Choice) -> str:
+    model = other.config.model
+    name = f"{model.layers} x {model.width}, {model.vocab_size:,} tokens"
+    reasons = [
+        f"{other.tokens / best.tokens:.2f} times the tokens",
+        f"{other.parameters / best.parameters:.2f} times the parameters",
+    ]
+    reasons += [f"{other.bits_per_weight:.1f} bits per weight"] if other.packing > best.packing + 0.001 else []
+    return f"  {name:24} {other.score:.3f} ({other.score - best.score:+.3f}): {', '.join(reasons)}"
+
+
+def _pairs(rows: dict[str, str]) -> list[str]:
+    width = max(map(len, rows))
+    return [f"{name:{width}}  {value}" for name, value in rows.items()]
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} bytes"

@@ -1,0 +1,171 @@
+"""The laws that predict a score, in bits per byte, before training.
+
+    bpb = (h / 1.5)^eta * (E + A / N^alpha + B / D^beta + C * V / T)  +  packing
+    N = matrices * (V / 1024)^nu                  millions of parameters; a token of more bytes needs fewer of them
+    D = fresh / (1 + b / b* + s b* / b)           millions of bytes; b is the batch, b* = b0 * fresh^kappa
+    fresh = U + U R (1 - exp(-(seen / U - 1) / R))  where a text of U bytes is seen more than once
+    packing = c * 4^-w * exp(k / w^2)             w: bits per weight
+
+The first line is the form of Hoffmann et al. (2022), in bytes, so that vocabularies compare; h is how many bits per byte
+xz needs, which stands for how hard a text is. C V / T is what rare tokens cost: T is training tokens. D falls with large
+batches as in McCandlish et al. (2018) and with very small ones, whose gradients are noise. Repeats follow Muennighoff et
+al. (2023). Rounding to w bits costs 4^-w at a high rate; the last factor is for few bits.
+
+A score never rises with more tokens, parameters or bits per weight: a plan for a larger budget is never worse.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+DATA = Path(__file__).with_name("data")
+FIT = DATA / "fit.json"
+
+# Every parameter of the score as a log of a positive number: its prior mean and deviation. Exponents start from Hoffmann
+# et al. (alpha 0.34, beta 0.28) and Muennighoff et al. (R 15); the others are wide.
+PRIORS: dict[str, tuple[float, float]] = {
+    "E": (math.log(0.7), 0.3),
+    "A": (math.log(0.4), 1.0),
+    "alpha": (math.log(0.34), 0.3),
+    "B": (math.log(0.6), 1.0),
+    "beta": (math.log(0.28), 0.3),
+    "C": (math.log(10.0), 1.5),
+    "nu": (math.log(0.3), 0.7),
+    "eta": (math.log(0.6), 0.5),
+    "b0": (math.log(0.01), 1.5),
+    "kappa": (math.log(0.7), 0.2),
+    "s": (math.log(0.05), 1.0),
+    "R": (math.log(15.0), 0.5),
+}
+NAMES = tuple(PRIORS)
+FIELDS = ("matrices", "vocab", "tokens", "bytes_per_token", "text_bytes", "batch_tokens", "hardness")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cases:
+    """Runs to predict: one entry of each array per run."""
+
+    matrices: Array
+    """Parameters in the banks: those that cost arithmetic at every token."""
+    vocab: Array
+    tokens: Array
+    """Training tokens, repeats included."""
+    bytes_per_token: Array
+    text_bytes: Array
+    """Training text, each byte once."""
+    batch_tokens: Array
+    hardness: Array
+    """Bits per byte of the text under xz."""
+
+    @classmethod
+    def of(cls, **values: Any) -> "Cases":
+        """From numbers and arrays, all made as long as the longest."""
+        arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(values[name], np.float64)) for name in FIELDS))
+        return cls(**dict(zip(FIELDS, arrays)))
+
+
+def predict_score(log_parameters: Array, cases: Cases) -> Array:
+    """Bits per byte before packing."""
+    p = dict(zip(NAMES, np.exp(log_parameters)))
+    seen = cases.tokens * cases.bytes_per_token / 1e6
+    unique = cases.text_bytes / 1e6
+    repeats = np.maximum(seen / unique - 1, 0.0)
+    fresh = np.minimum(seen, unique) + unique * p["R"] * -np.expm1(-repeats / p["R"])
+    batch = cases.batch_tokens * cases.bytes_per_token / 1e6
+    best = p["b0"] * fresh ** p["kappa"]
+    data = fresh / (1 + batch / best + p["s"] * best / batch)
+    vocab = cases.vocab / 1024
+    parameters = cases.matrices / 1e6 * vocab ** p["nu"]
+    bits = p["E"] + p["A"] * parameters ** -p["alpha"] + p["B"] * data ** -p["beta"]
+    bits = bits + p["C"] * cases.vocab / cases.tokens
+    found: Array = bits * (cases.hardness / 1.5) ** p["eta"]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """What rounding the weights costs."""
+
+    c: float
+    k: float
+
+    def predict(self, bits: Array) -> Array:
+        """Bits per byte lost at so many bits per weight."""
+        bits = np.maximum(bits, 0.5)
+        found: Array = self.c * np.exp(-bits * math.log(4) + self.k / bits**2)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSizes:
+    """Bytes per token: exp(a) * vocab^b * hardness^-d."""
+
+    a: float
+    b: float
+    d: float
+
+    def predict(self, vocab: Any, hardness: float) -> Array:
+        found: Array = np.exp(self.a) * np.asarray(vocab, np.float64) ** self.b * hardness**-self.d
+        return np.maximum(found, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laws:
+    """A fit: parameters, how certain they are, and the range of the runs behind them."""
+
+    log_parameters: Array
+    covariance: Array
+    deviation: float
+    """Standard deviation of a residual, in bits per byte."""
+    text_spread: float
+    """How far a new text may be from what xz says of it, as a share of its score."""
+    packing: Packing
+    token_sizes: TokenSizes
+    ranges: Mapping[str, tuple[float, float]]
+    """Least and largest value of each field among the runs."""
+    runs: int
+
+    def score(self, cases: Cases) -> Array:
+        return predict_score(self.log_parameters, cases)
+
+    def deviations(self, cases: Cases) -> Array:
+        """The standard deviation of a prediction: of the parameters, carried over by the derivative, of a new text, and of
+        one run."""
+        slopes = differentiate(lambda log: predict_score(log, cases), self.log_parameters)
+        spread = np.einsum("np,pq,nq->n", slopes, self.covariance, slopes)
+        found: Array = np.sqrt(spread + (self.text_spread * self.score(cases)) ** 2 + self.deviation**2)
+        return found
+
+
+def differentiate(function: Any, at: Array, step: float = 1e-5) -> Array:
+    """The Jacobian (outputs, inputs) by central differences."""
+    columns = []
+    for index in range(len(at)):
+        shift = np.zeros_like(at)
+        shift[index] = step
+        columns.append((function(at + shift) - function(at - shift)) / (2 * step))
+    return np.stack(columns, axis=-1)
+
+
+@cache
+def load_laws(path: Path = FIT) -> Laws:
+    """The committed fit."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return Laws(
+        log_parameters=np.log([values["parameters"][name] for name in NAMES]),
+        covariance=np.array(values["covariance_of_logs"]),
+        deviation=values["deviation"],
+        text_spread=values["text_spread"],
+        packing=Packing(**values["packing"]),
+        token_sizes=TokenSizes(**values["token_sizes"]),
+        ranges={name: (low, high) for name, (low, high) in values["ranges"].items()},
+        runs=values["runs"],
+    )

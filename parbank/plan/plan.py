@@ -1,0 +1,68 @@
+"""A plan for this machine: reads the text, looks at the machine, and chooses."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from parbank.config import override, parse_value
+from parbank.data.sources import absolute_spec
+from parbank.errors import ConfigError
+from parbank.plan.choose import NAME, Plan, Request, make_plan
+from parbank.plan.laws import load_laws
+from parbank.plan.probe import look_at
+from parbank.plan.texts import read_text
+from parbank.recipes import demo
+from parbank.runtime import Runtime
+from parbank.threads import use_threads
+from parbank.training.checks import check_size
+from parbank.training.display import Display
+
+Say = Callable[[str], None]
+
+
+def plan_run(
+    settings: Sequence[str], place: Runtime, *, threads: int | None = None, say: Say = lambda line: None
+) -> Plan:
+    """The plan for settings such as data=text:books, budget.minutes=2 and model.layers=6. What they leave open is planned:
+    the data, the minutes and the bytes are those of `demo` if they are not given."""
+    given = replace(demo(), recipe=NAME)
+    _check(settings)
+    asked = override(given, *(setting for setting in settings if not setting.strip().startswith("model.")))
+    minutes = asked.budget.minutes
+    if minutes is None:
+        raise ConfigError("a plan needs a clock: give --minutes, or --recipe with --steps or --tokens")
+    spec = absolute_spec(asked.data)
+    fixed = (*settings, f"data={json.dumps(spec)}")
+    text = read_text(spec, say)
+    request = Request(minutes=minutes, max_bytes=asked.budget.max_bytes, text=text, settings=fixed)
+    with use_threads(threads):
+        machine = look_at(place, say)
+    laws = load_laws(Path(os.environ["PARBANK_PLAN_FIT"])) if os.environ.get("PARBANK_PLAN_FIT") else load_laws()
+    plan = make_plan(request, machine, laws)
+    check_size(plan.best.config, Display(enabled=False))
+    return plan
+
+
+def _check(settings: Sequence[str]) -> None:
+    """Refuses settings that no config has, before any work. Their values are checked with the candidate they belong to."""
+    known = demo()
+    for setting in settings:
+        name, sign, value = setting.partition("=")
+        if not sign or not name.strip().startswith("model."):
+            continue  # read with the others
+        leaf = name.strip().removeprefix("model.")
+        if not hasattr(known.model, leaf):
+            override(known, setting)  # raises, and says what is near
+        if isinstance(getattr(known.model, leaf), int) and not isinstance(parse_value(value), int | bool):
+            override(known, setting)
+
+
+def introduce(plan: Plan) -> str:
+    """One line for the start of a run."""
+    best, config, model = plan.best, plan.best.config, plan.best.config.model
+    shape = (
+        f"{model.layers} layers of {model.width}, {model.vocab_size:,} tokens, batches of {config.batch.batch_tokens:,}"
+    )
+    return f"planned: {shape}; about {best.score:.3f} bits per byte expected (+- {2 * best.deviation:.3f})"

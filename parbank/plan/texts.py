@@ -1,0 +1,96 @@
+"""How much text there is, and how hard it is: from the sizes of files and a sample of a few megabytes."""
+
+import lzma
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from parbank.data.dataset import open_shards
+from parbank.data.sources import parse_spec
+from parbank.data.sources.source import Corpus, Skipped
+from parbank.errors import DataError
+from parbank.files import default_cache
+
+SAMPLE_BYTES = 2_000_000
+_FILES = 256  # among which the sample is divided: one file may be unlike the others
+_DOCUMENT = 16_000  # bytes of a document that are taken: a long one may be unlike the others, too
+_STRIDE = 8  # of many documents in one file, one in so many at most
+_SPLIT = 0.98  # about 2% of the documents are held out for validation
+# Unpacked bytes are 8 / h times those of xz, where h is the text's own bits per byte under xz. Other formats pack less:
+# gzip 1.25 times as many bytes, zstd 1.1 (benchmarks/results/sprint); Parquet's pages are usually Snappy's, about 1.6.
+_PACKED = {".xz": 1.0, ".gz": 1.25, ".zst": 1.1, ".parquet": 1.6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """The training text of a plan."""
+
+    name: str
+    bytes: float
+    """Of training text, about, each byte once."""
+    hardness: float
+    """Bits per byte of xz on a sample."""
+    vocab: int | None = None
+    """The vocabulary of text that is tokens already."""
+    bytes_per_token: float | None = None
+    """Measured, for text that is tokens already."""
+
+
+def read_text(spec: str, say: Callable[[str], None] = lambda line: None) -> Text:
+    """Describes the text of a data spec. Reads a sample, and prepares nothing."""
+    opened = parse_spec(spec).open(default_cache(), say)
+    return _describe_shards(opened, spec) if isinstance(opened, Path) else _describe_files(opened)
+
+
+def measure_hardness(sample: bytes) -> float:
+    """Bits per byte of a sample under xz."""
+    if not sample:
+        raise DataError("the text is empty; give text to train on")
+    return 8 * len(lzma.compress(sample, preset=6)) / len(sample)
+
+
+def _describe_files(corpus: Corpus) -> Text:
+    files = corpus.train
+    chosen = files[:: max(1, len(files) // _FILES)]
+    each = SAMPLE_BYTES // max(len(chosen), 1) + 1
+    stride = min(_STRIDE, max(1, sum(path.stat().st_size for path in files) // (2 * SAMPLE_BYTES)))
+    documents = [piece for path in chosen for piece in _read_some(corpus, path, each, stride)]
+    random.Random(0).shuffle(documents)  # neighbours are often alike, which xz would make too much of
+    hardness = measure_hardness(b"".join(documents))
+    total = sum(_text_bytes(path, hardness) for path in files)
+    share = 1.0 if corpus.val else _SPLIT
+    return Text(name=corpus.name, bytes=max(1.0, share * total), hardness=hardness)
+
+
+def _read_some(corpus: Corpus, path: Path, most: int, stride: int) -> Iterator[bytes]:
+    """Beginnings of a file's documents, one in `stride`, until there are `most` bytes."""
+    kept = read = 0
+    for index, document in enumerate(corpus.documents([path], Skipped())):
+        read += len(document)
+        if index % stride == 0:
+            yield document[:_DOCUMENT]
+            kept += min(len(document), _DOCUMENT)
+        if kept >= most or read >= 2 * stride * max(most, _DOCUMENT):
+            return
+
+
+def _text_bytes(path: Path, hardness: float) -> float:
+    size = path.stat().st_size
+    packed = _PACKED.get(path.suffix.lower())
+    return size if packed is None else size * 8 / (packed * hardness)
+
+
+def _describe_shards(folder: Path, spec: str) -> Text:
+    dataset = open_shards(folder)
+    tokens = dataset.train
+    count = min(len(tokens), SAMPLE_BYTES // 4)
+    sample = dataset.tokenizer.decode_bytes(tokens.read(0, count), previous=dataset.tokenizer.bos_id)
+    size = len(sample) / max(count, 1)
+    return Text(
+        name=spec,
+        bytes=max(1.0, size * len(tokens)),
+        hardness=measure_hardness(sample),
+        vocab=dataset.tokenizer.vocab_size,
+        bytes_per_token=max(size, 0.1),
+    )

@@ -1,0 +1,62 @@
+"""`parbank plan`, and `train` without a recipe: the plan is what is trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import parbank
+from parbank.errors import ConfigError
+from parbank.plan import plan as planning
+from parbank.plan.probe import Machine
+from tests.cli.calls import Call
+from tests.plan.machines import CPU
+
+SLOW = Machine(
+    **{**vars(CPU), "rates": tuple(30 * rate for rate in CPU.rates)}
+)  # so that plans are small, as tests must be
+SMALL = ["--max-bytes", "300kB", "--minutes", "0.02", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "look_at", lambda place, say: SLOW)
+
+
+def test_plan_prints_a_plan_and_the_command_that_trains_it(call: Call, text_spec: str) -> None:
+    answer = call("plan", "--data", text_spec, *SMALL, "--set", "model.layers=2")
+    assert answer.code == 0, answer.err
+    assert "2 layers of" in answer.out
+    assert "bits per byte, packed" in answer.out
+    assert "parbank train --data" in answer.out
+    assert "--set model.layers=2" in answer.out
+
+
+def test_plan_as_json_is_a_config(call: Call, text_spec: str) -> None:
+    answer = call("plan", "--data", text_spec, *SMALL, "--json", "--set", "optim.matrix_lr=0.01")
+    found = json.loads(answer.out)
+    assert found["config"]["optim"]["matrix_lr"] == 0.01
+    assert found["config"]["budget"] | {"minutes": 0.02, "max_bytes": 300_000} == found["config"]["budget"]
+
+
+def test_train_without_a_recipe_trains_the_plan(call: Call, text_spec: str, tmp_path: Path) -> None:
+    planned = json.loads(call("plan", "--data", text_spec, *SMALL, "--json").out)["config"]
+    run = parbank.train(
+        data=text_spec, minutes=0.02, max_bytes=300_000, out=tmp_path / "run", device="cpu", quiet=True,
+        settings={"quant.calibration_tokens": 0},
+    )  # fmt: skip
+    config = json.loads((run.folder / "config.json").read_text())
+    assert config["recipe"] == "auto"
+    for part in ("layers", "width", "vocab_size", "heads"):
+        assert config["model"][part] == planned["model"][part]
+    assert config["batch"] == planned["batch"]
+    assert run.summary["artifact_bytes"] <= 300_000
+
+
+def test_wrong_settings_are_named_before_any_work(call: Call, text_spec: str) -> None:
+    for setting, said in (("model.widht=64", "model.width"), ("optim.matrix_lr=x", "optim.matrix_lr must be a number")):
+        answer = call("plan", "--data", text_spec, *SMALL, "--set", setting)
+        assert answer.code == 2
+        assert said in answer.err
+    with pytest.raises(ConfigError, match="a plan needs a clock"):
+        parbank.train(recipe="auto", data=text_spec, steps=3, device="cpu", quiet=True)

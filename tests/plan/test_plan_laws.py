@@ -1,0 +1,108 @@
+"""The laws: the committed fit is the fit of the committed runs, and a fit finds parameters that made its data."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parbank.errors import ConfigError
+from parbank.model import GPT
+from parbank.plan import fit as fitting
+from parbank.plan.laws import DATA, NAMES, PRIORS, Cases, Packing, load_laws, predict_score
+from parbank.plan.shapes import count_parameters
+from parbank.recipes import RECIPES
+
+PRIOR = np.array([mean for mean, _ in PRIORS.values()])
+USUAL = {
+    "matrices": 1e6, "vocab": 1024, "tokens": 1e6, "bytes_per_token": 2.6, "text_bytes": 3e7, "batch_tokens": 1024,
+    "hardness": 1.5,
+}  # fmt: skip
+
+
+def test_the_committed_fit_is_the_fit_of_the_committed_runs() -> None:
+    rows, packing = fitting.read_rows(fitting.RUNS)
+    values, residuals, _ = fitting.fit(rows, packing)
+    kept = json.loads((DATA / "fit.json").read_text())
+    for name in NAMES:
+        assert values["parameters"][name] == pytest.approx(kept["parameters"][name], rel=0.02), name
+    assert values["packing"] == pytest.approx(kept["packing"], rel=1e-6)
+    assert math.sqrt(np.mean(residuals**2)) < 0.03, "bits per byte"
+    assert kept["runs"] == len(rows)
+
+
+def test_a_fit_recovers_what_made_its_data() -> None:
+    truth = PRIOR + np.random.default_rng(0).normal(0, 0.1, len(PRIOR))
+    rng = np.random.default_rng(1)
+    rows = []
+    for index in range(60):
+        row = {**USUAL, "key": str(index), "text": "x", "scored": "x"}
+        for name, low, high in (("matrices", 1e5, 3e7), ("tokens", 1e5, 2e8), ("batch_tokens", 512, 2e5), ("vocab", 512, 8192),
+                                ("text_bytes", 1e5, 1e9)):  # fmt: skip
+            row[name] = float(low * (high / low) ** rng.random())
+        row["bpb"] = float(predict_score(truth, fitting.make_cases([row]))[0])
+        rows.append(row)
+    found, covariance, residuals = fitting.fit_score(rows, scatter=0.001)
+    assert np.abs(residuals).max() < 0.005
+    assert (np.diag(covariance) > 0).all()
+    assert math.exp(found[NAMES.index("beta")]) == pytest.approx(math.exp(truth[NAMES.index("beta")]), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["tokens", "matrices"])
+def test_a_score_falls_with_tokens_and_parameters(name: str) -> None:
+    laws = load_laws()
+    assert math.exp(laws.log_parameters[NAMES.index("kappa")]) < 1, (
+        "else a larger batch could make more data worth less"
+    )
+    values = np.geomspace(1e4, 1e10, 200)
+    for text in (1e5, 1e7, 1e9):
+        scores = laws.score(Cases.of(**{**USUAL, "text_bytes": text, name: values}))
+        assert (np.diff(scores) <= 0).all()
+
+
+def test_packing_costs_less_with_more_bits_and_what_was_measured() -> None:
+    packing = load_laws().packing
+    bits = np.linspace(1, 8, 50)
+    assert (np.diff(packing.predict(bits)) < 0).all()
+    assert packing.predict(np.array([4.74]))[0] == pytest.approx(0.0008, rel=0.4)
+    assert Packing(c=0.5, k=1.0).predict(np.array([-3.0]))[0] > 1, "less than nothing is not free"
+
+
+def test_a_prediction_far_from_the_runs_is_less_certain() -> None:
+    laws = replace(load_laws(), text_spread=0.0)
+    cases = Cases.of(**{**USUAL, "tokens": [3e5, 1e12], "matrices": [1e6, 1e9]})
+    near, far = laws.deviations(cases) / laws.score(cases)
+    assert far > near > 0
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize(
+    "changes", [{}, {"tied": False, "gated_attention": True, "value_residual": True, "bigram_buckets": 0}]
+)
+def test_parameters_are_counted_as_the_model_has_them(recipe: str, changes: dict[str, object]) -> None:
+    import torch
+
+    model = RECIPES[recipe]().model
+    model = type(model)(**{**vars(model), **changes})
+    with torch.device("meta"):
+        built = GPT(model)
+    counts = count_parameters(model)
+    assert counts.total == sum(p.numel() for p in built.parameters())
+    assert counts.matrices == sum(p.numel() for name, p in built.named_parameters() if name.startswith("banks."))
+
+
+def test_runs_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs.jsonl").write_text('{"key": "a", "bpb": 1.0}\n')
+    with pytest.raises(ConfigError, match="the run a lacks matrices, vocab"):
+        fitting.read_rows([tmp_path / "runs.jsonl"])
+    (tmp_path / "runs.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match="cannot read runs"):
+        fitting.read_rows([tmp_path / "runs.jsonl"])
+
+
+def test_fit_writes_what_plans_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fitting.main(["--out", str(tmp_path)])
+    assert load_laws(tmp_path / "fit.json").runs == load_laws().runs
+    assert "Residuals of" in (tmp_path / "residuals.md").read_text() == capsys.readouterr().out.strip() + "\n"

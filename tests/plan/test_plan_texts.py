@@ -1,0 +1,48 @@
+"""The size and the hardness of a text, from the sizes of its files and a sample."""
+
+import gzip
+import lzma
+import random
+from pathlib import Path
+
+import pytest
+
+from parbank.errors import DataError
+from parbank.plan.texts import measure_hardness, read_text
+
+
+def write_words(folder: Path, count: int) -> int:
+    """Text files of random words; their size in bytes."""
+    words = [f"word{number}" for number in range(300)]
+    rng = random.Random(0)
+    total = 0
+    for number in range(count):
+        text = " ".join(rng.choices(words, k=2000)).encode()
+        (folder / f"{number}.txt").write_bytes(text)
+        total += len(text)
+    return total
+
+
+def test_the_size_is_that_of_the_files_less_validation(tmp_path: Path) -> None:
+    total = write_words(tmp_path, 40)
+    text = read_text(f"text:{tmp_path}")
+    assert text.bytes == pytest.approx(0.98 * total)
+    assert 1 < text.hardness < 3, "one of 300 words of 8 bytes: about a bit a byte, and what xz adds"
+    assert text.vocab is None
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".xz", lzma.compress), (".gz", gzip.compress)])
+def test_packed_files_count_about_as_much_as_unpacked(tmp_path: Path, suffix: str, pack: object) -> None:
+    total = write_words(tmp_path, 10)
+    whole = b"\n".join(path.read_bytes() for path in sorted(tmp_path.glob("*.txt")))
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    (folder / f"a.txt{suffix}").write_bytes(pack(whole))  # type: ignore[operator]
+    assert read_text(f"text:{folder}").bytes == pytest.approx(0.98 * total, rel=0.35)
+
+
+def test_hard_text_needs_more_bits() -> None:
+    assert measure_hardness(bytes(100_000)) < 0.1
+    assert measure_hardness(random.Random(0).randbytes(100_000)) > 7.9
+    with pytest.raises(DataError, match="empty"):
+        measure_hardness(b"")
