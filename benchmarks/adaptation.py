@@ -35,17 +35,17 @@ from parbank.training.load import load_model  # noqa: E402
 MEASURED = ("parbank/eval", "benchmarks/adaptation.py")
 
 
-def variants(full: Adaptive) -> dict[str, tuple[Adaptive, bool]]:
-    """Mixtures by name, and whether the factors take part."""
+def variants(full: Adaptive) -> dict[str, tuple[Adaptive, bool, tuple[str, ...]]]:
+    """Mixtures by name, whether the factors take part, and where n-grams are counted."""
     change = dataclasses.replace
     return {
-        "factors of each document": (change(full, orders=()), True),
-        "n-grams of the document": (change(full, scopes=("document",)), False),
-        "n-grams of the text": (change(full, scopes=("text",)), False),
-        "n-grams of both": (full, False),
-        "everything": (full, True),
-        "everything, equal weights that do not learn": (change(full, mix_rate=0.0), True),
-        "everything, hardly guarded": (change(full, prior=1e-9), True),
+        "factors of each document": (full, True, ()),
+        "n-grams of the document": (full, False, ("document",)),
+        "n-grams of the text": (full, False, ("text",)),
+        "n-grams of both": (full, False, ("document", "text")),
+        "everything": (full, True, ("document", "text")),
+        "everything, weights that do not learn": (change(full, mix_rate=0.0), True, ("document", "text")),
+        "everything, hardly guarded": (change(full, prior=1e-9), True, ("document", "text")),
     }
 
 
@@ -72,23 +72,25 @@ def main() -> None:
     adapted = method.read_documents(loaded.model, text, place, silent) if method.rank else plain
     seconds = {"streaming": streamed - began, "factors of each document": time.perf_counter() - streamed}
 
-    bos_id, counts = loaded.model.config.bos_id, Scored(tokens, plain).byte_counts(loaded.tokenizer)
+    bos_id, sizes = loaded.model.config.bos_id, Scored(tokens, plain).byte_counts(loaded.tokenizer)
+    ngrams = method.count_ngrams(tokens, bos_id)
     starts = np.flatnonzero(tokens[:-1] == bos_id)
-    rows = [harness.Row("streaming", "bpb", bits(plain) / counts.sum(), "bpb")]
-    for name, (variant, with_factors) in variants(method).items():
+    rows = [harness.Row("streaming", "bpb", bits(plain) / sizes.sum(), "bpb")]
+    for name, (variant, with_factors, scopes) in variants(method).items():
         began = time.perf_counter()
-        nats = variant.mix(tokens, bos_id, plain, adapted if with_factors else None)
+        own = {scope: ngrams[scope] for scope in scopes if scope in ngrams}
+        nats = variant.mix(tokens, bos_id, plain, adapted if with_factors else None, own)
         seconds.setdefault(name, time.perf_counter() - began)
-        lost = np.add.reduceat(nats - plain, starts) / np.log(2) / np.maximum(np.add.reduceat(counts, starts), 1)
-        gain = (bits(plain) - bits(nats)) / counts.sum()
+        lost = np.add.reduceat(nats - plain, starts) / np.log(2) / np.maximum(np.add.reduceat(sizes, starts), 1)
+        gain = (bits(plain) - bits(nats)) / sizes.sum()
         rows += [
-            harness.Row(name, "bpb", bits(nats) / counts.sum(), "bpb"),
+            harness.Row(name, "bpb", bits(nats) / sizes.sum(), "bpb"),
             harness.Row(name, "gain", gain, "bpb"),
             harness.Row(name, "worst document", float(lost.max()), "bpb"),
         ]
         print(f"{name:45} {rows[-3].value:.4f}  gain {gain:.4f}  worst document {lost.max():+.5f}", flush=True)
     extra: dict[str, Any] = {
-        "text": {"tokens": len(tokens), "bytes": int(counts.sum()), "documents": len(starts)},
+        "text": {"tokens": len(tokens), "bytes": int(sizes.sum()), "documents": len(starts)},
         "method": method.describe(),
         "seconds": seconds,
     }

@@ -10,6 +10,7 @@ Steps 3 to 5 need nothing but the probability that each prediction gave to each 
 space is linear. Every rank computes them on the host from the same numbers.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,13 +23,16 @@ from parbank.eval.adaptation.documents import DocumentReader, find_documents, gr
 from parbank.eval.methods.base import Method, place_in_document
 from parbank.eval.methods.streaming import Streaming
 from parbank.eval.mixing.guard import guard
-from parbank.eval.mixing.ngrams import count_ngrams, predict
+from parbank.eval.mixing.ngrams import Counts, count_ngrams, predict
 from parbank.eval.mixing.online import MixConfig, mix_online
 from parbank.eval.score import Progress, Scored, Text, run_scorer, silent
 from parbank.model import GPT, ModelConfig
 from parbank.runtime import Runtime
 
 SCOPES = ("document", "text")
+AGE = 64  # tokens of a document's first age; the next one is twice as long
+EVEN = (0.5, 0.5)  # the weights of the plain and the adapted model at first
+NGRAMS = 0.2  # the weight of all n-grams at first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,25 +49,25 @@ class Adaptive(Method):
     """Inner width of the factors that learn each document; 0 leaves them out."""
     chunk: int = 32
     """Tokens of a document that are scored, then learnt from."""
-    lr: float = 0.0001
+    lr: float = 0.0003
     """Learning rate of the factors."""
     decay: int = 1024
     """Tokens after which the learning rate has fallen by a factor sqrt(2): it falls as 1 / sqrt(1 + tokens / decay)."""
     rows: int = 64
     """Documents read together; rounding only."""
-    orders: tuple[int, ...] = (2, 3, 4, 5, 6)
+    orders: tuple[int, ...] = (2, 3, 4, 6, 8, 12, 16)
     """Lengths of the contexts of n-grams, in tokens; none leaves n-grams out."""
     scopes: tuple[str, ...] = SCOPES
     """Where n-grams are counted: in the document, in the text so far, or in both."""
-    discount: float = 0.75
+    discount: float = 0.5
     """Taken off each count of an n-gram, for tokens that have not followed its context yet."""
-    strength: float = 2.0
+    strength: float = 0.5
     """Weight of shorter contexts, and of the model after the shortest, in occurrences."""
-    mix_rate: float = 0.02
+    mix_rate: float = 0.05
     """Learning rate of the mixture's weights, per token."""
-    mix_block: int = 64
+    mix_block: int = 128
     """Tokens that are scored with the same weights of the mixture, then learnt from."""
-    prior: float = 0.5
+    prior: float = 0.75
     """Weight of the plain score at a document's start: no document loses more than -log2 of it, in bits."""
 
     def __post_init__(self) -> None:
@@ -85,28 +89,46 @@ class Adaptive(Method):
         text = Text.load(tokens, runtime)
         share = 0.2 if self.rank else 1.0  # of the time
         streaming = Streaming(context=self.context, graphed=self.graphed, segment=self.segment)
-        scorer = streaming.make_scorer(model, runtime, targets=text.targets)
-        plain = run_scorer(scorer, model, text, runtime, lambda done: progress(share * done)).nats
-        adapted = None
-        if self.rank:
-            adapted = self.read_documents(model, text, runtime, lambda done: progress(share + (1 - share) * done))
-        nats = self.mix(text.tokens, model.config.bos_id, plain, adapted)
+        with ThreadPoolExecutor(1) as aside:  # n-grams need no model: they are counted while it runs
+            counts = aside.submit(self.count_ngrams, text.tokens, model.config.bos_id)
+            scorer = streaming.make_scorer(model, runtime, targets=text.targets)
+            plain = run_scorer(scorer, model, text, runtime, lambda done: progress(share * done)).nats
+            adapted = None
+            if self.rank:
+                adapted = self.read_documents(model, text, runtime, lambda done: progress(share + (1 - share) * done))
+            nats = self.mix(text.tokens, model.config.bos_id, plain, adapted, counts.result())
         return Scored(text.tokens, nats.astype(np.float32))
 
-    def mix(self, tokens: np.ndarray, bos_id: int, plain: np.ndarray, adapted: np.ndarray | None) -> np.ndarray:
-        """The nats of the mixture, (N - 1,), from those of the plain and of the adapted model."""
+    def count_ngrams(self, tokens: np.ndarray, bos_id: int) -> dict[str, list[Counts]]:
+        """By scope; by order in each."""
+        documents = np.cumsum(tokens == bos_id)
+        parts = {"document": documents, "text": np.zeros_like(documents)}
+        return {scope: list(count_ngrams(tokens, parts[scope], self.orders)) for scope in self.scopes if self.orders}
+
+    def mix(
+        self,
+        tokens: np.ndarray,
+        bos_id: int,
+        plain: np.ndarray,
+        adapted: np.ndarray | None,
+        counts: dict[str, list[Counts]],
+    ) -> np.ndarray:
+        """The nats of the mixture, (N - 1,), from those of the plain and of the adapted model and the n-grams' counts."""
         place = place_in_document(tokens, bos_id)
-        starts = np.flatnonzero(place == 0)
-        found = plain.astype(np.float64)
+        age = np.log2(place // AGE + 1).astype(np.int64)  # doubling ages: what a document teaches grows with it
         config = MixConfig(rate=self.mix_rate, block=self.mix_block)
+        found = plain = plain.astype(np.float64)
         if adapted is not None:
-            ages = np.log2(place // self.chunk + 1).astype(
-                np.int64
-            )  # doubling ages: factors help more in long documents
-            found = mix_online(np.stack([found, adapted], axis=1), ages, np.array([0.5, 0.5]), config)[0]
-        if self.orders and self.scopes:
-            found = self._add_ngrams(tokens, bos_id, found, config)
-        return guard(plain.astype(np.float64), found, starts, self.prior)
+            found = mix_online(np.stack([found, adapted], axis=1), [age], EVEN, config)
+        if counts:
+            experts, contexts = [found], [age]
+            for own in counts.values():
+                ngrams = predict(found, own, discount=self.discount, strength=self.strength)
+                experts.append(ngrams.nats)
+                contexts += [ngrams.orders, ngrams.kinds]
+            start = [1 - NGRAMS, *[NGRAMS / len(counts)] * len(counts)]
+            found = mix_online(np.stack(experts, axis=1), contexts, start, config)
+        return guard(plain, found, np.flatnonzero(place == 0), self.prior)
 
     def find_reach(self, tokens: np.ndarray, model: ModelConfig) -> np.ndarray:
         return Streaming(context=self.context).find_reach(tokens, model)
@@ -146,14 +168,3 @@ class Adaptive(Method):
             finally:
                 model.train(training)
         return Scored.gather(text, nats, runtime).nats
-
-    def _add_ngrams(self, tokens: np.ndarray, bos_id: int, base: np.ndarray, config: MixConfig) -> np.ndarray:
-        documents = np.cumsum(tokens == bos_id)
-        experts, context = [base], np.zeros(len(base), dtype=np.int64)
-        for scope in self.scopes:
-            counts = count_ngrams(tokens, documents if scope == "document" else np.zeros_like(documents), self.orders)
-            nats, matched = predict(base, counts, discount=self.discount, strength=self.strength)
-            experts.append(nats)
-            context = context * (len(self.orders) + 1) + matched
-        start = np.full(len(experts), 1 / len(experts))
-        return mix_online(np.stack(experts, axis=1), context, start, config)[0]

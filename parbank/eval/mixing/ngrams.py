@@ -12,10 +12,12 @@ and De Mori 1990.) Over the vocabulary the counts sum to count(context) and the 
 sums to 1 if p(n - 1) does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+MANY = 3  # followers of a context that are told apart
 
 
 @dataclass(frozen=True)
@@ -27,59 +29,82 @@ class Counts:
     kinds: np.ndarray  # (N - 1,) different tokens that followed
 
 
-def count_ngrams(tokens: np.ndarray, scope: np.ndarray, orders: tuple[int, ...]) -> Iterator[Counts]:
+def count_ngrams(tokens: np.ndarray, scope: np.ndarray, orders: Sequence[int]) -> Iterator[Counts]:
     """The counts of contexts of `orders` tokens, shortest first.
 
     `scope` (N,) numbers the parts of the text, such as documents, that share no n-grams. A context ends where its
     scope begins: there it is shorter than its order, and equals only contexts that are cut in the same way.
     """
-    wide, targets = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
-    span = int(tokens.max()) + 2
-    own = scope[:-1].astype(np.int64)
+    targets, own = tokens[1:].astype(np.int64), scope[:-1].astype(np.int64)
     begins = np.concatenate([[True], own[1:] != own[:-1]])
-    context = own  # of no tokens: the scope alone
-    for order in range(max(orders) + 1):
-        if order:
-            before = np.concatenate([[0], context[:-1]])
-            context = _number(np.where(begins, own * span + span - 1, before * span + wide))
-        if order in orders:
-            yield _count(context, context * span + targets)
+    index = np.arange(len(own))
+    place = index - np.maximum.accumulate(np.where(begins, index, 0))
+    length, context = 1, _sort(_join(own, tokens[:-1].astype(np.int64)))
+    for order in sorted(set(orders)):
+        if order == 0:
+            yield _count(_sort(own), targets)
+            continue
+        while length < order:
+            longer = min(order, 2 * length)  # two contexts that overlap, or touch, make a longer one
+            shift = longer - length
+            earlier = np.where(place >= shift, context.numbers[np.maximum(index - shift, 0)] + 1, 0)
+            length, context = longer, _sort(_join(context.numbers, earlier))
+        yield _count(context, targets)
 
 
-def predict(
-    base: np.ndarray, counts: Iterator[Counts], *, discount: float, strength: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """The nats of each target, and how many orders have seen its context. `base` (N - 1,) are a model's nats."""
+@dataclass(frozen=True)
+class Prediction:
+    """Of every target, (N - 1,) each."""
+
+    nats: np.ndarray
+    orders: np.ndarray
+    """How many orders have seen the context."""
+    kinds: np.ndarray
+    """How many different tokens followed the longest context that was seen: 0 (none was seen) to `MANY`."""
+
+
+def predict(base: np.ndarray, counts: Iterable[Counts], *, discount: float, strength: float) -> Prediction:
+    """`base` (N - 1,): a model's nats. Contexts that were never seen leave them as they are."""
     p = np.exp(-base.astype(np.float64))
-    matched = np.zeros(len(p), dtype=np.int64)
+    orders, kinds = (np.zeros(len(p), dtype=np.int64) for _ in range(2))
     for found in counts:
         kept = np.maximum(found.pair - discount, 0.0)
         seen = found.context > 0
         p = np.where(seen, (kept + (strength + discount * found.kinds) * p) / (found.context + strength), p)
-        matched += seen
-    return -np.log(np.maximum(p, np.finfo(np.float64).tiny)), matched
+        orders += seen
+        kinds = np.where(seen, np.minimum(found.kinds, MANY), kinds)
+    return Prediction(-np.log(np.maximum(p, np.finfo(np.float64).tiny)), orders, kinds)
 
 
-def _number(keys: np.ndarray) -> np.ndarray:
-    """Equal keys get equal numbers, from 0."""
-    return np.unique(keys, return_inverse=True)[1].astype(np.int64)
+@dataclass(frozen=True)
+class _Sorted:
+    """Keys in order, equal ones in the order of the text."""
+
+    numbers: np.ndarray  # equal keys have equal numbers, from 0
+    ranks: np.ndarray  # how many equal keys come before each
+    order: np.ndarray  # the places of the keys, in order
+    firsts: np.ndarray  # for each place in that order, where its run of equal keys begins
 
 
-def _count(context: np.ndarray, pair: np.ndarray) -> Counts:
-    pairs = _rank(pair)[0]
-    seen, order, firsts = _rank(context)
-    new = (pairs == 0)[order]  # where, in the order of contexts, a context meets a token for the first time
-    before = np.cumsum(new) - new
-    kinds = np.empty_like(before)
-    kinds[order] = before - before[firsts]
-    return Counts(seen, pairs, kinds)
-
-
-def _rank(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """How many equal keys come before each; the stable order of the keys; and where, in that order, a run begins."""
+def _sort(keys: np.ndarray) -> _Sorted:
     order = np.argsort(keys, kind="stable")
     ordered, place = keys[order], np.arange(len(keys))
-    firsts = np.maximum.accumulate(np.where(np.concatenate([[True], ordered[1:] != ordered[:-1]]), place, 0))
-    ranks = np.empty_like(place)
-    ranks[order] = place - firsts
-    return ranks, order, firsts
+    new = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+    firsts = np.maximum.accumulate(np.where(new, place, 0))
+    numbers, ranks = np.empty_like(place), np.empty_like(place)
+    numbers[order], ranks[order] = np.cumsum(new) - 1, place - firsts
+    return _Sorted(numbers, ranks, order, firsts)
+
+
+def _join(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """One number for each pair of numbers."""
+    return np.asarray(first * (int(second.max(initial=0)) + 1) + second)
+
+
+def _count(context: _Sorted, targets: np.ndarray) -> Counts:
+    pair = _sort(_join(context.numbers, targets)).ranks
+    new = (pair == 0)[context.order]  # where, in the order of contexts, a context meets a token for the first time
+    before = np.cumsum(new) - new
+    kinds = np.empty_like(before)
+    kinds[context.order] = before - before[context.firsts]
+    return Counts(*(counts.astype(np.int32) for counts in (context.ranks, pair, kinds)))
