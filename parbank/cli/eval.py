@@ -68,7 +68,8 @@ def evaluate(
         typer.Option(
             help="chunked: windows side by side, quick, little context at each one's start. sliding: the public protocol, every "
             "token with nearly a full window, most work done many times over. streaming: every token computed once with a "
-            "full window. ttt: learns from each chunk after scoring it. --methods lists all."
+            "full window. ttt: learns from each chunk after scoring it. adaptive: streaming, mixed with what each document and the "
+            "text so far teach; never much worse. --methods lists all."
         ),
     ] = "chunked",
     methods: Annotated[

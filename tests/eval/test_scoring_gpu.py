@@ -1,5 +1,6 @@
 """The graphed methods on a GPU, in bfloat16, against the same on the CPU in float32."""
 
+import dataclasses
 import gc
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ from parbank.data.shards import TokenSet
 from parbank.eval.adaptation.low_rank import LowRankAdapter, LowRankConfig
 from parbank.eval.adaptation.sgd import SgdAdapter, SgdConfig
 from parbank.eval.methods import make_method
+from parbank.eval.methods.adaptive import Adaptive
 from parbank.eval.methods.base import Method
 from parbank.eval.score import Text, run_scorer, silent
 from parbank.eval.windows import make_window_scorer, score_windows
@@ -29,6 +31,7 @@ METHODS = [
     make_method("ttt", context=64, chunk=512, scores="sliding", stride=16),
     make_method("ttt", context=64, chunk=128, adapter="low-rank"),
 ]
+ADAPTIVE = make_method("adaptive", context=64, chunk=16, rank=8, lr=0.003, rows=2, orders=())
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def tokens(text_spec: str) -> np.ndarray:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", [*METHODS, ADAPTIVE], ids=lambda method: method.name)
 def test_a_gpu_scores_what_a_cpu_does(method: Method, tokens: np.ndarray) -> None:
     cuda = Runtime(device=torch.device("cuda"))
     expected = method.score(make_model(), TokenSet([tokens]), CPU).nats
@@ -114,6 +117,29 @@ def test_a_graph_learns_what_launches_do(kind: Any, config: Any, tokens: np.ndar
     assert moved > 0
     # sums by atomic addition come in any order; a learning rate held fast would be off by a quarter
     assert (found[True] - found[False]).norm() < 0.05 * moved
+
+
+@pytest.mark.gpu
+def test_factors_learn_each_document_as_on_a_cpu(tokens: np.ndarray) -> None:
+    """Three documents in two groups, read by graphs of two shapes; and the graph does what launches do."""
+    text = np.concatenate([tokens[:700], tokens[:331], tokens[1500:1900]])
+    assert isinstance(ADAPTIVE, Adaptive)
+    eager = dataclasses.replace(ADAPTIVE, graphed=False)
+    places = [(ADAPTIVE, "cuda"), (eager, "cuda"), (eager, "cpu")]
+    found = []
+    for method, device in places:
+        place = Runtime(device=torch.device(device))
+        loaded, model = Text.load(TokenSet([text]), place), make_model().to(place.device)
+        found.append(method.read_documents(model, loaded, place, silent))
+    plain = dataclasses.replace(eager, lr=0.0).read_documents(
+        make_model(), Text.load(TokenSet([text]), CPU), CPU, silent
+    )
+    assert np.abs(found[2] - plain).mean() > 0.02, "they learn"
+    starts = [0, *np.flatnonzero(text[1:] == 1).tolist(), len(plain)]
+    for first, last in pairwise(starts):
+        graphed, launched, cpu = (nats[first:last].mean() for nats in found)
+        assert graphed == pytest.approx(launched, rel=1e-3)
+        assert launched == pytest.approx(cpu, rel=0.01)
 
 
 @pytest.mark.gpu

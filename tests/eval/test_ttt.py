@@ -337,7 +337,9 @@ def test_settings_that_cannot_be_run_are_refused() -> None:
 def rank_ttt(tokens: np.ndarray) -> list[np.ndarray]:
     world = dist.get_world_size() if dist.is_initialized() else 1
     place = Runtime(device=torch.device("cpu"), rank=dist.get_rank() if world > 1 else 0, world=world)
-    return [ttt(make_model(), tokens, runtime=place, adapter=a, scores=s) for a, s in KINDS]
+    found = [ttt(make_model(), tokens, runtime=place, adapter=a, scores=s) for a, s in KINDS]
+    adaptive = make_method("adaptive", context=CONTEXT, chunk=32, rank=2, rows=1, segment=20)
+    return [*found, adaptive.score(make_model(), TokenSet([tokens]), place).nats]
 
 
 def test_two_ranks_adapt_to_the_same_last_bit(tokens: np.ndarray) -> None:

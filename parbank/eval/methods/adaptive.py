@@ -25,7 +25,7 @@ from parbank.eval.methods.streaming import Streaming
 from parbank.eval.mixing.guard import guard
 from parbank.eval.mixing.ngrams import Counts, count_ngrams, predict
 from parbank.eval.mixing.online import MixConfig, mix_online
-from parbank.eval.score import Progress, Scored, Text, run_scorer, silent
+from parbank.eval.score import Pace, Progress, Scored, Text, run_scorer, silent
 from parbank.model import GPT, ModelConfig
 from parbank.runtime import Runtime
 
@@ -159,12 +159,15 @@ class Adaptive(Method):
                     decay=self.decay,
                     graphed=self.graphed,
                 )
+                pace = Pace(runtime.device)
                 for number, group in enumerate(groups):
                     mine = number % runtime.world == runtime.rank
-                    for places, found in reader.read(text.ids, group) if mine else ():
+                    for chunks, (places, found) in enumerate(reader.read(text.ids, group) if mine else (), 1):
                         nats[places] = found
+                        pace.step()
+                        read = sum(min(document.targets, chunks * self.chunk) for document in group)
+                        progress((done + read) / text.targets)
                     done += sum(document.targets for document in group)
-                    progress(done / text.targets)
             finally:
                 model.train(training)
         return Scored.gather(text, nats, runtime).nats
