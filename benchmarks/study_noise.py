@@ -3,7 +3,7 @@
     python benchmarks/study_noise.py [--recipe nano] [--pairs 30] [--steps 20] [--data SPEC] --file FILE
 
 On a CPU a run is repeated to the bit by its seed. So the two runs of a pair have different seeds: different weights at
-the start, and another order of the data. That is the widest noise that a pair can have. tests/study/nano_pairs.json is
+the start, and another order of the data. That is the widest noise that a pair can have. tests/nano_pairs.json is
 made by this script, and the tests of the statistics draw from it.
 """
 

@@ -17,11 +17,11 @@ import torch
 from parbank.errors import ConfigError, TrainingError
 from parbank.files import write_file, write_json
 from parbank.runtime import pick_device
+from parbank.statistics import quantile
 from parbank.study.kinds import KINDS
 from parbank.study.noise import assume_noise
 from parbank.study.queue import Queue
 from parbank.study.report import Report, count, make_report, smallest_shown
-from parbank.study.statistics import quantile
 from parbank.study.study import STUDY, Job, Study, describe_budget, read_study, write_study
 from parbank.study.worker import work
 from parbank.training.display import Display, format_seconds

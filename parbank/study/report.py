@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from parbank.config import to_dict
+from parbank.statistics import Comparison, compare, interval, rank_correlation, smallest_difference
 from parbank.study.kinds import KINDS
 from parbank.study.noise import Noise, Results, assume_noise, differences
 from parbank.study.queue import Queue, State
-from parbank.study.statistics import Comparison, compare, interval, rank_correlation, smallest_difference
 from parbank.study.study import BASE, Arm, Job, Study, describe_budget, read_study
 
 COLUMNS = (

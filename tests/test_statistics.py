@@ -9,7 +9,7 @@ from statistics import NormalDist, stdev
 
 import pytest
 
-from parbank.study.statistics import (
+from parbank.statistics import (
     Comparison,
     compare,
     holm,
