@@ -56,6 +56,8 @@ class Tokenizer:
     """int64 (vocab_size,): the bytes each token stands for; BOS and other control tokens 0."""
     adds_prefix: bool
     """Whether it puts a space before each document, as the published FineWeb model does. That space counts no byte."""
+    byte_tokens: np.ndarray | None
+    """uint16 (256,): the token of each single byte. None where a byte has none."""
 
     def __init__(self, model: bytes) -> None:
         self.model_bytes = bytes(model)
@@ -77,6 +79,8 @@ class Tokenizer:
         self._spaced = np.array([piece.startswith(b" ") for piece in table])
         self.adds_prefix = _adds_prefix(self._sp)
         self._space_ids = self._byte_ids(SPACE.encode())
+        every = self._byte_ids(bytes(range(256)))
+        self.byte_tokens = None if every is None else np.array(every, dtype=np.uint16)
         # Newer SentencePiece returns arrays; lists of Python integers take longer to convert than to make.
         self._kind: dict[str, Any] = {"return_type": "numpy"} if hasattr(self._sp, "EncodeAsNumpy") else {}
 

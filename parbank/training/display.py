@@ -87,14 +87,16 @@ class Display:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[float], None]]:
-        """A bar, or occasional lines, for work that reports only the share that is done."""
-        spoke = time.monotonic()
+        """A bar, or occasional lines, for work that reports only the share that is done. Both show the time left."""
+        began = spoke = time.monotonic()
 
         def move(share: float) -> None:
             nonlocal spoke
-            due = time.monotonic() - spoke >= _SECONDS_BETWEEN_LINES
-            self.update(share, "" if self._bar else f"{title}: {share:.0%}", line=due)
-            spoke = time.monotonic() if due else spoke
+            now = time.monotonic()
+            due = now - spoke >= _SECONDS_BETWEEN_LINES
+            left = f"{format_seconds((now - began) * (1 - share) / share)} left" if share > 0 else ""
+            self.update(share, left if self._bar else f"{title}: {share:.0%}, {left}", line=due)
+            spoke = now if due else spoke
 
         if not self.console.is_terminal:
             self.say(title)

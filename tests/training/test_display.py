@@ -50,7 +50,7 @@ def test_long_work_says_how_far_it_is_when_piped(monkeypatch: pytest.MonkeyPatch
     with Display(file=stream).progress("scoring") as move:
         move(0.25)
         move(1.0)
-    assert stream.getvalue().splitlines() == ["scoring", "scoring: 25%", "scoring: 100%"]
+    assert stream.getvalue().splitlines() == ["scoring", "scoring: 25%, 0:00 left", "scoring: 100%, 0:00 left"]
 
 
 def test_a_terminal_gets_a_bar_with_share_time_and_status(monkeypatch: pytest.MonkeyPatch) -> None:

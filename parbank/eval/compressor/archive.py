@@ -1,0 +1,211 @@
+"""Files into one `.pbz` file, and back.
+
+Names are relative and stay inside the folder that they are decompressed to. Nothing is overwritten. A file appears under
+its name only when all of its bytes are there and checked.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from parbank.artifact.load import LoadedModel
+from parbank.errors import ArtifactError, ConfigError, FileError
+from parbank.eval.compressor.blocks import BlockReader, BlockWriter, Tally
+from parbank.eval.compressor.container import Header, read_blocks, read_header, write_end, write_header
+from parbank.eval.compressor.identity import describe_machine, find_differences, hash_model
+from parbank.eval.compressor.pieces import read_pieces
+from parbank.files import writing
+
+Progress = Callable[[float], None]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that was compressed."""
+
+    size: int
+    """Bytes of the whole file."""
+    content: int
+    """Bytes of the files in it."""
+    tally: Tally
+
+    @property
+    def overhead(self) -> int:
+        """Bytes of the header and of the blocks' heads, and of blocks that the model did not code."""
+        return self.size - self.tally.coded
+
+
+def compress(
+    paths: Sequence[Path],
+    loaded: LoadedModel,
+    out: Path,
+    *,
+    segments: int | None = None,
+    progress: Progress = lambda share: None,
+    say: Say = lambda line: None,
+) -> Written:
+    """Writes the files to `out`, which must not exist."""
+    named = name_files(paths)
+    if out.exists():
+        raise FileError(f"{out} exists, and nothing is overwritten; delete it, or give another name with -o")
+    sizes = [path.stat().st_size for path, _ in named]
+    files = [(name, size) for (_, name), size in zip(named, sizes)]
+    header = make_header(loaded, files)
+    try:
+        with writing(out) as file:
+            write_header(file, header)
+            writer = BlockWriter(file, loaded, segments, share_of(sum(sizes), progress))
+            for (path, name), size in zip(named, sizes):
+                _add_file(writer, path, name, size, say)
+            writer.flush()
+            write_end(file)
+    except OSError as error:
+        raise FileError(f"cannot write {out}: {error.strerror or error}; check the path and the free space") from error
+    return Written(out.stat().st_size, sum(sizes), writer.tally)
+
+
+def make_header(loaded: LoadedModel, files: list[tuple[str, int]]) -> Header:
+    machine = describe_machine(loaded.model.token_embedding.weight.device)
+    return Header(model=hash_model(loaded), context=loaded.context, made_with=machine, files=files)
+
+
+def _add_file(writer: BlockWriter, path: Path, name: str, size: int, say: Say) -> None:
+    read = stored = 0
+    with open(path, "rb") as file:
+        for piece in read_pieces(file):
+            by_model = writer.add(piece, new_file=read == 0)
+            read += len(piece)
+            stored += 0 if by_model else len(piece)
+    if read != size:
+        raise FileError(f"{path} changed while it was read; compress it again when nothing writes to it")
+    if stored:
+        say(f"note: {stored:,} of {size:,} bytes of {name!a} are not text; they are stored by xz, not by the model")
+
+
+def name_files(paths: Sequence[Path]) -> list[tuple[Path, str]]:
+    """Every file with its name in the archive: its path if that is relative and goes down only, else its last part."""
+    named: dict[str, Path] = {}
+    for path in paths:
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}; give files that exist") from error
+        if not stat.S_ISREG(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+            raise ConfigError(f"{path} is {kind}; give files, such as {path}/*")
+        plain = PurePosixPath(os.path.normpath(path))
+        name = plain.name if plain.is_absolute() or ".." in plain.parts else str(plain)
+        if name in named:
+            raise ConfigError(f"{named[name]} and {path} would both be named {name!a}; compress them one by one")
+        named[name] = path
+    return [(path, name) for name, path in named.items()]
+
+
+def read_made_with(path: Path) -> Header:
+    """The header of a compressed file."""
+    with _opened(path) as file:
+        return read_header(file, str(path))
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ArtifactError(f"{path} is not a regular file; give a .pbz file")
+        return open(path, "rb")
+    except OSError as error:
+        raise ArtifactError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from error
+
+
+def decompress(
+    path: Path,
+    loaded: LoadedModel,
+    folder: Path,
+    *,
+    progress: Progress = lambda share: None,
+    say: Say = lambda line: None,
+) -> list[Path]:
+    """Writes the files of `path` into a folder, and returns their paths."""
+    with _opened(path) as file:
+        header = read_header(file, str(path))
+        targets = [place_inside(folder, name, str(path)) for name, _ in header.files]
+        if len(set(targets)) < len(targets):
+            raise ArtifactError(f"{path} holds two files of one name; parbank does not write such files")
+        if there := [target for target in targets if os.path.lexists(target)]:
+            raise FileError(f"{there[0]} exists, and nothing is overwritten; move it, or give another folder with -o")
+        content = read_content(file, header, loaded, str(path), progress=progress, say=say)
+        try:
+            _write_files(targets, [size for _, size in header.files], content)
+        except OSError as error:
+            raise FileError(f"cannot write into {folder}: {error.strerror or error}; give another with -o") from error
+    return targets
+
+
+def read_content(
+    file: BinaryIO,
+    header: Header,
+    loaded: LoadedModel,
+    source: str,
+    *,
+    progress: Progress = lambda share: None,
+    say: Say = lambda line: None,
+) -> Iterator[bytes]:
+    """The content after a header, block by block; every block is checked before it is given."""
+    if header.model != (ours := hash_model(loaded)):
+        raise ArtifactError(
+            f"{source} was compressed with another model ({header.model[:12]}) than {loaded.source} ({ours[:12]}); give that "
+            "model with --model"
+        )
+    differs = find_differences(header.made_with, describe_machine(loaded.model.token_embedding.weight.device))
+    if differs:
+        say(f"note: made elsewhere ({'; '.join(differs)}): what does not decode exactly is refused")
+    total = sum(size for _, size in header.files)
+    reader = BlockReader(loaded, header.context, source, share_of(total, progress))
+    for block in read_blocks(file, total, source):
+        data = reader.read(block)
+        if data is None:
+            raise ArtifactError(
+                f"{source} cannot be decoded here: the model gives other digits than where it was made "
+                f"({'; '.join(differs) or 'for no reason that the header knows'}); decompress it as it was compressed"
+            )
+        yield data
+
+
+def _write_files(targets: list[Path], sizes: list[int], content: Iterator[bytes]) -> None:
+    held = b""
+    for number, (target, size) in enumerate(zip(targets, sizes), start=1):
+        with writing(target) as file:
+            left = size
+            while left:
+                held = held or next(content)  # the container checks that there are enough
+                file.write(held[:left])
+                left, held = left - min(left, len(held)), held[left:]
+            if number == len(targets):
+                next(content, None)  # checks the end before the last file gets its name
+
+
+def place_inside(folder: Path, name: str, source: str) -> Path:
+    """Where a file of that name goes; a name that leads out of the folder is refused."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or re.search("[\0]", name):
+        raise ArtifactError(f"{source} holds the unsafe name {name!a}; parbank does not write such names")
+    target = folder.joinpath(*parts)
+    root = folder.resolve()
+    if root not in target.parent.resolve().joinpath(target.name).parents:  # a link inside the folder leads out of it
+        raise ArtifactError(f"{name!a} of {source} would be written outside {folder}, through a link; remove the link")
+    return target
+
+
+def share_of(total: int, progress: Progress) -> Callable[[float], None]:
+    done = 0.0
+
+    def advance(more: float) -> None:
+        nonlocal done
+        done += more
+        progress(min(done / max(total, 1), 1.0))
+
+    return advance

@@ -1,0 +1,125 @@
+"""From pieces of text to blocks, and from blocks to bytes."""
+
+import lzma
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+import numpy as np
+
+from parbank.artifact.load import LoadedModel
+from parbank.eval.compressor.coder import Coder, check_lanes, choose_lanes
+from parbank.eval.compressor.container import BY_MODEL, BY_XZ, Block, damaged, write_block
+from parbank.eval.compressor.pieces import NotTokens, is_text, to_tokens
+
+LANE_BYTES = 1 << 16  # a block has so many bytes a lane: memory stays bounded, and a lane's start costs little
+_LEAST_BLOCK = 1 << 22
+
+Advance = Callable[[float], None]
+"""Called with the bytes of content that were just coded."""
+
+
+@dataclass
+class Tally:
+    """What was written so far."""
+
+    tokens: int = 0
+    bits: float = 0.0
+    """Of the tokens, by the model's own probabilities: the score of this segmentation."""
+    by_model: int = 0
+    """Bytes of content in blocks of the model."""
+    coded: int = 0
+    """Bytes of the range coder: compare with `bits`."""
+    stored: int = 0
+    """Bytes of content in blocks of xz."""
+    lanes: set[int] = field(default_factory=set)
+
+
+class BlockWriter:
+    """Gathers pieces of one kind until a block is full, and writes it."""
+
+    def __init__(self, file: BinaryIO, loaded: LoadedModel, segments: int | None, advance: Advance) -> None:
+        check_lanes(segments)
+        self.tally = Tally()
+        self._file, self._loaded, self._segments, self._advance = file, loaded, segments, advance
+        self._coder = Coder(loaded.model, loaded.context)
+        self._most = max(_LEAST_BLOCK, (segments or 0) * LANE_BYTES)
+        self._bos = np.array([loaded.tokenizer.bos_id], np.uint16)
+        self._tokens: list[np.ndarray] = []
+        self._data: list[bytes] = []
+
+    def add(self, data: bytes, *, new_file: bool) -> bool:
+        """Takes the next piece of the content. Returns whether the model codes it."""
+        try:
+            tokens = to_tokens(data, self._loaded.tokenizer) if is_text(data) else None
+        except NotTokens:
+            tokens = None
+        if tokens is None:
+            self.flush()
+            self._store(data)
+            return False
+        # A tokenizer that adds a space takes every piece as a document; a BOS stands for no byte.
+        own_document = new_file or self._loaded.tokenizer.adds_prefix
+        self.add_tokens(np.concatenate([self._bos, tokens]) if own_document else tokens, data)
+        return True
+
+    def add_tokens(self, tokens: np.ndarray, data: bytes) -> None:
+        """Takes tokens that stand for `data`."""
+        self._tokens.append(tokens)
+        self._data.append(data)
+        if sum(map(len, self._data)) >= self._most:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what was gathered as a block."""
+        data = b"".join(self._data)
+        if not data:  # empty files leave a BOS and no byte: their sizes in the header say all
+            self._tokens, self._data = [], []
+            return
+        tokens = np.concatenate(self._tokens)
+        self._tokens, self._data = [], []
+        # Every lane starts from a BOS of its own, so the first BOS of a block need not be coded.
+        tokens = tokens[1:] if tokens[0] == self._bos[0] else tokens
+        lanes = choose_lanes(len(tokens), self._loaded.context, self._coder.device, self._segments)
+        each = len(data) / len(tokens)
+        coded, bits = self._coder.encode(tokens, lanes, lambda done: self._advance(done * each))
+        write_block(self._file, Block(BY_MODEL, coded, len(data), len(tokens), lanes, zlib.crc32(data)))
+        tally = self.tally
+        tally.tokens, tally.bits, tally.coded = tally.tokens + len(tokens), tally.bits + bits, tally.coded + len(coded)
+        tally.by_model += len(data)
+        tally.lanes.add(lanes)
+
+    def _store(self, data: bytes) -> None:
+        packed = lzma.compress(data, preset=6)
+        write_block(self._file, Block(BY_XZ, packed, len(data), 0, 0, zlib.crc32(data)))
+        self.tally.stored += len(data)
+        self._advance(len(data))
+
+
+class BlockReader:
+    """The bytes of blocks."""
+
+    def __init__(self, loaded: LoadedModel, context: int, source: str, advance: Advance) -> None:
+        self._coder = Coder(loaded.model, context)
+        self._tokenizer, self._source, self._advance = loaded.tokenizer, source, advance
+
+    def read(self, block: Block) -> bytes | None:
+        """The bytes, or None where the model gave others than those that were written."""
+        if block.kind == BY_XZ:
+            self._advance(block.size)
+            return self._expand(block)
+        each = block.size / block.tokens
+        tokens = self._coder.decode(block.payload, block.tokens, block.lanes, lambda done: self._advance(done * each))
+        data = self._tokenizer.decode_bytes(tokens)
+        return data if len(data) == block.size and zlib.crc32(data) == block.crc else None
+
+    def _expand(self, block: Block) -> bytes:
+        decoder = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=1 << 28)
+        try:
+            data = decoder.decompress(block.payload, max_length=block.size + 1)
+        except lzma.LZMAError:
+            data = b""
+        if not decoder.eof or len(data) != block.size or zlib.crc32(data) != block.crc:
+            raise damaged(self._source, "a stored block is broken")
+        return data

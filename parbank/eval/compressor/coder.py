@@ -1,0 +1,152 @@
+"""Tokens to bytes and back: a range coder (Martin 1979; `constriction`, Bamler 2022) with a model's probabilities.
+
+The tokens are cut into lanes of equal length, which go through the model side by side, one token of each a step (see
+parbank/model/lanes.py). One range coder takes the tokens of a step lane by lane. The encoder knows all tokens and could
+read them together, but its sums would then be rounded differently from the decoder's. So both run the same steps.
+
+Probabilities become whole numbers before they are coded. All of a row's numbers sum to 2^24 exactly, in float32 as in
+any other type, so no rounding is left to the coder.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parbank.config import require
+from parbank.errors import ParbankError
+from parbank.graphs import Graphs, addresses
+from parbank.model import GPT
+from parbank.model.lanes import Lanes
+from parbank.precision import autocast
+
+PRECISION = 24  # bits of constriction's range coder for models of floats; also the whole numbers of float32
+MOST_LANES = 4096
+CPU_LANES, GPU_LANES = 64, 512
+"""Lanes unless the user chooses: enough to keep the products busy. More lanes are little faster and cost more starts."""
+CONTEXTS = 4  # a lane has at least so many windows of tokens: its first window has little context, and costs more
+
+Step = Callable[[int], None]
+
+
+def choose_lanes(tokens: int, context: int, device: torch.device, wanted: int | None = None) -> int:
+    """How many lanes code so many tokens. At most `wanted`; without it, few enough that each lane is long."""
+    most = wanted or min(GPU_LANES if device.type == "cuda" else CPU_LANES, tokens // (CONTEXTS * context))
+    return max(1, min(most, tokens))
+
+
+def check_lanes(lanes: int | None) -> None:
+    require(lanes is None or 1 <= lanes <= MOST_LANES, f"--segments is a number from 1 to {MOST_LANES}, got {lanes}")
+
+
+class Coder:
+    """Codes tokens with one model. It keeps the memory of its lanes from one call to the next."""
+
+    def __init__(self, model: GPT, context: int) -> None:
+        self._model, self._context = model, context
+        self.device = model.token_embedding.weight.device
+        self._vocab, self._bos = model.config.vocab_size, model.config.bos_id
+        self._steps: _Steps | None = None
+
+    def encode(self, tokens: np.ndarray, lanes: int, step: Step = lambda done: None) -> tuple[bytes, float]:
+        """The coded tokens, and the bits that the model's own probabilities give them."""
+        queue, family = _load()
+        coder, nats = queue.RangeEncoder(), 0.0
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
+        with self._running(lanes) as steps:
+            previous = torch.full((lanes,), self._bos, device=self.device)
+            for rows, places in _walk(len(tokens), lanes):
+                weights, logits, normaliser = steps.take(previous)
+                known = ids[places]
+                if rows < lanes:  # some lanes have ended: their rows are computed and not coded
+                    weights, logits, normaliser = weights[:rows], logits[:rows], normaliser[:rows]
+                nats += float((normaliser - logits.gather(1, known[:, None])[:, 0]).double().sum())
+                coder.encode(known.cpu().numpy().astype(np.int32), family, weights.cpu().numpy())
+                previous[:rows] = known
+                step(rows)
+        return coder.get_compressed().astype("<u4").tobytes(), nats / np.log(2)
+
+    def decode(self, coded: bytes, count: int, lanes: int, step: Step = lambda done: None) -> np.ndarray:
+        """`count` tokens. From damaged bytes it gives other tokens: check them."""
+        queue, family = _load()
+        coder = queue.RangeDecoder(np.frombuffer(coded, "<u4").astype(np.uint32))
+        found = np.zeros(count, np.uint16)
+        with self._running(lanes) as steps:
+            previous = torch.full((lanes,), self._bos, device=self.device)
+            for rows, places in _walk(count, lanes):
+                weights, _, _ = steps.take(previous)
+                symbols = coder.decode(family, weights[:rows].cpu().numpy())
+                found[places] = symbols
+                previous[:rows] = torch.from_numpy(symbols.astype(np.int64)).to(self.device)
+                step(rows)
+        return found
+
+    @contextmanager
+    def _running(self, lanes: int) -> Iterator["_Steps"]:
+        training = self._model.training
+        self._model.eval()
+        try:
+            with torch.inference_mode(), autocast(self.device):
+                if self._steps is None or self._steps.count != lanes:
+                    self._steps = _Steps(self._model, self._context, lanes)
+                self._steps.restart()
+                yield self._steps
+        finally:
+            self._model.train(training)
+
+
+class _Steps:
+    """The steps of one number of lanes: a token of each lane in, the weights of the next tokens out."""
+
+    def __init__(self, model: GPT, context: int, count: int) -> None:
+        self.count = count
+        self._lanes = Lanes(model, context, count)
+        self._graphs = Graphs(enabled=model.token_embedding.weight.is_cuda)
+        self._places = addresses(model.parameters())
+
+    def restart(self) -> None:
+        self._lanes.restart()
+
+    def take(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._graphs.run(self._take, [ids], places=lambda: self._places)
+
+    def _take(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self._lanes.read(ids)
+        return make_weights(logits)
+
+
+def make_weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, V) logits -> whole numbers of float32 that sum to 2^24 - V in every row, the logits, and their logsumexp.
+
+    The coder adds one to each weight, so that no token is impossible. The likeliest token gets what rounding down left.
+    """
+    normaliser = logits.logsumexp(-1)
+    total = float((1 << PRECISION) - logits.shape[-1])
+    weights = (logits - normaliser[:, None]).exp_().mul_(total).floor_()
+    top = logits.argmax(-1, keepdim=True)
+    # Rounding may push a sum above the total, too. Then the likeliest token, which has most, gives back the difference.
+    rest = total - weights.sum(-1, keepdim=True)
+    return weights.scatter_add_(1, top, rest), logits, normaliser
+
+
+def _walk(tokens: int, lanes: int) -> Iterator[tuple[int, Any]]:
+    """For every step: how many lanes still have a token, and the places of these tokens. The first lanes are one token
+    longer where the tokens do not divide evenly, so lanes end from the last to the first."""
+    length, longer = divmod(tokens, lanes)
+    starts = np.arange(lanes) * length + np.minimum(np.arange(lanes), longer)
+    for place in range(length + (longer > 0)):
+        rows = lanes if place < length else longer
+        yield rows, starts[:rows] + place
+
+
+def _load() -> tuple[Any, Any]:
+    try:
+        from constriction import stream
+    except ImportError as error:
+        raise ParbankError(
+            f"text is coded by the package constriction, which cannot be imported ({error}): pip install constriction"
+        ) from error
+    return stream.queue, stream.model.Categorical(perfect=False)
