@@ -3,8 +3,7 @@
 import json
 import os
 import sys
-import time
-from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parbank.cli.laps import Laps
+from parbank.cli.scoring import Request, check_request, score_models
 from parbank.cli.terminal import (
     DeviceOption,
     FieldOption,
@@ -46,11 +47,12 @@ _TTT = "Adapting (--method ttt)"
 
 
 def evaluate(
-    path: Annotated[
-        Path,
+    paths: Annotated[
+        list[Path],
         typer.Argument(
-            metavar="ARTIFACT_OR_CHECKPOINT",
-            help="A .pbk file, a checkpoint, or a run folder; with --compare also a result that --json wrote.",
+            metavar="ARTIFACT_OR_CHECKPOINT...",
+            help="A .pbk file, a checkpoint, or a run folder; with --compare also a result that --json wrote. Several models "
+            "are scored on one text and compared with the first, document by document.",
         ),
     ],
     data: Annotated[
@@ -139,6 +141,21 @@ def evaluate(
             help="Also check, at a sample of the scored positions, that probabilities sum to 1. Implies --eager.",
         ),
     ] = False,
+    unpacked: Annotated[
+        bool, typer.Option("--unpacked", help="Also score the checkpoint that lies beside a run's artifact.")
+    ] = False,
+    prove: Annotated[
+        bool,
+        typer.Option(
+            "--prove",
+            help="Also compress the text with the model, decompress it and compare: the size of the file is the score. Needs "
+            "--method streaming.",
+        ),
+    ] = False,
+    segments: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Parts of the text that --prove codes side by side; see `parbank compress`."),
+    ] = None,
     eager: Annotated[bool, typer.Option("--eager", help="Do not replay CUDA graphs: launch by launch.")] = False,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -158,6 +175,10 @@ def evaluate(
 
       parbank eval other.pbk --data text:val=book.txt --method sliding --compare sliding.json
 
+      parbank eval a.pbk b.pbk c.pbk --data text:val=book.txt
+
+      parbank eval runs/demo --method streaming --prove
+
       torchrun --nproc_per_node=2 -m parbank eval runs/sprint --method streaming
 
     Any number of ranks gives the same score to the last bit.
@@ -165,8 +186,15 @@ def evaluate(
     from parbank.eval.result import compare as compare_results
     from parbank.eval.result import is_result, read_result
 
+    laps = Laps()
+    laps.mark("start")
     data = read_data(data, glob, field, skip_bad)
+    models = _name_models(paths, unpacked)
+    path = paths[0]
     theirs = read_result(compare) if compare is not None else None
+    if len(models) > 1 and (compare is not None or breakdown):
+        given = "--breakdown" if breakdown else "--compare"
+        raise ConfigError(f"{given} is for one model, and {len(models)} were given; score that one alone")
     if path.suffix == ".json" and path.is_file():
         if theirs is not None:
             _show(compare_results(read_result(path), theirs, str(compare)), as_json)
@@ -191,9 +219,27 @@ def evaluate(
         "rank": rank,
     }
     chosen = {"graphed": not (eager or audit), **flags, **_parse_settings(settings or [])}
-    result = _score(path, data, method, context, chosen, theirs, breakdown, audit, device, threads)
-    if result is None:  # another rank prints
+    request = Request(
+        data=data,
+        method=method,
+        context=context,
+        settings=chosen,
+        theirs=theirs,
+        breakdown=breakdown or len(models) > 1,
+        audit=audit,
+        prove=prove,
+        segments=segments,
+        device=device,
+        threads=threads,
+    )
+    check_request(request)
+    results = score_models(models, request, laps)
+    if results is None:  # another rank prints
         return
+    if len(results) > 1:
+        _show_several(dict(zip(models, results)), laps, as_json)
+        return
+    result = results[0] | {"times": laps.seconds}
     if theirs is not None:
         result |= compare_results(result, theirs, str(compare))
     found = result.pop("breakdown", None)
@@ -207,69 +253,63 @@ def evaluate(
         _draw(found, f"{path.name}: {result['method']}, {result['val_bpb']:.4f} bits per byte", picture)
 
 
-def _score(
-    path: Path,
-    data: str | None,
-    name: str,
-    context: int | None,
-    settings: dict[str, Any],
-    theirs: dict[str, Any] | None,
-    breakdown: bool,
-    audit: bool,
-    device: str,
-    threads: int | None,
-) -> dict[str, Any] | None:
-    """The result, on the first rank. Settings that cannot be run or compared are refused before the work."""
-    from parbank import runtime
-    from parbank.data.validation import open_validation
-    from parbank.eval.audit import audited
-    from parbank.eval.breakdown import break_down
-    from parbank.eval.methods import make_method
-    from parbank.eval.result import refuse_unlike
-    from parbank.threads import compute_with
-    from parbank.training.compiled import use_compile_cache
-    from parbank.training.display import Display
-    from parbank.training.load import load_model
+def _name_models(paths: list[Path], unpacked: bool) -> dict[str, Path]:
+    """The models by the names that tables use: paths, and those of checkpoints beside artifacts."""
+    models = {str(path): path for path in paths}
+    if len(models) < len(paths):
+        raise ConfigError("a model is given twice; give different ones")
+    if not unpacked:
+        return models
+    named: dict[str, Path] = {}
+    for name, path in models.items():
+        folder = path if path.is_dir() else path.parent
+        if not (folder / "model.pbk").is_file() or not (folder / "checkpoint").is_dir():
+            raise ConfigError(f"--unpacked: no checkpoint lies beside an artifact at {path}; give a run folder")
+        named |= {name: path, f"{name}, unpacked": folder / "checkpoint"}
+    return named
 
-    use_compile_cache()
-    with runtime.start(device) as place, compute_with(threads):
-        display = Display(enabled=place.is_main, file=sys.stderr)
-        loaded = load_model(path, place.device)
-        method = make_method(name, **{"context": loaded.context if context is None else context, **settings})
-        spec = data or loaded.data
-        if spec is None:
-            raise ConfigError(f"{path} was trained on text without a public name; say by --data what to score")
-        if theirs is not None:
-            refuse_unlike(method.describe(), theirs, "the result to compare with")
-        validation = place.in_turn(lambda: open_validation(spec, loaded.tokenizer, say=display.say))
-        about = method.describe() | validation.describe()
-        if theirs is not None:
-            refuse_unlike(about, theirs, "the result to compare with")
-        began = time.perf_counter()
-        with display.progress("scoring") as progress, audited(loaded.model) if audit else nullcontext() as watched:
-            scored = method.score(loaded.model, validation.tokens, place, progress)
-            score = scored.total(loaded.tokenizer)
-        seconds = time.perf_counter() - began
-        audit_result = {"audit": watched.finish(place)} if watched is not None else {}
-    if not place.is_main:
-        return None
-    if (idle := method.find_idle(scored.tokens, loaded.model.config)) is not None:
-        display.say(f"note: {idle}")
-    result = {
-        "val_bpb": score.bpb,
-        "val_loss": score.loss,
-        "tokens": score.tokens,
-        "bytes": score.bytes,
-        "seconds": seconds,
-        "tokens_per_second": score.tokens / max(seconds, 1e-9),
-        "data": spec,
-        "tokenizer_sha256": loaded.tokenizer.fingerprint,
-        **about,
-        **audit_result,
-    }
-    if breakdown:
-        result["breakdown"] = break_down(scored, loaded.tokenizer, method, loaded.model.config)
-    return result
+
+def _show_several(results: dict[str, dict[str, Any]], laps: Laps, as_json: bool) -> None:
+    """Every model in one table, with its difference from the first one."""
+    from parbank.eval.paired import compare_models
+
+    parts = {name: result.pop("breakdown").by_document for name, result in results.items()}
+    first, *others = parts
+    bits = {name: [part.bits for part in own] for name, own in parts.items()}
+    sizes = [part.bytes for part in parts[first]]
+    found = compare_models(sizes, bits[first], {name: bits[name] for name in others})
+    if as_json:
+        models = [{"model": name, **result} for name, result in results.items()]
+        differences = [{"model": name, "against": first, **asdict(one)} for name, one in found.items()]
+        print(json.dumps({"models": models, "differences": differences, "times": laps.seconds}))
+        return
+    beside = results[first].pop("beside")
+    table = Table("model", "bpb", "difference", "95% interval", "verdict")
+    for name, result in results.items():
+        one = found.get(name)
+        shown = [] if one is None else [f"{one.bpb:+.4f}", _interval(one), one.describe()]
+        table.add_row(Text(name), f"{result['val_bpb']:.4f}", *shown)
+    for name, bpb in beside.items():
+        table.add_row(name, f"{bpb:.4f}")
+    Console(highlight=False).print(table)
+    for name, result in results.items():
+        if proof := result.get("proof"):
+            print(f"{name}: {_describe_proof(proof)}")
+    documents = sum(size > 0 for size in sizes)
+    print(
+        f"differences from {first} by {documents:,} documents: a paired t test, corrected for {len(found)} comparisons"
+    )
+
+
+def _interval(one: Any) -> str:
+    return "" if one.low is None else f"{one.low:+.4f} to {one.high:+.4f}"
+
+
+def _describe_proof(proof: dict[str, Any]) -> str:
+    return (
+        "compressed to {file_bytes:,} bytes ({file_bpb:.4f} bits per byte; the model's score in the same {segments} segments "
+        "is {score_bpb:.4f}), decompressed, and identical".format(**proof)
+    )
 
 
 def _check_picture(path: Path) -> None:
@@ -328,6 +368,7 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
         return
+    beside, _ = result.pop("beside", {}), result.pop("times", None)
     shown = {key: _FORMATS.get(key, "{}").format(value) for key, value in result.items() if value is not None}
     if adapt := result.get("adapt"):
         shown["adapt"] = ", ".join(f"{key} {value}" for key, value in adapt.items() if value != ())
@@ -335,7 +376,14 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
         shown["audit"] = "probabilities at {positions:,} positions sum to 1 within {worst_deviation:.1e}".format(
             **audit
         )
+    if proof := result.get("proof"):
+        shown["proof"] = _describe_proof(proof)
     print_pairs(shown)
+    if beside:
+        table = Table("the same text", "bits per byte")
+        for name, bpb in {"this model": result["val_bpb"], **beside}.items():
+            table.add_row(name, f"{bpb:.4f}")
+        Console(highlight=False).print(table)
 
 
 def _print_breakdown(found: Any) -> None:

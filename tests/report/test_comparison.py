@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from parbank.config import to_dict
-from parbank.eval.paired import FEWEST, compare_documents, student_quantile
+from parbank.eval.paired import FEWEST, compare_documents
 from parbank.recipes import get_recipe
 from parbank.report.write import write_pages, write_study_page
-from parbank.study.statistics import quantile
 from tests.report.folders import make_run
 from tests.report.test_run_page import EVIL, Page
 
@@ -81,11 +80,6 @@ def test_few_documents_have_no_interval() -> None:
     assert (few.bpb, few.low) == (pytest.approx(0.2), None)
     with pytest.raises(ValueError, match="not the documents of one text"):
         compare_documents([1], [1.0, 2.0], [1.0])
-
-
-def test_the_quantile_is_that_of_student() -> None:
-    for freedom in (FEWEST - 1, 50, 1000):
-        assert student_quantile(freedom) == pytest.approx(quantile(0.05, freedom), abs=5e-4)
 
 
 def study_result() -> dict[str, object]:

@@ -1,0 +1,185 @@
+"""One or several models scored on one text: the work of `eval`."""
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from parbank.cli.laps import Laps
+from parbank.errors import ConfigError
+
+LARGEST_BESIDE = 1 << 26  # bytes of text for xz and zstd, which then take a minute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `eval` was asked for."""
+
+    data: str | None
+    method: str
+    context: int | None
+    settings: dict[str, Any]
+    theirs: dict[str, Any] | None
+    """An earlier result, to be compared with."""
+    breakdown: bool
+    """Also by document and by context; needed to compare several models."""
+    audit: bool
+    prove: bool
+    segments: int | None
+    device: str
+    threads: int | None
+
+
+def check_request(request: Request) -> None:
+    """Refuses, before anything is read, what cannot be proved."""
+    if request.segments is not None and not request.prove:
+        raise ConfigError("--segments says how --prove divides the text, which was not asked for; give both")
+    if not request.prove:
+        return
+    from parbank.eval.compressor.coder import check_lanes
+
+    check_lanes(request.segments)
+    if request.method != "streaming":
+        raise ConfigError(
+            f"--prove compresses with the streaming model, and the method is {request.method}; add --method streaming"
+        )
+
+
+def score_models(paths: dict[str, Path], request: Request, laps: Laps) -> list[dict[str, Any]] | None:
+    """The results in the order of the models, on the first rank; the first one also has the other compressors. Settings
+    that cannot be run or compared are refused before the work."""
+    from parbank import runtime
+    from parbank.threads import compute_with
+    from parbank.training.compiled import use_compile_cache
+    from parbank.training.display import Display
+
+    use_compile_cache()
+    found: list[dict[str, Any]] = []
+    with runtime.start(request.device) as place, compute_with(request.threads), _beside() as beside:
+        display = Display(enabled=place.is_main, file=sys.stderr)
+        laps.mark("import")
+        for name, path in paths.items():
+            said = f" {name}" if len(paths) > 1 else ""
+            result = _score_model(path, request, place, display, laps, said, beside)
+            if result is None:
+                continue
+            if found and result["text_sha256"] != found[0]["text_sha256"]:
+                raise ConfigError(f"{name} was scored on another text than {next(iter(paths))}; give one by --data")
+            found.append(result)
+            request = replace(request, data=result["data"])
+        if place.is_main:
+            compressors = beside.result()
+            laps.mark("compressors")
+            found[0]["beside"] = compressors
+    return found if place.is_main else None
+
+
+def _score_model(
+    path: Path, request: Request, place: Any, display: Any, laps: Laps, said: str, beside: "_Beside"
+) -> dict[str, Any] | None:
+    from parbank.data.validation import open_validation
+    from parbank.eval.audit import audited
+    from parbank.eval.breakdown import break_down
+    from parbank.eval.methods import make_method
+    from parbank.eval.result import refuse_unlike
+    from parbank.training.load import load_model
+
+    laps.mark("import")
+    loaded = load_model(path, place.device)
+    laps.mark("model")
+    context = loaded.context if request.context is None else request.context
+    method = make_method(request.method, **{"context": context, **request.settings})
+    spec, theirs = request.data or loaded.data, request.theirs
+    if spec is None:
+        raise ConfigError(f"{path} was trained on text without a public name; say by --data what to score")
+    if theirs is not None:
+        refuse_unlike(method.describe(), theirs, "the result to compare with")
+    validation = place.in_turn(lambda: open_validation(spec, loaded.tokenizer, say=display.say))
+    about = method.describe() | validation.describe()
+    if theirs is not None:
+        refuse_unlike(about, theirs, "the result to compare with")
+    laps.mark("text")
+    if place.is_main:
+        beside.begin(loaded.tokenizer, validation.tokens)
+    with display.progress(f"scoring{said}") as progress, audited(loaded.model) if request.audit else nullcontext() as w:
+        began = laps.seconds.get("first piece", 0.0) + laps.seconds.get("scoring", 0.0)
+        scored = method.score(loaded.model, validation.tokens, place, _first(progress, laps))
+        score = scored.total(loaded.tokenizer)
+        laps.mark("scoring")
+    seconds = laps.seconds.get("first piece", 0.0) + laps.seconds["scoring"] - began
+    audit_result = {"audit": w.finish(place)} if w is not None else {}
+    if not place.is_main:
+        return None
+    if (idle := method.find_idle(scored.tokens, loaded.model.config)) is not None:
+        display.say(f"note: {idle}")
+    result = {
+        "val_bpb": score.bpb,
+        "val_loss": score.loss,
+        "tokens": score.tokens,
+        "bytes": score.bytes,
+        "seconds": seconds,
+        "tokens_per_second": score.tokens / max(seconds, 1e-9),
+        "data": spec,
+        "tokenizer_sha256": loaded.tokenizer.fingerprint,
+        **about,
+        **audit_result,
+    }
+    if request.prove:
+        from parbank.eval.compressor.proof import prove
+
+        with display.progress(f"proving{said}") as progress:
+            proved = replace(loaded, context=context)
+            result["proof"] = prove(proved, validation.tokens, segments=request.segments, progress=progress)
+        laps.mark("proving")
+    if request.breakdown:
+        result["breakdown"] = break_down(scored, loaded.tokenizer, method, loaded.model.config)
+    return result
+
+
+def _first(progress: Any, laps: Laps) -> Any:
+    """Progress that notes when the first piece of the text was done: kernels are compiled until then."""
+    begun = False
+
+    def move(share: float) -> None:
+        nonlocal begun
+        if not begun:
+            laps.mark("first piece")
+            begun = True
+        progress(share)
+
+    return move
+
+
+class _Beside:
+    """Other compressors on the same text, in a thread of their own while the model is scored."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._future: Future[dict[str, float]] | None = None
+
+    def begin(self, tokenizer: Any, tokens: Any) -> None:
+        """The first text counts: all models are scored on it."""
+        if self._future is None:
+            self._future = self._pool.submit(_compress, tokenizer, tokens)
+
+    def result(self) -> dict[str, float]:
+        return self._future.result() if self._future is not None else {}
+
+
+def _compress(tokenizer: Any, tokens: Any) -> dict[str, float]:
+    from parbank.eval.compression import compressor_bpb
+
+    text = tokenizer.decode_bytes(tokens.read(0, len(tokens)))
+    return compressor_bpb(text) if len(text) <= LARGEST_BESIDE else {}
+
+
+@contextmanager
+def _beside() -> Iterator[_Beside]:
+    pool = ThreadPoolExecutor(1, thread_name_prefix="parbank-beside")
+    try:
+        yield _Beside(pool)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

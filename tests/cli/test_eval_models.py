@@ -1,0 +1,107 @@
+"""`parbank eval` of several models, beside other compressors, with the times, and proved by a file."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.calls import Call
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A short text in three documents."""
+    folder = tmp_path_factory.mktemp("three")
+    for number, line in enumerate(("x = [1, 2]\n", "def f(a):\n    return a\n", "for i in range(3):\n    pass\n")):
+        (folder / f"{number}.txt").write_text("".join(f"# {i}\n{line}" for i in range(9)), encoding="utf-8")
+    return f"text:val={folder}"
+
+
+@pytest.fixture
+def other(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run's artifact."""
+    return Path(shutil.copy(trained / "model.pbk", tmp_path / "other.pbk"))
+
+
+def test_a_score_has_other_compressors_beside_it_and_says_where_the_seconds_went(
+    call: Call, trained: Path, page: str
+) -> None:
+    answer = call("eval", trained, "--data", page)
+    assert "the same text" in answer.out
+    assert "this model" in answer.out
+    result = json.loads(call("eval", trained, "--data", page, "--json").out)
+    assert {"xz -9", "zlib -9"} <= result["beside"].keys()
+    assert all(bpb > 0 for bpb in result["beside"].values())
+    assert {"start", "import", "model", "text", "scoring"} <= result["times"].keys()
+    assert all(seconds >= 0 for seconds in result["times"].values())
+    assert result["seconds"] <= sum(result["times"].values())
+
+
+def test_several_models_are_compared_by_document(call: Call, trained: Path, other: Path, page: str) -> None:
+    answer = call("eval", trained, other, "--data", page)
+    assert answer.code == 0, answer.err
+    assert "+0.0000" in answer.out
+    assert "by 3 documents: a paired t test" in answer.out
+    found = json.loads(call("eval", trained, other, "--data", page, "--json").out)
+    assert [model["model"] for model in found["models"]] == [str(trained), str(other)]
+    alone = json.loads(call("eval", other, "--data", page, "--json").out)
+    assert found["models"][1]["val_bpb"] == alone["val_bpb"]
+    (difference,) = found["differences"]
+    assert (difference["against"], difference["documents"]) == (str(trained), 3)
+    assert difference["bpb"] == 0
+    assert difference["verdict"] == "too few documents"
+
+
+def test_the_unpacked_model_is_one_of_them(call: Call, trained: Path, other: Path, page: str) -> None:
+    found = json.loads(call("eval", trained, "--data", page, "--unpacked", "--json").out)
+    packed, unpacked = found["models"]
+    assert unpacked["model"] == f"{trained}, unpacked"
+    assert found["differences"][0]["bpb"] == pytest.approx(unpacked["val_bpb"] - packed["val_bpb"], abs=1e-9)
+    answer = call("eval", other, "--data", page, "--unpacked")
+    assert answer.code == 2
+    assert "no checkpoint lies beside" in answer.err
+
+
+def test_a_proof_has_both_figures(call: Call, trained: Path, page: str) -> None:
+    common = ("eval", trained, "--data", page, "--method", "streaming", "--device", "cpu", "--prove", "--segments", 8)
+    result = json.loads(call(*common, "--json").out)
+    proof = result["proof"]
+    assert proof["identical"] is True
+    assert proof["segments"] == 8
+    assert proof["file_bpb"] == 8 * proof["file_bytes"] / result["bytes"]
+    assert proof["score_bpb"] >= result["val_bpb"], "a segment starts without context"
+    assert 0 <= 8 * proof["coded_bytes"] - proof["score_bpb"] * result["bytes"] < 64 + 0.002 * 8 * proof["coded_bytes"]
+
+
+def test_what_does_not_go_together_is_refused_before_the_work(
+    call: Call, trained: Path, other: Path, page: str, tmp_path: Path
+) -> None:
+    (tmp_path / "r.json").write_text(call("eval", trained, "--data", page, "--json").out)
+    for arguments, message in (
+        ((trained, "--prove"), "add --method streaming"),
+        ((trained, "--segments", 4), "--segments says how --prove divides"),
+        ((trained, "--method", "streaming", "--prove", "--segments", 0), "--segments is a number from 1 to"),
+        ((trained, other, "--breakdown"), "--breakdown is for one model, and 2 were given"),
+        ((trained, other, "--compare", tmp_path / "r.json"), "--compare is for one model"),
+        ((trained, trained), "a model is given twice"),
+    ):
+        answer = call("eval", *arguments, "--data", page)
+        assert answer.code == 2
+        assert message in answer.err
+        assert "scoring" not in answer.err
+
+
+def test_compress_and_decompress_as_commands(call: Call, trained: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "über.txt", tmp_path / "out.pbz"
+    source.write_text("def f(a):\n    return a\n" * 20, encoding="utf-8")
+    answer = call("compress", source, "--model", trained, "-o", out, "--device", "cpu", "--segments", 8)
+    assert answer.code == 0, answer.err
+    assert f"{out.stat().st_size:,} bytes" in answer.out
+    back = call("decompress", out, "--model", trained, "-o", tmp_path / "back")
+    assert back.code == 0, back.err
+    assert (tmp_path / "back" / source.name).read_bytes() == source.read_bytes()
+    again = call("decompress", out, "--model", trained, "-o", tmp_path / "back")
+    assert again.code == 2
+    assert "nothing is overwritten" in again.err
+    assert "give a folder to write into" in call("decompress", out, "--model", trained, "-o", source).err
