@@ -25,6 +25,7 @@ class Context:
     mask: Tensor | None  # (B, 1, T, T), true where attention may look; None means plain causal
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # in place of `attend`: see stream.py
     fp8_mlp: bool = False  # the MLPs multiply in FP8
+    dropout: float = 0.0  # the share of channels dropped from the outputs of attention and MLP
 
 
 def rope_tables(length: int, dims: int, base: float) -> tuple[Tensor, Tensor]:

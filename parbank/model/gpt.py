@@ -64,16 +64,17 @@ class Block(nn.Module):
         extra = None if extra is None else extra.unflatten(-1, (self.config.kv_heads, -1))
         entry = ops.BlockInput(mix, skip, extra, self.scale, handed_on=handed_on)
         x, stream, attended, values = self.attention(x, weights, context, first, entry)
+        attended = _dropped(attended, context.dropout)
         if gains[0] is None:
             y = ops.add_linear(stream, attended, weights["output"])
         else:
             y = stream + _gained(F.linear(attended, weights["output"]), gains[0])
-        return self._add_mlp(y, weights, gains[1], context.fp8_mlp), x, values
+        return self._add_mlp(y, weights, gains[1], context), x, values
 
-    def _add_mlp(self, x: Tensor, weights: dict[str, Tensor], gain: Tensor | None, eight: bool) -> Tensor:
+    def _add_mlp(self, x: Tensor, weights: dict[str, Tensor], gain: Tensor | None, context: Context) -> Tensor:
         slope = self.config.activation_slope if self.config.activation == "leaky_relu_squared" else 0.0
-        gelu = self.config.activation == "gelu"
-        if not gelu and not eight and gain is None:
+        gelu, eight = self.config.activation == "gelu", context.fp8_mlp
+        if not gelu and not eight and gain is None and not context.dropout:
             return ops.residual_mlp(x, weights["up"], weights["down"], slope, self.scale)
         normed = ops.rms_norm(x, scale=self.scale)
         if gelu:
@@ -81,7 +82,7 @@ class Block(nn.Module):
             y = linear(F.gelu(linear(normed, weights["up"])), weights["down"])
         else:
             y = (fp8.mlp if eight else ops.mlp)(normed, weights["up"], weights["down"], slope)
-        return x + _gained(y, gain)
+        return x + _dropped(_gained(y, gain), context.dropout)
 
 
 class Skips:
@@ -124,6 +125,8 @@ class GPT(nn.Module):
         c = self.config = config
         self.fp8: fp8.Parts = "off"
         """The parts that multiply in FP8 in training mode. In eval mode no part does."""
+        self.dropout = 0.0
+        """The share of channels that training mode drops from the output of attention and MLP. In eval mode none are."""
         self.token_embedding = make_table(c.vocab_size, c.width)
         self.bigram = BigramEmbedding(c.bigram_buckets, c.bigram_width, c.width) if c.bigram_buckets else None
         self.smear = SmearGate(c.width) if c.smear else None
@@ -206,7 +209,7 @@ class GPT(nn.Module):
             raise ConfigError(f"a window of {ids.shape[1]} tokens is longer than the model's {MAX_POSITIONS} positions")
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         mask = _document_mask(starts) if c.isolate_documents else None
-        context = Context(cos, sin, mask, fp8_mlp=self._takes_fp8("mlp"))
+        context = Context(cos, sin, mask, fp8_mlp=self._takes_fp8("mlp"), dropout=self.dropout * self.training)
         matrices = self.matrices(x)
         x, *embedded = ops.fan_out(x, c.layers + 1) if c.residual_mix else (x,) * (c.layers + 1)
         first = None
@@ -307,6 +310,10 @@ def folds_gains(x: Tensor) -> bool:
 
 def _gained(x: Tensor, gain: Tensor | None) -> Tensor:
     return x if gain is None else gain.to(x.dtype) * x
+
+
+def _dropped(x: Tensor, share: float) -> Tensor:
+    return F.dropout(x, share) if share else x
 
 
 def _document_starts(ids: Tensor, bos_id: int | None) -> Tensor:

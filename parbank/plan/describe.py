@@ -25,11 +25,10 @@ def describe_plan(plan: Plan) -> str:
         "learning rates": f"matrices {optim.matrix_lr:g}, embeddings {optim.embedding_lr:g}, others {optim.scalar_lr:g}; "
         f"they fall over the last {optim.warmdown:.0%}",
         "decay": f"{optim.matrix_weight_decay:g} (matrices), {optim.adam_weight_decay:g} (others)",
+        "dropout": f"{config.train.dropout:g}",
         "averaging": f"{config.average.use}, decay {config.average.ema_decay:g}",
         "bits per weight": f"{best.bits_per_weight:.1f}, which costs {best.packing:.4f} bits per byte",
     }
-    dropout = getattr(model, "dropout", None)
-    rows |= {"dropout": f"{dropout:g}"} if dropout is not None else {}
     expected = {
         "steps": f"{best.steps:,.0f}",
         "tokens": f"{best.tokens:,.0f}, {best.epochs:.2f} epochs, at {best.tokens_per_second:,.0f} a second",

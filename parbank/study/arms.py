@@ -141,6 +141,64 @@ def head_128(config: RunConfig) -> RunConfig:
 
 
 @arm
+def dropout_01(config: RunConfig) -> RunConfig:
+    """A tenth of the outputs of attention and MLP dropped, for text that is seen several times; no number of its own."""
+    return override(config, "train.dropout=0.1")
+
+
+@arm
+def bigrams_16384(config: RunConfig) -> RunConfig:
+    """A bigram table of 16,384 rows, not 1,536: bytes and no arithmetic. 9.3% fewer steps (modded-nanogpt #201)."""
+    return override(config, "model.bigram_buckets=16384")
+
+
+@arm
+def values_everywhere(config: RunConfig) -> RunConfig:
+    """The value embedding in every second layer, not in the last two: modded-nanogpt #299, no number here."""
+    layers = config.model.layers
+    return override(config, f"model.value_layers={list(range(1, layers, 2))}")
+
+
+@arm
+def lr_floor(config: RunConfig) -> RunConfig:
+    """The learning rate ends at 5% of its peak, not at zero: -0.0006 (autoresearch)."""
+    return override(config, "optim.final_lr=0.05")
+
+
+@arm
+def embedding_lr_twice(config: RunConfig) -> RunConfig:
+    """Twice the learning rate of embeddings: -0.0033 by a change of it (autoresearch)."""
+    return override(config, f"optim.embedding_lr={2 * config.optim.embedding_lr}")
+
+
+@arm
+def mlp_4x(config: RunConfig) -> RunConfig:
+    """An MLP of 4 times the width, with weight decay 0.09: -0.003 together (parameter-golf #1218)."""
+    return override(config, "model.mlp_multiple=4.0", "optim.matrix_weight_decay=0.09")
+
+
+@arm
+def short_sequences_first(config: RunConfig) -> RunConfig:
+    """Half the sequence for the first 40% of the budget: 1,024 saves 9 of 55 ms of a step there."""
+    batch = config.batch
+    return replace(config, batch=replace(batch, stages=((0.4, batch.sequence_length // 2, batch.batch_tokens),)))
+
+
+@arm
+def quick_momentum(config: RunConfig) -> RunConfig:
+    """The momentum rises over 170 steps, not 1,500, of which a sprint has fewer: no number of its own."""
+    return override(config, "optim.momentum_steps=170")
+
+
+@arm
+def half_batch(config: RunConfig) -> RunConfig:
+    """Half the batch, and more steps: with 4,096 tokens 1.0990 against 1.1315 at 120 s on one H200."""
+    batch = config.batch
+    tokens = batch.sequences // 2 * batch.sequence_length
+    return replace(config, batch=replace(batch, batch_tokens=tokens, micro_batch_tokens=tokens))
+
+
+@arm
 def muoneq_r(config: RunConfig) -> RunConfig:
     """Rows of the momentum are normalised before Newton-Schulz (MuonEq-R), as parameter-golf records do; no number."""
     return override(config, "optim.equilibrate=true")

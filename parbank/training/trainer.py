@@ -68,7 +68,7 @@ class Trainer:
         self.config, self.runtime, self.dataset, self.out = config, runtime, dataset, out
         seed_everything(config.seed)
         self.model = GPT(config.model).to(runtime.device)
-        self.model.fp8 = config.train.fp8
+        self.model.fp8, self.model.dropout = config.train.fp8, config.train.dropout
         quant = config.quant
         self.fake = None
         if quant.qat_share:
