@@ -129,7 +129,7 @@ def _compiler() -> Finding:
     if found:
         return Finding("C compiler", "ok", (_ask(found, "--version").splitlines() or [found])[0])
     if not torch.cuda.is_available():
-        return Finding("C compiler", "note", "none found; on a CPU nothing is compiled")
+        return Finding("C compiler", "note", "none found; long runs on a CPU are a quarter slower")
     return Finding(
         "C compiler", "bad", "none found", "torch.compile needs one: install gcc, or --set train.compile=false"
     )

@@ -190,7 +190,7 @@ def warmup(
             return
         done = warm_up(config, place, display.say)
         if export is not None and place.is_main:
-            display.say(export_warmed(export, place.device, graphs=config.train.compile))
+            display.say(export_warmed(export, place.device, graphs=bool(config.train.compile)))
     if done is not None:
         where = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         kept = f"{done.lookups.built} kernels and graphs built, {done.lookups.found} found; kept in {where}"

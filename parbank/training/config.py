@@ -140,9 +140,9 @@ class TrainConfig:
     precision: Choice = "auto"
     """Precision of products in training. auto: bfloat16 on CUDA and on a CPU that multiplies it in hardware, else float32. A
     checkpoint keeps auto's choice. Scoring on a CPU is always in float32."""
-    compile: bool = False
-    """Use torch.compile on CUDA. It takes a minute of setup, and steps are no faster where our kernels run. On a CPU the model
-    always runs as plain PyTorch."""
+    compile: bool | None = None
+    """Use torch.compile. On CUDA it takes a minute of setup, and steps are no faster where our kernels run: off by default. On
+    a CPU steps are a quarter faster: on by default from two minutes of training, if a C++ compiler is found."""
     cuda_graph: bool = True
     """On CUDA, replay each pass as one CUDA graph, and on a single GPU the optimizer's step as another."""
     fp8: Parts = "off"

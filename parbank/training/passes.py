@@ -39,6 +39,10 @@ class Passes:
         self._count = count or self._count
         self._total.zero_()
 
+    def use(self, forward: Callable[..., Tensor]) -> None:
+        """Computes the loss by another function of the same model from here on, such as a compiled one."""
+        self._forward = forward
+
     @property
     def loss(self) -> Tensor:
         """The mean over the passes since `start`, on the device; the next `start` overwrites it."""

@@ -118,6 +118,8 @@ def _train(trainer: Trainer, setup: Laps, display: Display) -> Result:
         write_json(out / "config.json", to_dict(trainer.config))
     display.say(introduce(trainer))
     setup.end("model")
+    trainer.compile()
+    setup.end("compilation")
     if trainer.config.train.warmup_steps:
         display.say("warming up: the first steps compile and allocate, and are then undone")
     trainer.warm_up()

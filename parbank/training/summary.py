@@ -48,6 +48,7 @@ def summarise(
         "memory_bytes": memory_bytes(runtime.device),
         "params": sum(p.numel() for p in trainer.model.parameters()),
         "precision": trainer.precision,
+        "compiled": trainer.compiled,
         "seed": config.seed,
         "world_size": runtime.world,
         **trainer.threads.describe(),

@@ -44,6 +44,7 @@ from parbank.training.checkpoint import (
 from parbank.training.compiled import count_lookups, keep_compiled_graphs
 from parbank.training.config import RunConfig, Stage
 from parbank.training.groups import parameter_groups
+from parbank.training.inductor import compile_model, find_compiler, wants_inductor
 from parbank.training.passes import Passes
 from parbank.training.telemetry import Reading, Telemetry
 from parbank.training.threads import Threads
@@ -74,6 +75,7 @@ class Trainer:
         if quant.qat_share:
             self.fake = self.model.banks.quantise_in_training(bits=quant.qat_bits, rounding=quant.qat_rounding)
         forward: Callable[..., Tensor] = self.model
+        self.compiled = wants_inductor(config, runtime, sum(p.numel() for p in self.model.parameters()))
         if config.train.compile and runtime.is_cuda:
             keep_compiled_graphs()
             forward = torch.compile(self.model, dynamic=False)
@@ -102,12 +104,14 @@ class Trainer:
         self.stalled_seconds = 0.0
         self.recompilations = 0  # kernels and graphs built while the clock ran
         self.say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
+        self._tried_to_compile = False
         self._skipping = False  # the last step seen was skipped
         self._stuck = False  # too many in a row were
         self._last_save = time.monotonic()
 
     def train(self, report: Report = lambda reading: None) -> None:
         """Runs until the budget is spent or `stop_signal` is set. Then no step is in flight and the clock is stopped."""
+        self.compile()
         self.threads.look(least_seconds=0.5)
         self.telemetry.restart()
         self.clock.start()
@@ -131,8 +135,41 @@ class Trainer:
         if self.fake is not None:
             self.fake.turn(False)  # the weights themselves are scored and packed
 
+    def compile(self) -> None:
+        """Compiles the passes on a CPU, if this run does: by a pass of every stage. A failure costs speed only. A second
+        call does nothing."""
+        if not self.compiled or self._tried_to_compile:
+            return
+        self._tried_to_compile = True
+        began = time.perf_counter()
+        if find_compiler() is None:
+            self._run_plainly("there is no C++ compiler; install g++ or clang++")
+            return
+        self.say("compiling the training step: up to a minute the first time, a few seconds later on")
+        self.passes.use(compile_model(self.model, self.threads.most))
+        rows, random = self.stream.micro_sequences, random_state()
+        try:
+            for stage in self.stages:
+                empty = torch.zeros(rows, self.stream.sequence_length + 1, dtype=torch.int64)
+                self.passes.rehearse(cut_windows(empty, stage.sequence_length))
+        except Exception as error:  # whatever a compiler, its headers, its cache or the linker may do wrong
+            self._run_plainly(f"compiling failed ({first_line(error)})")
+        else:
+            self.say(f"compiled in {time.perf_counter() - began:.1f} s")
+        finally:
+            self.model.zero_grad(set_to_none=True)
+            restore_random_state(random)
+
+    def _run_plainly(self, why: str) -> None:
+        self.compiled = False
+        self.passes.use(self.model)
+        self.say(
+            f"note: {why}. Training runs as plain PyTorch, about a quarter slower; train.compile=false does so silently"
+        )
+
     def warm_up(self) -> None:
         """Runs real steps, so that everything is compiled and allocated, and then restores the earlier state."""
+        self.compile()
         if not self.config.train.warmup_steps:
             return
         before = copy.deepcopy(self.state_dict())
@@ -247,6 +284,11 @@ class Trainer:
             raise ValueError(f"a precision of {kept!r}")
         self.passes.precision = kept
 
+    def _restore_compiled(self, kept: bool) -> None:
+        """Continues compiled if the run began so, unless the config says otherwise: the last bits depend on it."""
+        if self.config.train.compile is None and not self.runtime.is_cuda and self.runtime.world == 1:
+            self.compiled = bool(kept)
+
     @property
     def tokens(self) -> int:
         """Tokens trained on so far, by all ranks."""
@@ -344,6 +386,7 @@ class Trainer:
             "skipped": self.skipped,
             "threads": self.threads.now,
             "precision": self.precision,
+            "compiled": self.compiled,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "averages": self.averages.state_dict(),
@@ -356,6 +399,7 @@ class Trainer:
         self.clock.set(state["seconds"])
         self.threads.restore(state.get("threads"))
         self._restore_precision(state.get("precision"))
+        self._restore_compiled(state.get("compiled", False))
         self.model.load_state_dict(state["model"])
         self._load_optimizer(state["optimizer"])
         self.averages.load_state_dict(state["averages"])

@@ -46,9 +46,9 @@ def warm_up(config: RunConfig, runtime: Runtime, say: Say) -> Warmed | None:
     check_settings(config, runtime)
     if not runtime.is_cuda:
         say(
-            f"nothing to compile for {config.recipe} on this device ({runtime.device}): there parbank runs as plain PyTorch, and "
-            "`parbank train` starts at once. On a machine with a CUDA GPU this command compiles for it (`parbank doctor` says what "
-            "was found)"
+            f"nothing to compile for {config.recipe} on this device ({runtime.device}): parbank has no kernels for it, and "
+            "`parbank train` itself compiles a long run. On a machine with a CUDA GPU this command compiles for it (`parbank "
+            "doctor` says what was found)"
         )
         return None
     say(f"compiling the training step of {config.recipe} for {runtime.device}; the first time takes a minute or more")
