@@ -178,7 +178,8 @@ class Study:
         torch.manual_seed(seed)
         model = SmallGPT(self.size).to(self.device)
         optimizers = make(model, lr, rest)
-        peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        # Numbers, not dion's tensors, which the next assignment to the group changes in place.
+        peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in optimizers]
         generator = torch.Generator().manual_seed(seed)
         began = time.perf_counter()
         for step in range(self.size.steps):

@@ -61,6 +61,14 @@ BENCHMARKS = {
     "optimizer_large": Benchmark(
         "optimizer.py --models 1.3B --only muon --quick --claim optimizer_large", 2.5, "the same, 1.3B parameters"
     ),
+    "optimizer_loop": Benchmark(
+        "optimizer_loop.py --quick",
+        4.0,
+        "a step after a real backward and zero_grad(), each provider in its own process",
+    ),
+    "optimizer_loop_large": Benchmark(
+        "optimizer_loop.py --models 1.3B --quick --claim optimizer_loop_large", 3.0, "the same, 1.3B parameters"
+    ),
     "newton_schulz": Benchmark(
         "ops.py --only newton_schulz --quick --claim newton_schulz",
         0.8,
