@@ -19,8 +19,9 @@ from torch import Tensor
 
 from parbank.errors import ConfigError
 from parbank.optim.algorithm import is_matrix_group
+from parbank.optim.backward import Reductions
 from parbank.optim.communication import Ranks, wait
-from parbank.optim.dtensor import count_copies, is_sharded, local_of
+from parbank.optim.dtensor import check_mesh, count_copies, is_sharded, local_of, place_gradient
 from parbank.optim.layout import Batch, Member, Piece, name_of
 from parbank.optim.master import wide_dtype
 
@@ -76,15 +77,16 @@ def collect(
     constant: Callable[[Sequence[float]], Tensor],
     staging: dict[int, Tensor] | None,
     early: bool = False,
+    begun: Reductions | None = None,
 ) -> Collected:
     """Finds the gradients, starts the reductions, and lists the parts of the norm.
 
     `constant` puts numbers on the device and caches them. `staging` keeps the memory that scattered gradients are
     copied to, for a step that needs fixed addresses. `early`: check whether gradients are finite before the batches
-    arrive, if there is anything to wait for.
+    arrive, if there is anything to wait for. `begun`: the reductions that backward has started.
     """
     if ranks.world > 1 and reduce:
-        return _reduce(groups, batches, pieces, ranks, constant, staging, early)
+        return _reduce(groups, batches, pieces, ranks, constant, staging, early, begun)
     found = Collected(small=_find_small(groups))
     for batch, mine in zip(batches, pieces):
         blocks = {m: _place_blocks(m, staging) for m in batch.members}
@@ -112,6 +114,7 @@ def _reduce(
     constant: Callable[[Sequence[float]], Tensor],
     staging: dict[int, Tensor] | None,
     early: bool,
+    begun: Reductions | None,
 ) -> Collected:
     found = Collected(divisor=ranks.world)
     rest = [(n, param) for n, group in enumerate(groups) if not is_matrix_group(group) for param in group["params"]]
@@ -125,11 +128,12 @@ def _reduce(
     ]
     parts.append(constant([*_flags(groups, matrices=True), *_flags(groups, matrices=False)]))
     if early:
+        wait([] if begun is None else begun.works)  # its sums lie in the gradients
         parts.append(_is_spoilt(groups, device))
     flat = torch.cat(parts)
     summing = ranks.sum(flat, async_op=True)
     flats: list[Tensor] = []
-    for batch in batches:  # the largest first
+    for batch in batches if begun is None else ():  # the largest first
         flats.append(flatten_batch(batch, staging))
         found.flying += ranks.reduce(flats[-1], batch)
     wait(summing)
@@ -148,11 +152,14 @@ def _reduce(
         small.flags.append(present[position] if param.grad is None else None)
     found.small = list(by_group.values())
     found.shared = [small_ones] if rest and not early else []
+    if begun is not None:
+        found.flying += begun.works
+        found.pieces = [[p.take(begun.blocks[p.member]) for p in mine] for mine in pieces]
     for mine, summed in zip(pieces, flats):
         found.pieces.append(
             [summed[p.slot : p.slot + p.count].view(p.count, p.member.rows, p.member.cols) for p in mine]
         )
-        found.split += found.pieces[-1]
+    found.split = [blocks for mine in found.pieces for blocks in mine]
     return found
 
 
@@ -257,6 +264,15 @@ def _find_norms(tensors: list[Tensor], order: float) -> Tensor:
     if any(tensor.dtype == torch.float64 for tensor in tensors):
         return torch.stack([torch.linalg.vector_norm(tensor, order).float() for tensor in tensors])
     return torch.stack(torch._foreach_norm(tensors, order, dtype=torch.float32))
+
+
+def place_gradients(groups: Sequence[dict[str, Any]], world: int, reduce: bool) -> None:
+    """Completes the gradients of DTensors, on every rank in the same order."""
+    for group in groups:
+        for position, param in enumerate(group["params"]):
+            if is_sharded(param):
+                check_mesh(param, name_of(group, position), world, reduce)
+                place_gradient(param)
 
 
 def check_gradients(groups: Sequence[dict[str, Any]]) -> torch.device:

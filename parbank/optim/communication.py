@@ -55,6 +55,10 @@ class Ranks:
             works.append(dist.reduce(flat[slot], group_dst=owner, group=self.group, async_op=True))
         return works
 
+    def reduce_to(self, block: Tensor, owner: int) -> list[Any]:
+        """Starts summing one block at its owner, in place."""
+        return [dist.reduce(block, group_dst=owner, group=self.group, async_op=True)]
+
     def gather(self, local: Tensor, batch: Batch) -> tuple[Tensor, list[Any]]:
         """Starts sharing the updates of the blocks that this rank owns. Returns the tensor that will hold all of them."""
         if self.world == 1:

@@ -159,6 +159,11 @@ class Batch:
         start = self.even * self.world
         return [(slot, (self.first_owner + slot - start) % self.world) for slot in range(start, self.count)]
 
+    def owner(self, slot: int) -> int:
+        """The rank that owns a block."""
+        start = self.even * self.world
+        return slot // self.even if slot < start else (self.first_owner + slot - start) % self.world
+
     def owned(self, rank: int) -> list[tuple[int, int]]:
         """The ranges of slots that a rank owns, as (first, count); local slots follow this order."""
         ranges = [(rank * self.even, self.even)] + [(slot, 1) for slot, owner in self.leftover if owner == rank]

@@ -17,6 +17,7 @@ checkpoint.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,20 +25,21 @@ from torch import Tensor
 
 from parbank.config import require
 from parbank.errors import ConfigError
-from parbank.optim import kernels, loading, state, update
+from parbank.optim import backward, kernels, loading, state, update
 from parbank.optim.agreement import check_agreement
 from parbank.optim.algorithm import ElementwiseAlgorithm, MatrixAlgorithm, Settings, Work, find_algorithm
 from parbank.optim.algorithms import ALGORITHMS
 from parbank.optim.banking import zero_bank_grads
-from parbank.optim.collect import SCALES_DIFFER, Collected, Small, check_gradients, collect, measure
+from parbank.optim.collect import SCALES_DIFFER, Collected, Small, check_gradients, collect, measure, place_gradients
 from parbank.optim.communication import Ranks, wait
-from parbank.optim.dtensor import check_mesh, is_sharded, place_gradient
+from parbank.optim.dtensor import is_sharded
 from parbank.optim.graph import GraphedStep
 from parbank.optim.groups import check_group, complete_group, follow_schedulers
 from parbank.optim.hyper import DECAY, LR, HyperTable, send
-from parbank.optim.layout import LAYOUT_OPTIONS, Batch, Piece, find_matrices, name_of, plan_batches
+from parbank.optim.layout import LAYOUT_OPTIONS, Batch, Piece, plan_batches
 from parbank.optim.memory import Views
 from parbank.optim.newton_schulz import Coefficients
+from parbank.optim.sharded import step_dtensors
 from parbank.optim.skipped import SkipWatch
 from parbank.optim.update import Control
 
@@ -167,6 +169,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self._views = Views()
         self._layouts = 0
         self._agreed = False
+        self.begun: backward.Reductions | None = None
         self._watch = SkipWatch()
         self.last_grad_norm = torch.zeros((), dtype=torch.float32, device=self._device)
         self.last_skipped = torch.zeros((), dtype=torch.bool, device=self._device)
@@ -230,6 +233,7 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As for any optimizer. By default, gradients that a CUDA graph reads or that lie in a bank stay in place."""
+        backward.drop(self)
         if set_to_none is not None or self._cuda_graph is True:
             _plain(torch.optim.Optimizer.zero_grad)(self, set_to_none=bool(set_to_none))
             return
@@ -238,6 +242,16 @@ class ParallelMuon(torch.optim.Optimizer):
             return
         for param in zero_bank_grads([param for group in self.param_groups for param in group["params"]]):
             param.grad = None
+
+    def reducing(self) -> AbstractContextManager[None]:
+        """On several ranks, reduces matrices' gradients while backward runs: `with opt.reducing(): loss.backward()`.
+
+        Around the last backward before a step, on every rank; leave the gradients alone until `step()`.
+        """
+        if self._ranks.world == 1 or not self.reduce_gradients or self._sharded():
+            return nullcontext()
+        self._agree()
+        return backward.reducing(self)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: getattr(self, key) for key in ("_adam_lr", "max_norm", "reduce_gradients", "_cuda_graph")}
@@ -322,13 +336,11 @@ class ParallelMuon(torch.optim.Optimizer):
             )
         return True in kinds
 
-    def _place_gradients(self) -> None:
-        """Completes the gradients of DTensors, on every rank in the same order."""
-        for group in self.param_groups:
-            for position, param in enumerate(group["params"]):
-                if is_sharded(param):
-                    check_mesh(param, name_of(group, position), self._ranks.world, self.reduce_gradients)
-                    place_gradient(param)
+    def _agree(self) -> None:
+        """Compares ranks, once."""
+        if self._ranks.world > 1 and not self._agreed:
+            check_agreement(self, self._ranks)
+            self._agreed = True
 
     @property
     def _captured(self) -> bool:
@@ -343,9 +355,8 @@ class ParallelMuon(torch.optim.Optimizer):
             self._device = device
             self._hyper = HyperTable(device)
             self._constants.clear()
-            self.last_grad_norm = self.last_grad_norm.to(device)
-            self.last_skipped = self.last_skipped.to(device)
-            self.skipped_in_a_row = self.skipped_in_a_row.to(device)
+            for name in ("last_grad_norm", "last_skipped", "skipped_in_a_row"):
+                setattr(self, name, getattr(self, name).to(device))
 
     # --- the step ------------------------------------------------------------------------------------------------------
 
@@ -358,9 +369,7 @@ class ParallelMuon(torch.optim.Optimizer):
                 loss = closure()
         self._settle()
         follow_schedulers(self.param_groups)
-        if self._ranks.world > 1 and not self._agreed:
-            check_agreement(self, self._ranks)
-            self._agreed = True
+        self._agree()
         self._hyper.refresh(self.param_groups, self.max_norm)
         if self._graph is not None:
             self._graph.step()
@@ -388,13 +397,14 @@ class ParallelMuon(torch.optim.Optimizer):
         pieces = [batch.pieces(self._ranks.rank) for batch in batches]
         sharded = self._sharded()
         if sharded:
-            self._place_gradients()
+            place_gradients(self.param_groups, self._ranks.world, self.reduce_gradients)
         reduce = self.reduce_gradients and not sharded
         staging = self._staging if self._captured else None
         early = self.max_norm is None
         others = [batch.others(self._ranks.rank) for batch in batches]
         needed = [mine + rest for mine, rest in zip(pieces, others)]
-        found = collect(self.param_groups, batches, needed, self._ranks, reduce, self._constant, staging, early)
+        begun = backward.take(self, batches)
+        found = collect(self.param_groups, batches, needed, self._ranks, reduce, self._constant, staging, early, begun)
         require(getattr(self, "grad_scale", None) is None or found.divisor == 1, SCALES_DIFFER)
         if found.spoilt is not None:
             factor = torch.full((), 1 / found.divisor, dtype=torch.float32, device=self._device)
@@ -414,7 +424,7 @@ class ParallelMuon(torch.optim.Optimizer):
         if found.spoilt is None:
             self._step_small(found, control.values)
         if sharded:
-            self._step_sharded(control)
+            step_dtensors(self.param_groups, self.state, control)
         for batch, updates, works in flying:
             self._apply(batch, updates, works, control)
 
@@ -445,13 +455,6 @@ class ParallelMuon(torch.optim.Optimizer):
             return self._views.get(key, held, lambda: state.find_blocks(self.state, name, pieces, batch))
 
         return Work(batch, pieces, grads, control, blocks, self._tables, captured=self._captured)
-
-    def _step_sharded(self, control: Control) -> None:
-        """The matrices that FSDP2 has sharded."""
-        params = [item for item in find_matrices(self.param_groups) if is_sharded(item.param)]
-        for algorithm in dict.fromkeys(item.algorithm for item in params):
-            mine = [item for item in params if item.algorithm is algorithm]
-            algorithm.step_sharded(mine, self.param_groups, self.state, control)
 
     def _step_small(self, found: Collected, values: Tensor) -> None:
         """The groups of element-wise algorithms; `values` as in Control."""

@@ -21,7 +21,7 @@ from parbank.errors import ConfigError
 from parbank.optim.coefficients import resolve_coefficients
 from parbank.optim.dtensor import is_sharded, local_of
 from parbank.optim.hyper import DECAY, LR, MOMENTUM, send
-from parbank.optim.layout import MatrixParam, Member, Piece, find_members, logical_scale
+from parbank.optim.layout import MatrixParam, Member, Piece, find_matrices, find_members, logical_scale
 from parbank.optim.master import join_master, split_master
 from parbank.optim.newton_schulz import NORM_EPS, iterate, normalize, working_dtype
 from parbank.optim.state import key_of
@@ -66,6 +66,13 @@ def check_sharded(param: Any, group: dict[str, Any], name: str) -> None:
         )
     if not param.is_contiguous():
         raise ConfigError(f"{name} is sharded and has strides {param.stride()}; shard a weight that is contiguous")
+
+
+def step_dtensors(groups: Sequence[dict[str, Any]], state: Any, control: Control) -> None:
+    """One step of all matrices that are DTensors, by their algorithms."""
+    params = [item for item in find_matrices(groups) if is_sharded(item.param)]
+    for algorithm in dict.fromkeys(item.algorithm for item in params):
+        algorithm.step_sharded([item for item in params if item.algorithm is algorithm], groups, state, control)
 
 
 def step_sharded(params: Sequence[MatrixParam], groups: Sequence[dict[str, Any]], state: Any, control: Control) -> None:

@@ -1,7 +1,8 @@
-"""While the updates of one batch travel, the next batch is worked on: a rank that is late holds nobody up. Two ranks are
-enough to see that, and that they clip by one norm."""
+"""While the updates of one batch travel, the next batch is worked on: a rank that is late holds nobody up. And while backward
+runs, gradients that are complete travel already. Two ranks are enough to see that, and that they clip by one norm."""
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,104 @@ def _step(case: str, folder: Path) -> tuple[Tensor, float]:
     return torch.cat([weight.detach().flatten() for weight in weights]), float(optimizer.last_grad_norm)
 
 
-def _step_every_case(folder: Path) -> dict[str, tuple[Tensor, float]]:
-    return {case: _step(case, folder) for case in CASES}
+class Net(nn.Module):
+    """A bank, five matrices with a joint one among them, and a gain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.bank = nn.Parameter(torch.randn(3, 8, 8, generator=generator) / 3)
+        self.layers = nn.ParameterList([torch.randn(8, 8, generator=generator) / 3 for _ in range(4)])
+        self.joint = nn.Parameter(torch.randn(8, 8, generator=generator) / 3)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, used: int = 4) -> Tensor:
+        for w in self.bank:
+            x = x + torch.tanh(x @ w.T)
+        for number in range(used):
+            x = x + torch.tanh(x @ self.layers[number].T)
+        return (x * self.gain) @ self.joint.T
+
+    def optimizer(self, clip: float | None) -> ParallelMuon:
+        groups = [
+            {"params": [self.bank, *self.layers]},
+            {"params": [self.joint], "split_sizes": (5, 3)},
+            {"params": [self.gain], "algorithm": "adamw", "lr": 0.01},
+        ]
+        return ParallelMuon(groups, max_norm=clip)
 
 
-def test_updates_travel_while_the_next_batch_is_worked_on(tmp_path: Path) -> None:
-    first, second = run_distributed_test(_step_every_case, 2, args=(tmp_path,))
+def _train(during_backward: bool, clip: float | None) -> Tensor:
+    """The first rank leaves out the last layer, one step is not taken, and one gradient is not finite."""
+    rank, model = dist.get_rank(), Net()
+    optimizer = model.optimizer(clip)
+    for step in range(5):
+        optimizer.zero_grad()
+        x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(step))
+        model(x[rank] / 2).sum().backward()  # a first part of the batch, which stays on this rank
+        with optimizer.reducing() if during_backward else nullcontext():
+            loss = model(x[rank], used=4 - (rank == 0)).square().mean()
+            (loss * torch.nan if step == 3 and rank == 1 else loss).backward()
+        if step != 1:
+            optimizer.step()
+        assert bool(optimizer.last_skipped) == (step == 3)
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def _find_order(folder: Path) -> list[str]:
+    """When the reductions start, and when the last gradient is found."""
+    events: list[str] = []
+    model = Net()
+    optimizer = model.optimizer(None)
+    start = optimizer.ranks.reduce_to
+
+    def watched(block: Tensor, owner: int) -> list[Any]:
+        events.append(f"reduce {tuple(block.shape)}")
+        return start(block, owner)
+
+    optimizer.ranks.reduce_to = watched  # type: ignore[method-assign]
+    model.bank.register_post_accumulate_grad_hook(lambda param: events.append("last gradient"))
+    with optimizer.reducing():
+        model(torch.ones(2, 8), used=4 - dist.get_rank()).sum().backward()
+    optimizer.step()
+    return events
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    trained = {(during, clip): _train(during, clip) for during in (False, True) for clip in (None, 0.5)}
+    return {**{case: _step(case, folder) for case in CASES}, "trained": trained, "order": _find_order(folder)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("overlap")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_distributed_test(_run, 2, args=(folder,))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_reducing_during_backward_changes_nothing(ranks: list[dict[str, Any]], clip: float | None) -> None:
+    for rank in ranks:
+        torch.testing.assert_close(rank["trained"][True, clip], rank["trained"][False, clip], rtol=1e-5, atol=1e-6)
+        assert torch.equal(rank["trained"][True, clip], ranks[0]["trained"][True, clip])
+
+
+def test_gradients_travel_while_backward_runs(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["order"] for rank in ranks)
+    assert first.index("last gradient") >= 6, "the joint matrix's blocks and four layers are on their way by then"
+    assert second.index("last gradient") == 2, "the last layer has no gradient here, and all others wait for its turn"
+    without = [[event for event in events if event != "last gradient"] for events in (first, second)]
+    assert without[0] == without[1], "one order on all ranks"
+    assert len(without[0]) == 9
+
+
+def test_updates_travel_while_the_next_batch_is_worked_on(ranks: list[dict[str, Any]], folder: Path) -> None:
+    first, second = ranks
     for case in CASES:
-        assert (tmp_path / case).exists(), "the step went through the code that was watched"
+        assert (folder / case).exists(), "the step went through the code that was watched"
         assert torch.equal(first[case][0], second[case][0])
         means = [(a + b) / 2 for a, b in zip(_make_gradients(case, 0), _make_gradients(case, 1))]
         norm = torch.cat([mean.flatten() for mean in means]).norm().item()
