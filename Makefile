@@ -28,7 +28,7 @@ integrations: $(VENV)/installed-integrations browser
 
 # Chromium for the tests of pages. Playwright drives the system's: its own would be another download.
 browser:
-	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || \
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do command -v $$name >/dev/null && exit; done; \
 	{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && export DEBIAN_FRONTEND=noninteractive && \
 	  { apt-get -q -o DPkg::Lock::Timeout=300 update || true; } && \
 	  apt-get -q -y -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3 install --no-install-recommends chromium; } || \

@@ -5,7 +5,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -48,6 +48,7 @@ def train(
     settings: Settings = (),
     resume: bool = False,
     quiet: bool = False,
+    started: Callable[[Path], None] | None = None,
 ) -> "Run":
     """Trains a model, scores it, and packs it into one file: `parbank train`, with its options as keywords.
 
@@ -61,6 +62,7 @@ def train(
     settings: changes to the recipe, {"model.layers": 6} or ["model.layers=6"]; `parbank recipes NAME` prints all of them. A
     plan keeps them, and plans the rest around them.
     quiet: print nothing. Else a terminal gets a progress bar, a file or a pipe gets lines.
+    started: called with the run's folder before the run begins, on the first rank.
 
     Ctrl-C saves a checkpoint after the step in hand and then raises KeyboardInterrupt; SIGTERM saves one and exits. Under
     torchrun every rank calls this function, and the first rank writes the files.
@@ -85,6 +87,8 @@ def train(
         config = configs[place.rank] or cast(RunConfig, configs[0])  # the first rank plans for all
         new = _new_folder(config.recipe, place)  # ranks that differ in --out must not differ in their collectives
         folder = new if out is None else Path(out)
+        if started is not None and place.is_main:
+            started(folder)
         result = run(config, place, folder, resume=resume, quiet=quiet, threads=threads)
     if result.summary is None:
         _leave(result)

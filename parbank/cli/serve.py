@@ -8,8 +8,8 @@ import typer
 
 from parbank.cli.terminal import DeviceOption, ThreadsOption
 
-PORT = 8417
-"""No service has this port by convention."""
+PORT, WATCH_PORT = 8417, 8418
+"""No service has these ports by convention."""
 
 HostOption = Annotated[
     str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in, and there is no password.")
@@ -74,8 +74,39 @@ def serve(
     serve_playground(players, address, say=_say, open_browser=open_browser, threads=threads)
 
 
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that trains now.")],
+    host: HostOption = "127.0.0.1",
+    port: PortOption = WATCH_PORT,
+    allow_host: AllowHostOption = None,
+    open_browser: OpenOption = None,
+) -> None:
+    """Watch a run in your browser while it trains.
+
+    Shows the page of `parbank report`, which grows with the run: curves, speed, and at the end the score. The numbers
+    change in place; the page does not scroll by itself, and Pause holds it. Ends with the run, or by Ctrl-C.
+
+    Examples:
+
+      parbank watch runs/demo-1
+
+      parbank train --recipe demo --live
+
+    The page is made from the run's folder by a process of its own, and only while a browser asks for it. It needs the
+    extra serve: pip install 'parbank[serve]'.
+    """
+    from parbank.serve import check_installed
+
+    check_installed("parbank watch")
+    from parbank.serve.server import Address, join_names
+    from parbank.serve.watch import watch_run
+
+    address = Address(host=host, port=port, names=join_names(allow_host or ()))
+    watch_run(run, address, say=_say, open_browser=open_browser)
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-COMMANDS = {"serve": serve}
+COMMANDS = {"serve": serve, "watch": watch}

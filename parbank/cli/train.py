@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,6 +70,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --out; with --recipe, start it if there is none.")
     ] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="Show the page of the run in a browser while it trains; see `parbank watch`.")
+    ] = False,
 ) -> None:
     """Train a model, score it, and pack it into one file.
 
@@ -106,6 +110,7 @@ def train(
             threads=threads,
             settings=settings or (),
             resume=resume,
+            started=_start_watching() if live else None,
         )
     except api.Stopped:  # the run has said where its checkpoint is
         raise typer.Exit(128 + signal.SIGINT) from None
@@ -115,6 +120,16 @@ def train(
             ("parbank", "eval", done.folder, "--method", "streaming"),
             ("parbank", "sample", done.folder, "--interactive"),
         )
+
+
+def _start_watching() -> Callable[[Path], None]:
+    """Shows a run in a browser once its folder is known. A missing extra is said before anything else begins."""
+    from parbank.serve import check_installed
+
+    check_installed("parbank train --live")
+    from parbank.serve.live import watch_in_background
+
+    return lambda folder: print(f"watch  {watch_in_background(folder)}", flush=True)
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:

@@ -1,6 +1,6 @@
 "use strict";
 // A cursor on every chart: by pointer, or by arrow keys when the chart has the focus. Without it the page is complete.
-for (const chart of document.querySelectorAll("svg[data-chart]")) {
+function addCursor(chart) {
   const { x, series } = JSON.parse(chart.dataset.chart);
   const [low, high, left, right, log] = x.frame;
   const scale = (v) => (log ? Math.log2(1 + v) : v);
@@ -43,3 +43,4 @@ for (const chart of document.querySelectorAll("svg[data-chart]")) {
     show(now + step);
   });
 }
+document.querySelectorAll("svg[data-chart]").forEach(addCursor);

@@ -160,10 +160,13 @@ def serve(
     say: Callable[[str], None],
     open_browser: bool | None,
     on_end: Callable[[], None] = lambda: None,
+    listening: socket.socket | None = None,
 ) -> None:
     """Serves until Ctrl-C, SIGTERM, or the app calls the function that it gets. `on_end` is called then: it ends long
-    answers."""
-    listening, found = listen(address)
+    answers. `listening` is a socket that listens at the address already."""
+    found = address
+    if listening is None:
+        listening, found = listen(address)
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:

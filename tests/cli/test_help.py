@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def test_every_command_and_every_option_explains_itself(call: Call) -> None:
     found = dict((" ".join(path), command) for path, command in commands())
     assert found.keys() == {
-        "", "train", "warmup", "plan", "eval", "sample", "compress", "decompress", "serve",
+        "", "train", "warmup", "plan", "eval", "sample", "compress", "decompress", "serve", "watch",
         "report", "pack", "inspect", "export", "import", "recipes", "doctor",
         "data", "data prepare", "data info", "data fetch",
         "study", "study run", "study add", "study show", "study list", "study search", "study work",

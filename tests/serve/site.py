@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 
 from parbank.serve.player import Player, load_players
 from parbank.serve.playground import Playground
@@ -54,16 +55,25 @@ class Site:
 
 @contextmanager
 def open_site(players: Sequence[Player], *, most: int) -> Iterator[Site]:
-    listening, address = listen(Address())
     worker = Worker(most=most, threads=1)
-    app = Guard(Playground(players, worker).make_app(), address=address)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
+    try:
+        with open_app(Playground(players, worker).make_app()) as address:
+            yield Site(address, worker)
+    finally:
+        worker.close()
+
+
+@contextmanager
+def open_app(app: Starlette) -> Iterator[Address]:
+    """Serves an app as `parbank.serve.server.serve` does, but in a thread."""
+    listening, address = listen(Address())
+    config = uvicorn.Config(Guard(app, address=address), log_level="warning", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
-        yield Site(address, worker)
+        yield address
     finally:
-        worker.close()
-        server.should_exit = True
+        server.should_exit = server.force_exit = True  # streams that never end by themselves do not hold it up
         thread.join()
         listening.close()
