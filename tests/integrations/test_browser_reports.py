@@ -1,0 +1,129 @@
+"""The pages of `parbank report` in a real browser: offline, without errors, and every foreign text as text."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from parbank.report.write import write_pages, write_study_page
+from tests.integrations.browser import DESK, PHONE, WAIT_MS, open_browser, open_reader
+from tests.report.folders import make_run
+from tests.report.test_comparison import study_result
+
+expect.set_options(timeout=WAIT_MS)
+
+HOSTILE = "</script><b>bold</b><img src=x onerror=alert(1)>\u202edlrow\u202c"
+SHOWN = "</script><b>bold</b><img src=x onerror=alert(1)>\\u202edlrow\\u202c"
+NAME = "<b>run<i>\u202eeno"  # a folder's name has no slash
+POINTS = 90
+"""Rows of a run's metrics.jsonl."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two runs; the first has hostile text wherever a user or a model writes some."""
+    parent = tmp_path_factory.mktemp("runs")
+    details = {
+        "samples": [{"prompt": HOSTILE, "text": HOSTILE}],
+        "surprise": {"pieces": ["The ", HOSTILE, " sea"], "bits": [1.0, 9.5, 3.0]},
+        "machine": {"processor": HOSTILE, "cores": 2, "memory": 1},
+    }
+    first = make_run(parent / NAME, f"data={json.dumps('text:' + HOSTILE)}", details=details, sample=HOSTILE)
+    return [first, make_run(parent / "other", "optim.clip=0.5", seed=1)]
+
+
+@pytest.fixture(scope="module")
+def pages(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("pages")
+    result = study_result()
+    return {
+        "run": write_pages(folders[:1], out / "run.html"),
+        "comparison": write_pages(folders, out / "comparison.html"),
+        "study": write_study_page(result, out, out / "study.html"),
+    }
+
+
+def count_points(page: Page, chart: str) -> dict[str, int]:
+    """Points of every series of a chart, as its data says."""
+    data = page.locator(f"figure:has(figcaption:text-is('{chart}')) svg[data-chart]").first.get_attribute("data-chart")
+    return {one["name"]: len(one["points"]) for one in json.loads(data or "")["series"]}
+
+
+def test_curves_have_a_point_for_every_row(browser: Browser, pages: dict[str, Path]) -> None:
+    with open_reader(browser) as reader:
+        reader.page.goto(pages["run"].as_uri())
+        for chart in ("Loss by clock", "Loss by tokens"):
+            assert list(count_points(reader.page, chart).values()) == [POINTS]
+        figure = reader.page.locator("figure:has(figcaption:text-is('Loss by clock'))")
+        line = figure.locator("polyline").first
+        drawn = line.evaluate("one => one.points.numberOfItems")
+        above = "above the frame" in (figure.text_content() or "")  # the first values, as the figure then says
+        assert POINTS - 10 < drawn < POINTS if above else drawn == POINTS
+        box, frame = line.bounding_box(), reader.page.locator("svg[data-chart]").first.bounding_box()
+        assert box
+        assert frame
+        assert box["width"] > frame["width"] / 2
+        assert box["height"] > frame["height"] / 3
+
+
+def test_the_comparison_shows_the_numbers_of_the_summaries(
+    browser: Browser, pages: dict[str, Path], folders: list[Path]
+) -> None:
+    with open_reader(browser) as reader:
+        reader.page.goto(pages["comparison"].as_uri())
+        rows = reader.page.locator("section:has(h2:text-is('Runs')) tbody tr")
+        expect(rows).to_have_count(2)
+        scores = [json.loads((folder / "summary.json").read_text())["val_bpb"] for folder in folders]
+        for row, score in zip(rows.all(), scores):
+            assert f"{score:.4f}" in row.locator("td").all_text_contents()
+        difference = f"{scores[1] - scores[0]:+.4f}".replace("-", "−")
+        assert any(difference in cell for cell in rows.nth(1).locator("td").all_text_contents())
+        assert sorted(count_points(reader.page, "Loss by tokens").values()) == [POINTS, POINTS]
+
+
+@pytest.mark.parametrize("kind", ["run", "comparison", "study"])
+def test_markup_and_bidi_characters_are_text(browser: Browser, pages: dict[str, Path], kind: str) -> None:
+    with open_reader(browser) as reader:
+        reader.page.goto(pages[kind].as_uri())
+        shown = reader.page.locator("body").inner_text()
+        assert "<b>" in shown or "</script>" in shown, "the hostile text is there"
+        assert not {"\u202e", "\u202c"} & set(shown), "nothing reorders the text around it"
+        if kind == "run":
+            assert SHOWN in shown
+        for foreign in ("b:text-is('bold')", "img", "body script:not(:last-of-type)"):
+            expect(reader.page.locator(foreign)).to_have_count(0)
+        reader.check_quiet(pages[kind].as_uri())
+
+
+def test_a_chart_is_read_by_keyboard(browser: Browser, pages: dict[str, Path]) -> None:
+    with open_reader(browser) as reader:
+        reader.page.goto(pages["run"].as_uri())
+        figure = reader.page.locator("figure:has(figcaption:text-is('Loss by clock'))")
+        figure.locator("svg[data-chart]").focus()
+        reader.page.keyboard.press("Home")
+        expect(figure.locator(".reading")).to_contain_text("seconds of training")
+        first = figure.locator(".reading").text_content()
+        reader.page.keyboard.press("ArrowRight")
+        assert figure.locator(".reading").text_content() != first
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_pages_are_accessible_offline_and_quiet(
+    browser: Browser, pages: dict[str, Path], scheme: str, size: tuple[int, int]
+) -> None:
+    for path in pages.values():
+        with open_reader(browser, size=size, scheme=scheme) as reader:
+            reader.page.context.set_offline(True)
+            reader.page.goto(path.as_uri())
+            reader.check_accessible()
+            reader.check_fits()
+            reader.check_quiet(path.as_uri())
