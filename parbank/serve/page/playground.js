@@ -229,7 +229,7 @@ class Writer {
       take.addEventListener("click", () => this.branch(item, other));
       last.append(take);
     }
-    return make("tr", taken ? { className: "taken" } : {}, name, make("td", { className: "n", text: percent(other.probability) }), make("td", { className: "n", text: percent(other.chance) }), last);
+    return make("tr", taken ? { className: "taken" } : {}, name, make("td", { className: "n", text: percent(other.probability) }), make("td", { className: "n", text: other.chance ? percent(other.chance) : "never" }), last);
   }
   branch(item, other) {
     const before = this.items.slice(0, this.items.indexOf(item)).map((one) => one.text).join("");
