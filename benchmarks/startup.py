@@ -10,7 +10,7 @@ a third start between them, "imported": an empty cache with nothing but the kern
 
 The parts of a training's setup, and of what follows its last step, are those that its summary.json holds. `imports` is the time
 from the command to the start of the setup. `saving, exit` is what is left of the command: the last checkpoint, and the process's
-end.
+end. Those of an `eval` are the `times` that `--json` prints.
 """
 
 import argparse
@@ -97,11 +97,14 @@ def carry_kernels(words: list[str], archive: Path, old: Path, new: Path) -> list
 def eval_rows(method: str, start: str, seconds: float, lines: list[tuple[float, str]]) -> list[harness.Row]:
     """One start of `parbank eval`: the command, and the scoring inside it."""
     result = json.loads(next(line for _, line in lines if line.startswith("{")))
+    parts = {name: value for name, value in result["times"].items() if value >= 0.005}
+    parts["exit"] = seconds - sum(result["times"].values())
     return [
         harness.Row(
             f"eval, {method}", start, seconds, "s", note=f"{result['bytes']:,} bytes, {result['tokens']:,} tokens"
         ),
         harness.Row(f"eval, {method}: scoring alone", start, result["seconds"], "s"),
+        *(harness.Row(f"eval, {method}: {part}", start, value, "s") for part, value in parts.items()),
         harness.Row(f"eval, {method}: bits per byte", start, result["val_bpb"], "bits/byte"),
     ]
 
