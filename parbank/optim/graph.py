@@ -19,7 +19,7 @@ after a few replays again and again. cuda_graph=True asks for a graph: where the
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from parbank.errors import DeviceError
 from parbank.graphs import recording
 from parbank.optim.algorithm import find_algorithm
+from parbank.optim.dtensor import is_sharded
 
 if TYPE_CHECKING:
     from parbank.optim.parallel_muon import ParallelMuon
@@ -44,12 +45,12 @@ _log = logging.getLogger("parbank")
 class Signature(NamedTuple):
     """Everything that a captured step depends on besides values in memory."""
 
-    weights: tuple[Any, ...]
-    gradients: tuple[Any, ...]
-    states: tuple[Any, ...]
-    options: tuple[Any, ...]
-    layout: tuple[Any, ...]
-    buffers: tuple[Any, ...]
+    weights: Sequence[Any]
+    gradients: Sequence[Any]
+    states: Sequence[Any]
+    options: Sequence[Any]
+    layout: Sequence[Any]
+    buffers: Sequence[Any]
 
     def differences(self, other: "Signature") -> str:
         """The names of the parts that differ."""
@@ -212,6 +213,8 @@ class GraphedStep:
             return f"the parameters are on {params[0].device}"
         if self.pilot.required:
             return ""
+        if any(map(is_sharded, params)):
+            return "the parameters are DTensors"
         if self._optimizer.ranks.world > 1:
             return "several ranks; cuda_graph=True captures their collectives, too"
         return "the caller captures a graph" if torch.cuda.is_current_stream_capturing() else ""
@@ -267,19 +270,18 @@ class GraphedStep:
         return bool(self._places)
 
     def _sign(self, params: list[Tensor]) -> Signature:
+        """Short on purpose: every replay waits for it. A weight's dtype and strides are in the layout, or cannot change at one
+        address; new gradients at an old address may have another memory order."""
         optimizer = self._optimizer
         numbers = [(group["maximize"], find_algorithm(group).constants(group)) for group in optimizer.param_groups]
         clips = optimizer.max_norm is not None  # decides the order of the step
-        states = [optimizer.state[param].values() for param in params if param in optimizer.state]
+        states = [held.values() for param in params if (held := optimizer.state.get(param))]
+        grads = [param.grad for param in params]
         return Signature(
-            weights=tuple(_place(param) for param in params),
-            gradients=tuple(None if param.grad is None else _place(param.grad) for param in params),
-            states=tuple(value.data_ptr() for values in states for value in values if isinstance(value, Tensor)),
-            options=(tuple(numbers), optimizer.reduce_gradients, clips, id(optimizer.extra_captured)),
+            weights=[param.data_ptr() for param in params],
+            gradients=[None if grad is None else (grad.data_ptr(), grad.stride()) for grad in grads],
+            states=[value.data_ptr() for values in states for value in values if isinstance(value, Tensor)],
+            options=[numbers, optimizer.reduce_gradients, clips, id(optimizer.extra_captured)],
             layout=optimizer.layout_key(),
             buffers=optimizer.fixed_addresses(),
         )
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.stride()
