@@ -63,17 +63,22 @@ def cpu_grid() -> list[Trial]:
     base = Trial("stdlib", 1024, 2, 128, 1024, 131_072)
     large = replace(base, layers=3, width=192)
     found = [base, replace(base, tokens=32_768), large, replace(base, vocab=2048), replace(base, batch=2048)]
-    found += [replace(base, text="corpus"), replace(base, train_share=0.005), replace(base, batch=512)]
-    small = replace(base, train_share=0.005)
-    found += [replace(small, extra=("train.dropout=0.1",)), replace(base, tokens=262_144), replace(base, vocab=512)]
-    found += [replace(large, tokens=262_144), replace(base, text="manual"), replace(base, train_share=0.02)]
-    found += [replace(base, layers=2, width=64), replace(base, vocab=4096), replace(base, text="cyrillic")]
-    found += [replace(small, extra=("train.dropout=0.3",)), replace(small, extra=("optim.matrix_weight_decay=0.2",))]
-    found += [replace(large, layers=4, width=256), replace(base, batch=256), replace(base, seed=1)]
+    found += [replace(base, text="corpus"), replace(base, train_share=0.002), replace(base, train_share=0.005)]
+    found += [replace(base, width=64, tokens=393_216), replace(base, batch=512), replace(base, tokens=393_216)]
+    found += [
+        replace(base, vocab=4096),
+        replace(base, text="manual"),
+        replace(base, width=64),
+        replace(base, vocab=512),
+    ]
+    found += [replace(large, tokens=262_144), replace(base, text="cyrillic"), replace(base, batch=256)]
+    found += [replace(large, tokens=393_216), replace(large, layers=4, width=256), replace(base, seed=1)]
     found += [replace(large, extra=(f"model.bigram_buckets={rows}",)) for rows in (8192, 0)]
-    found += [replace(base, vocab=2048, tokens=262_144), replace(base, tokens=524_288), replace(large, tokens=524_288)]
+    found += [replace(base, vocab=2048, tokens=393_216), replace(base, batch=512, tokens=393_216)]
+    again = replace(base, train_share=0.07, tokens=1_048_576)  # about a megabyte, seen three times
+    found += [again, replace(again, extra=("train.dropout=0.1",)), replace(again, tokens=393_216)]
     found += [replace(base, layers=6), replace(large, vocab=2048, tokens=262_144), replace(base, batch=4096)]
-    found += [replace(base, train_share=0.002), replace(base, text="corpus", vocab=2048)]
+    found += [replace(base, text="corpus", vocab=2048)]
     return found
 
 

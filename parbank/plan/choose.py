@@ -40,6 +40,9 @@ LEAST_BITS = 2.2
 MOST_BITS = 8.0
 CONTAINER_BYTES = 4096  # header, table of sections and config of an artifact
 _TEXT_PER_TOKEN = 250  # bytes of text for each token of a vocabulary, at least: rarer tokens are hardly trained
+MARGIN = 0.05
+"""Bits per byte, for each factor of e by which a model is smaller or larger than those of the runs: a law is worth less
+there. It depends on neither minutes nor bytes, so that more of them is still never worse."""
 _BEYOND = 4.0  # how far beyond the runs' own sizes a model may go, as a factor
 _DECAY_STEPS = (
     20  # the averages of `demo` and `sprint` (0.98 in 1,000 steps) and of `golf` (0.997 in 7,000): 2% or less
@@ -110,6 +113,8 @@ class Grid:
     bytes_per_token: Array
     batches: Array
     lengths: Array
+    margin: Array
+    """Added to the score of models smaller or larger than those of the runs."""
 
 
 def make_plan(request: Request, machine: Machine, laws: Laws) -> Plan:
@@ -152,10 +157,12 @@ def make_grid(request: Request, machine: Machine, laws: Laws) -> Grid:
         )
     sizes = np.array([float(model.vocab_size) for model in models])
     spelt = laws.token_sizes.predict(sizes, text.hardness) if text.bytes_per_token is None else text.bytes_per_token
+    matrices = np.array([float(count_parameters(model).matrices) for model in models])
     return Grid(
         models=tuple(models),
         costs=Costs.of(models),
-        matrices=np.array([float(count_parameters(model).matrices) for model in models]),
+        matrices=matrices,
+        margin=MARGIN * np.log(np.maximum(np.maximum(low / matrices, matrices / high), 1.0)),
         vocab=sizes,
         bytes_per_token=np.broadcast_to(spelt, sizes.shape),
         batches=np.array([float(batch) for batch, _ in batches]),
@@ -261,7 +268,7 @@ def _search(request: Request, machine: Machine, laws: Laws, grid: Grid) -> tuple
     bits = 8 * (request.max_bytes - fixed_bytes(grid.vocab, count_code)) / costs.parameters
     bits = np.clip(bits, -1.0, MOST_BITS)[:, None]
     packing = np.broadcast_to(laws.packing.predict(bits), tokens.shape)
-    scores = laws.score(cases) + packing
+    scores = laws.score(cases, request.text.name) + packing + grid.margin[:, None]
     fits = (bits >= LEAST_BITS) & (share / passes >= grid.lengths) & (most >= grid.lengths)
     usable = fits & (steps >= 1)
     if fits.any() and not usable.any():  # not one step fits the clock: the quickest one comes nearest
@@ -285,7 +292,7 @@ def _search(request: Request, machine: Machine, laws: Laws, grid: Grid) -> tuple
             bits_per_weight=float(bits[row, 0]),
             score=float(scores[row, at]),
             packing=float(packing[row, at]),
-            deviation=float(laws.deviations(one)[0]),
+            deviation=float(laws.deviations(one, request.text.name)[0]),
             tokens_per_second=float(grid.batches[at] / seconds[row, at]),
         )
 
@@ -348,6 +355,7 @@ def _notes(best: Choice, request: Request, laws: Laws) -> tuple[str, ...]:
     values = {
         "matrices": (float(count_parameters(model).matrices), "parameters in matrices"),
         "tokens": (best.tokens, "training tokens"),
+        "epochs": (best.epochs, "epochs"),
         "vocab": (float(model.vocab_size), "tokens in the vocabulary"),
         "batch_tokens": (float(best.config.batch.batch_tokens), "tokens a batch"),
         "text_bytes": (request.text.bytes, "bytes of text"),
@@ -360,6 +368,10 @@ def _notes(best: Choice, request: Request, laws: Laws) -> tuple[str, ...]:
             notes.append(
                 f"{shown} {what} lie outside the runs behind this plan ({low:,.4g} to {high:,.4g}): extrapolated"
             )
+    if best.epochs > 3 * laws.ranges["epochs"][1]:
+        notes.append(
+            "the text is seen so often that a model may learn it by heart: give more text, or try train.dropout=0.1"
+        )
     if best.steps < LEAST_STEPS:
         notes.append(f"about {best.steps:.0f} steps fit the clock: give more minutes")
     return tuple(notes)

@@ -30,10 +30,11 @@ DATA = Path(__file__).with_name("data")
 FIT = DATA / "fit.json"
 
 # Every parameter of the score as a log of a positive number: its prior mean and deviation. Exponents start from Hoffmann
-# et al. (alpha 0.34, beta 0.28) and Muennighoff et al. (R 15); the others are wide.
+# et al. (alpha 0.34, beta 0.28), and so does A: theirs is 0.28 of B at a million parameters and a megabyte. R is that of
+# Muennighoff et al. (15). The others are wide.
 PRIORS: dict[str, tuple[float, float]] = {
     "E": (math.log(0.7), 0.3),
-    "A": (math.log(0.4), 1.0),
+    "A": (math.log(0.25), 0.3),
     "alpha": (math.log(0.34), 0.3),
     "B": (math.log(0.6), 1.0),
     "beta": (math.log(0.28), 0.3),
@@ -127,21 +128,24 @@ class Laws:
     """Standard deviation of a residual, in bits per byte."""
     text_spread: float
     """How far a new text may be from what xz says of it, as a share of its score."""
+    texts: Mapping[str, float]
+    """The factor of texts that were scored, by name: stdlib is the same text everywhere."""
     packing: Packing
     token_sizes: TokenSizes
     ranges: Mapping[str, tuple[float, float]]
     """Least and largest value of each field among the runs."""
     runs: int
 
-    def score(self, cases: Cases) -> Array:
-        return predict_score(self.log_parameters, cases)
+    def score(self, cases: Cases, text: str = "") -> Array:
+        return predict_score(self.log_parameters, cases) * self.texts.get(text, 1.0)
 
-    def deviations(self, cases: Cases) -> Array:
+    def deviations(self, cases: Cases, text: str = "") -> Array:
         """The standard deviation of a prediction: of the parameters, carried over by the derivative, of a new text, and of
         one run."""
         slopes = differentiate(lambda log: predict_score(log, cases), self.log_parameters)
         spread = np.einsum("np,pq,nq->n", slopes, self.covariance, slopes)
-        found: Array = np.sqrt(spread + (self.text_spread * self.score(cases)) ** 2 + self.deviation**2)
+        unknown = 0.0 if text in self.texts else self.text_spread
+        found: Array = np.sqrt(spread + (unknown * self.score(cases)) ** 2 + self.deviation**2)
         return found
 
 
@@ -164,6 +168,7 @@ def load_laws(path: Path = FIT) -> Laws:
         covariance=np.array(values["covariance_of_logs"]),
         deviation=values["deviation"],
         text_spread=values["text_spread"],
+        texts=values["texts"],
         packing=Packing(**values["packing"]),
         token_sizes=TokenSizes(**values["token_sizes"]),
         ranges={name: (low, high) for name, (low, high) in values["ranges"].items()},

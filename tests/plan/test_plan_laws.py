@@ -44,7 +44,7 @@ def test_a_fit_recovers_what_made_its_data() -> None:
             row[name] = float(low * (high / low) ** rng.random())
         row["bpb"] = float(predict_score(truth, fitting.make_cases([row]))[0])
         rows.append(row)
-    found, covariance, residuals = fitting.fit_score(rows, scatter=0.001)
+    found, covariance, residuals, _ = fitting.fit_score(rows, scatter=0.001)
     assert np.abs(residuals).max() < 0.005
     assert (np.diag(covariance) > 0).all()
     assert math.exp(found[NAMES.index("beta")]) == pytest.approx(math.exp(truth[NAMES.index("beta")]), rel=0.1)
@@ -75,6 +75,8 @@ def test_a_prediction_far_from_the_runs_is_less_certain() -> None:
     cases = Cases.of(**{**USUAL, "tokens": [3e5, 1e12], "matrices": [1e6, 1e9]})
     near, far = laws.deviations(cases) / laws.score(cases)
     assert far > near > 0
+    laws = load_laws()
+    assert laws.deviations(cases, "stdlib")[0] < laws.deviations(cases)[0], "a text that was scored is better known"
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
