@@ -87,7 +87,7 @@ def demo() -> RunConfig:
         batch=BatchConfig(sequence_length=256, batch_tokens=1024, micro_batch_tokens=1024),
         optim=OptimConfig(momentum=0.95, momentum_start=0.85, momentum_steps=100, warmdown=0.6),
         average=AverageConfig(ema_decay=0.98),
-        train=TrainConfig(warmup_steps=1, log_every=50),
+        train=TrainConfig(warmup_steps=1, log_every=50, validate_every="20s", validate_tokens=4096),
         quant=QuantConfig(calibration_tokens=32_768),  # ten seconds of this CPU
     )
 

@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from parbank.errors import CheckpointError, ConfigError
 from parbank.plan.choose import NAME
 from parbank.plan.plan import introduce, plan_run
 from parbank.recipes import demo, get_recipe
+from parbank.report.write import write_run_page
 from parbank.runtime import Runtime
 from parbank.training.config import RunConfig
 from parbank.training.display import Display
@@ -92,7 +94,20 @@ def train(
         result = run(config, place, folder, resume=resume, quiet=quiet, threads=threads)
     if result.summary is None:
         _leave(result)
+    if place.is_main:
+        _write_page(folder, quiet)
     return Run(folder=folder, summary=result.summary, device=str(place.device))
+
+
+def _write_page(folder: Path, quiet: bool) -> None:
+    """report.html: a side matter, which may fail without failing the run."""
+    try:
+        write_run_page(folder)
+    except Exception as error:
+        if not quiet:
+            print(
+                f"warning: {folder / 'report.html'} was not written ({type(error).__name__}: {error})", file=sys.stderr
+            )
 
 
 def read_changes(
@@ -152,7 +167,7 @@ class Run:
     """
 
     folder: Path
-    """Where everything is: config.json, summary.json, metrics.jsonl, checkpoint/ and model.pbk."""
+    """Where everything is: model.pbk, report.html, summary.json, config.json, metrics.jsonl and checkpoint/."""
     summary: dict[str, Any]
     """The contents of summary.json: val_bpb, artifact_bytes, steps, tokens_per_second and more."""
     device: str = "auto"

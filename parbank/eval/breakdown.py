@@ -60,13 +60,13 @@ def break_down(scored: Scored, tokenizer: Tokenizer, method: Method, model: Mode
     contexts = method.find_contexts(scored.tokens, model)
     places = place_in_document(scored.tokens, tokenizer.bos_id)
     return Breakdown(
-        by_context=_by_octave(contexts, sizes, bits),
-        by_place=_by_octave(places, sizes, bits),
+        by_context=by_octave(contexts, sizes, bits),
+        by_place=by_octave(places, sizes, bits),
         by_document=_by_document(scored.tokens, sizes, bits, tokenizer),
     )
 
 
-def _by_octave(places: np.ndarray, sizes: np.ndarray, bits: np.ndarray) -> list[Part]:
+def by_octave(places: np.ndarray, sizes: np.ndarray, bits: np.ndarray) -> list[Part]:
     """Positions 0, 1, 2-3, 4-7 and so on: the value of context falls with its logarithm."""
     octave = np.frexp(places)[1]  # 0 for 0, and n for 2^(n-1) to 2^n - 1
     parts = []
@@ -79,14 +79,18 @@ def _by_octave(places: np.ndarray, sizes: np.ndarray, bits: np.ndarray) -> list[
 
 def _by_document(tokens: np.ndarray, sizes: np.ndarray, bits: np.ndarray, tokenizer: Tokenizer) -> list[Part]:
     """A document includes the BOS that closes it: its end is information."""
-    starts = np.flatnonzero(tokens[:-1] == tokenizer.bos_id)
-    if not len(starts) or starts[0] != 0:
-        starts = np.concatenate([[0], starts])
+    starts = find_documents(tokens, tokenizer.bos_id)
     parts = []
     for start, end in zip(starts, [*starts[1:], len(tokens) - 1]):
         opening = tokenizer.decode(tokens[start : min(end + 1, start + OPENING_TOKENS)])
         parts.append(_part(int(start), int(end), sizes[start:end], bits[start:end], " ".join(opening.split())))
     return parts
+
+
+def find_documents(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """The first token of every document. Tokens before the first BOS are a document, too."""
+    starts = np.flatnonzero(tokens[:-1] == bos_id)
+    return starts if len(starts) and starts[0] == 0 else np.concatenate([[0], starts])
 
 
 def _part(first: int, last: int, sizes: np.ndarray, bits: np.ndarray, opening: str = "") -> Part:

@@ -1,6 +1,7 @@
 """The whole config of a run as one frozen value: returned by recipes, changed by --set, stored in config.json."""
 
 import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -157,6 +158,11 @@ class TrainConfig:
     """Steps between rows of metrics."""
     loggers: tuple[str, ...] = ("jsonl", "tensorboard")
     """Where rows of metrics are written: jsonl (metrics.jsonl) and tensorboard (event files)."""
+    validate_every: str = "off"
+    """Score a sample of the validation text during training: off, or an interval such as 30s or 200steps. The time counts in the
+    clock."""
+    validate_tokens: int = 65_536
+    """Tokens of that sample: the first of the validation text."""
     checkpoint_minutes: float = 5.0
     """Minutes between checkpoints; 0 writes one only at the end and when the run is stopped."""
     keep_checkpoints: int = 2
@@ -169,6 +175,8 @@ class TrainConfig:
         for name in self.loggers:
             choose(LOGGERS, name, "train.loggers")
         require(0 <= self.dropout < 1, f"train.dropout is a share, 0 to below 1; got {self.dropout}")
+        self.read_validate_every()
+        require(self.validate_tokens >= 1, f"train.validate_tokens must be at least 1, got {self.validate_tokens}")
         require(self.keep_checkpoints >= 1, f"train.keep_checkpoints must be at least 1, got {self.keep_checkpoints}")
         require(self.warmup_steps >= 0, f"train.warmup_steps must not be negative, got {self.warmup_steps}")
         require(self.max_skipped >= 1, f"train.max_skipped must be at least 1, got {self.max_skipped}")
@@ -176,6 +184,16 @@ class TrainConfig:
             self.checkpoint_minutes >= 0,
             f"train.checkpoint_minutes must be 0 (off) or positive, got {self.checkpoint_minutes}",
         )
+
+    def read_validate_every(self) -> tuple[str, float]:
+        """The unit, "s" or "steps", and the number; 0 is off."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*s|(\d+)\s*steps", self.validate_every.strip())
+        number = float(found[1] or found[2]) if found else 0.0
+        require(
+            number > 0 or self.validate_every == "off",
+            f"train.validate_every must be off, or an interval such as 30s or 200steps, got {self.validate_every!r}",
+        )
+        return "steps" if found and found[2] else "s", number
 
 
 @dataclass(frozen=True, kw_only=True)

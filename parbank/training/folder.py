@@ -16,7 +16,7 @@ from parbank.training.config import RunConfig, read_config
 
 LOCK, HOLDER = ".run.lock", ".run.json"
 UNFINISHED = ".unfinished"  # marks the folder as one that parbank writes to, until the run ends
-WRITTEN = ("config.json", "metrics.jsonl", "model.pbk", "summary.json")
+WRITTEN = ("config.json", "metrics.jsonl", "model.pbk", "details.json", "summary.json", "report.html")
 
 
 def load_run_config(out: Path, *assignments: str) -> RunConfig:

@@ -4,12 +4,13 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from parbank.gpu import GpuSampler
 from parbank.training.loggers import LOGGERS, Logger
 from parbank.training.telemetry import Reading
 from parbank.training.trainer import Trainer
@@ -33,6 +34,7 @@ class Metrics:
         self._last = self._mark(trainer.step, trainer.tokens)
         self.tokens_per_second = 0.0
         """Over the steps of the last row."""
+        self._gpu = GpuSampler(trainer.runtime.device) if trainer.runtime.is_main else None
         names = trainer.config.train.loggers if trainer.runtime.is_main else ()
         self._loggers: dict[str, Logger] = {}
         for name in names:
@@ -61,11 +63,21 @@ class Metrics:
             "memory": memory_bytes(trainer.runtime.device),
             "skipped": trainer.skipped,
         }
+        row |= self._gpu.latest() if self._gpu is not None else {}
+        row |= {} if reading.val_bpb is None else {"val_bpb": reading.val_bpb}
         for name, logger in list(self._loggers.items()):
             with self._dropped_if_it_fails(name):
                 logger.write(finite(row))
 
+    def write_details(self, details: dict[str, Any]) -> None:
+        """Passes the details of a finished run to every logger."""
+        for name, logger in list(self._loggers.items()):
+            with self._dropped_if_it_fails(name):
+                logger.write_details(self.step, details)
+
     def close(self) -> None:
+        if self._gpu is not None:
+            self._gpu.close()
         for name, logger in list(self._loggers.items()):
             with self._dropped_if_it_fails(name):
                 logger.close()
@@ -76,7 +88,9 @@ class Metrics:
         try:
             yield
         except Exception as error:
-            self._loggers.pop(name, None)
+            if (dropped := self._loggers.pop(name, None)) is not None:
+                with suppress(Exception):
+                    dropped.close()
             self._say(f"warning: the logger {name} failed and is dropped ({type(error).__name__}: {error})")
 
     def _mark(self, step: int, tokens: int) -> _Mark:

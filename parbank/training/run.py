@@ -2,15 +2,17 @@
 file.
 """
 
+import json
 import lzma
 import shlex
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parbank.artifact.pack import read_tensors
+from parbank.artifact.record import read_back
 from parbank.config import override, to_dict
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.progress import say_nothing
@@ -18,9 +20,10 @@ from parbank.data.proof import NOT_PROVED
 from parbank.data.sources import absolute_spec
 from parbank.errors import ConfigError, DataError
 from parbank.eval.compression import compressor_bpb
+from parbank.eval.details import Examined, examine
 from parbank.eval.score import Score
 from parbank.eval.windows import score_chunked
-from parbank.files import write_json
+from parbank.files import write_file, write_json
 from parbank.gpu import other_processes
 from parbank.runtime import Runtime
 from parbank.threads import use_threads
@@ -29,8 +32,10 @@ from parbank.training.checkpoint import load_checkpoint
 from parbank.training.checks import check_settings, check_size
 from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
+from parbank.training.details import describe_place
 from parbank.training.display import Display
 from parbank.training.folder import open_folder
+from parbank.training.metrics import Metrics
 from parbank.training.pack import calibrate_model, pack_run
 from parbank.training.reports import introduce, train_with_reports
 from parbank.training.summary import summarise, summarise_packed
@@ -114,7 +119,8 @@ def _train(trainer: Trainer, setup: Laps, display: Display) -> Result:
     out = trainer.out
     if trainer.runtime.is_main:
         # A summary is there only if the run has ended with this config: the old one goes first, the new one comes last.
-        (out / "summary.json").unlink(missing_ok=True)
+        for name in ("summary.json", "details.json", "report.html"):
+            (out / name).unlink(missing_ok=True)
         write_json(out / "config.json", to_dict(trainer.config))
     display.say(introduce(trainer))
     setup.end("model")
@@ -127,17 +133,18 @@ def _train(trainer: Trainer, setup: Laps, display: Display) -> Result:
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in setup.seconds.items())
     display.say(f"ready after {setup.total:.1f} s of setup ({parts}); the clock starts now")
     waited = trainer.batches.wait_seconds  # that of the warm-up, which is not part of training
-    with trainer.watch_signals():
-        try:
-            train_with_reports(trainer, display)
-        except DataError as error:  # such as a shard that was cut short
-            raise DataError(f"{error}; {_keep(trainer)}") from error
-        saved = trainer.save() if trainer.stop_signal else trainer.try_to_save()
-    if trainer.stop_signal:
-        display.say(f"stopped at step {trainer.step}; saved {saved}; continue with: {_resume_command(out)}")
-        return Result(None, trainer.stop_signal)
-    waited = trainer.batches.wait_seconds - waited
-    return Result(finish(trainer, setup, waited, display))
+    with closing(Metrics(trainer, display.say)) as metrics:
+        with trainer.watch_signals():
+            try:
+                train_with_reports(trainer, display, metrics=metrics)
+            except DataError as error:  # such as a shard that was cut short
+                raise DataError(f"{error}; {_keep(trainer)}") from error
+            saved = trainer.save() if trainer.stop_signal else trainer.try_to_save()
+        if trainer.stop_signal:
+            display.say(f"stopped at step {trainer.step}; saved {saved}; continue with: {_resume_command(out)}")
+            return Result(None, trainer.stop_signal)
+        waited = trainer.batches.wait_seconds - waited
+        return Result(finish(trainer, setup, waited, display, metrics))
 
 
 def _keep(trainer: Trainer) -> str:
@@ -151,7 +158,7 @@ def _resume_command(out: Path) -> str:
     return f"parbank train --resume --out {shlex.quote(str(out))}"
 
 
-def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display) -> dict[str, Any]:
+def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display, metrics: Metrics) -> dict[str, Any]:
     """Scores the averaged weights, packs them, and scores the packed file. The last score is the result."""
     config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
     laps = Laps()
@@ -165,24 +172,38 @@ def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display)
         path = trainer.out / "model.pbk"
         measured = calibrate_model(trainer.model, config, dataset.train, runtime, display)
         laps.end("calibration")
-        packed = None
+        packed, details = None, dict[str, Any]()
         if runtime.is_main:
             packed = pack_run(trainer.model, config, dataset.tokenizer, measured, path, say=display.say)
-            trainer.model.load_state_dict(read_tensors(path))
+            tensors, details = read_back(path, trainer.model.state_dict(), measured)
+            trainer.model.load_state_dict(tensors)
         for parameter in trainer.model.parameters():
             runtime.broadcast(parameter.data)
         laps.end("packing")
-        after = _score(trainer, display, "scoring the packed model")
+        after = _examine(trainer, display)
         laps.end("scoring the packed model")
-        summary = summarise(trainer, before, after, setup.seconds, wait_seconds)
+        summary = summarise(trainer, before, after.score, setup.seconds, wait_seconds)
         if packed is not None and compressed is not None:
-            display.say("writing a sample, and compressing the same text with zlib, xz and zstd")
-            summary |= summarise_packed(trainer, packed, text) | {"compressors_bpb": _wait_for(compressed, display)}
-    laps.end("sample and compressors")
+            display.say("compressing the same text with zlib, xz and zstd")
+            summary |= summarise_packed(packed, text, after.details["samples"][0]["text"])
+            summary["compressors_bpb"] = _wait_for(compressed, display)
+    if runtime.is_main:
+        _write_details(trainer.out, details | after.details, metrics, display)
+    laps.end("compressors and details")
     summary |= {"finish_seconds": laps.total, "finish_parts": laps.seconds}
     if runtime.is_main:
         write_json(trainer.out / "summary.json", summary)
     return summary
+
+
+def _write_details(out: Path, details: dict[str, Any], metrics: Metrics, display: Display) -> None:
+    """A side matter: a run ends well without it."""
+    try:
+        details |= describe_place()
+        metrics.write_details(details)
+        write_file(out / "details.json", json.dumps(details).encode())
+    except Exception as error:
+        display.say(f"warning: details.json could not be written ({type(error).__name__}: {error})")
 
 
 def _wait_for(compressed: Future[dict[str, float]], display: Display) -> dict[str, float]:
@@ -222,6 +243,19 @@ def _fit_data(config: RunConfig, dataset: Dataset) -> RunConfig:
             f"add --set model.vocab_size={tokenizer.vocab_size}"
         )
     return override(config, f"model.bos_id={tokenizer.bos_id}")
+
+
+def _examine(trainer: Trainer, display: Display) -> Examined:
+    with display.progress("scoring the packed model, and writing samples") as progress:
+        return examine(
+            trainer.model,
+            trainer.dataset.val,
+            trainer.dataset.tokenizer,
+            context=trainer.config.batch.sequence_length,
+            runtime=trainer.runtime,
+            progress=progress,
+            say=display.say,
+        )
 
 
 def _score(trainer: Trainer, display: Display, title: str) -> Score:

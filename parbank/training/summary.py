@@ -6,14 +6,11 @@ from typing import Any
 import torch
 
 from parbank.artifact.pack import Packed
-from parbank.eval.sampling import sample_text
 from parbank.eval.score import Score
 from parbank.runtime import versions
 from parbank.training.compiled import count_lookups
 from parbank.training.metrics import memory_bytes
 from parbank.training.trainer import Trainer
-
-SAMPLE_TOKENS = 120  # enough to see whether the model writes words, lines and indentation
 
 
 def summarise(
@@ -57,13 +54,12 @@ def summarise(
     }
 
 
-def summarise_packed(trainer: Trainer, packed: Packed, text: bytes) -> dict[str, Any]:
+def summarise_packed(packed: Packed, text: bytes, sample: str) -> dict[str, Any]:
     """The part of the summary that only the first rank knows. `text` is the validation text."""
-    context = trainer.config.batch.sequence_length
     return {
         "val_text_sha256": hashlib.sha256(text).hexdigest(),
         "artifact_bytes": packed.size,
         "code_bytes": packed.code_bytes,
         "matrix_q": packed.matrix_q,
-        "sample": sample_text(trainer.model, trainer.dataset.tokenizer, tokens=SAMPLE_TOKENS, context=context),
+        "sample": sample,
     }

@@ -32,6 +32,8 @@ class Reading:
     """From the end of the step before (the start of the loop for the first) to the end of this one, on the device's clock."""
     tokens: int = 0
     """All tokens trained on up to the end of this step."""
+    val_bpb: float | None = None
+    """Of the validation that followed this step, where one did."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -48,6 +49,7 @@ from parbank.training.inductor import compile_model, find_compiler, wants_induct
 from parbank.training.passes import Passes
 from parbank.training.telemetry import Reading, Telemetry
 from parbank.training.threads import Threads
+from parbank.training.validation import Validator
 
 Report = Callable[[Reading], None]
 
@@ -97,6 +99,7 @@ class Trainer:
         self.clock = Clock()
         self.budget = Budget(config.budget, config.batch.batch_tokens, self.clock)
         self.telemetry = Telemetry(runtime.device)
+        self.validator = Validator(config, self.model, self.averages, dataset, runtime)
         self.threads = threads or Threads(torch.get_num_threads(), measures=False)
         self.step = 0
         self.skipped = 0
@@ -107,6 +110,7 @@ class Trainer:
         self._tried_to_compile = False
         self._skipping = False  # the last step seen was skipped
         self._stuck = False  # too many in a row were
+        self._validates = False  # after the step in hand
         self._last_save = time.monotonic()
 
     def train(self, report: Report = lambda reading: None) -> None:
@@ -115,6 +119,7 @@ class Trainer:
         self.threads.look(least_seconds=0.5)
         self.telemetry.restart()
         self.clock.start()
+        self.validator.start(self.step, self.clock.seconds())
         suspended, built = suspended_seconds(), count_lookups().built
         self._last_save = time.monotonic()
         while (spent := self._agree_to_go_on()) is not None:
@@ -123,7 +128,7 @@ class Trainer:
             self._update_weights(share)
             self._record(loss, share)
             self.step += 1
-            self._report(self.telemetry.collect(wait=self._must_look()), report)
+            self._report(self._collect(), report)
             self.threads.look()
         self._report(self.telemetry.collect(drain=True), report)
         self.runtime.synchronize()
@@ -181,6 +186,8 @@ class Trainer:
                 self._schedule(0.0)
                 self._accumulate_gradients(stage)
                 self._update_weights(1.0)
+        if self.validator.is_on:
+            self.validator.measure()
         self.load_state_dict(before)
         self.runtime.synchronize()
 
@@ -199,14 +206,28 @@ class Trainer:
         over = self._stuck or not self.budget.allows(self.step, pending)
         minutes = self.config.train.checkpoint_minutes
         due = may_save and minutes > 0 and time.monotonic() - self._last_save > 60 * minutes
-        spent, over_any, signalled, save = self.runtime.agree(
-            [self.budget.spent(self.step, pending), float(over), float(self.stop_signal), float(due)]
+        left = self.budget.seconds_left(self.step) if self.budget.limit is not None else math.inf
+        validates = self.validator.is_due(self.step + 1, self.clock.seconds(), left)
+        spent, over_any, signalled, save, validates_any = self.runtime.agree(
+            [self.budget.spent(self.step, pending), float(over), float(self.stop_signal), float(due), float(validates)]
         )
-        self.stop_signal = int(signalled)
+        self.stop_signal, self._validates = int(signalled), bool(validates_any)
         if save and not over_any and not any(self.runtime.agree([float(not self._is_healthy())])):
             self.try_to_save()
             return self._agree_to_go_on(may_save=False)  # saving took time, too
         return None if over_any or signalled else spent
+
+    def _collect(self) -> list[Reading]:
+        """The steps that have finished. A validation ends with no step in flight, and its time is no step's."""
+        if not self._validates:
+            return self.telemetry.collect(wait=self._must_look())
+        readings = self.telemetry.collect(drain=True)
+        if self.fake is not None:
+            self.fake.turn(False)  # the next step sets it again
+        found = self.validator.measure()
+        self.validator.start(self.step, self.clock.seconds())
+        self.telemetry.restart()
+        return [*readings[:-1], replace(readings[-1], val_bpb=found)]
 
     def _must_look(self) -> bool:
         """Log steps wait for the device. So does the second step: the clock needs one measured step before it allows

@@ -52,7 +52,7 @@ def warm_up(config: RunConfig, runtime: Runtime, say: Say) -> Warmed | None:
         )
         return None
     say(f"compiling the training step of {config.recipe} for {runtime.device}; the first time takes a minute or more")
-    config = override(config, f"train.warmup_steps={STEPS}")
+    config = override(config, f"train.warmup_steps={STEPS}", "train.validate_every=off")
     began = time.perf_counter()
     trainer = Trainer(config, runtime, random_data(config, config.batch.batch_tokens), compile_folder())
     try:

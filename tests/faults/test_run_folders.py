@@ -111,7 +111,8 @@ def test_the_second_run_is_told_of_the_first_and_a_kill_frees_the_folder(text_sp
         said = third.communicate(timeout=120)[0]
     assert third.returncode == 0, said
     assert {path.name for path in out.iterdir()} == {
-        "config.json", "metrics.jsonl", "tensorboard", "checkpoint", "model.pbk", "summary.json",
+        "config.json", "metrics.jsonl", "tensorboard", "checkpoint", "model.pbk", "details.json", "summary.json",
+        "report.html",
     }  # fmt: skip
     assert json.loads((out / "summary.json").read_text())["steps"] == 2
 

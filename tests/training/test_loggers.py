@@ -153,3 +153,21 @@ def test_an_unknown_logger_is_refused_with_the_choices() -> None:
         ConfigError, match=r"train\.loggers must be one of jsonl, tensorboard, got 'tensorbord'; did you"
     ):
         override(get_recipe("nano"), 'train.loggers=["tensorbord"]')
+
+
+def test_tensorboard_has_the_samples_and_the_histogram_of_bits(tmp_path: Path) -> None:
+    logger = LOGGERS["tensorboard"](tmp_path, resume_step=0)
+    logger.write(row(3))
+    samples = [{"prompt": "", "text": "<b>one</b>\ntwo"}, {"prompt": "The", "text": " sea"}]
+    logger.write_details(3, {"samples": samples, "bits_histogram": {"width": 0.5, "counts": [4, 0, 2]}})
+    logger.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations inside tensorboard
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        texts = [found.Tensors(f"sample/{n}/text_summary")[0].tensor_proto.string_val[0] for n in (0, 1)]
+        assert texts == [b"    <b>one</b>\n    two", b"    The sea"]
+        histogram = found.Histograms("bits_of_a_token")[0]
+    assert histogram.step == 3
+    assert (histogram.histogram_value.num, histogram.histogram_value.max) == (6, 1.5)

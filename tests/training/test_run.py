@@ -66,7 +66,7 @@ def finished(text_spec: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 def test_the_folder_holds_everything(finished: tuple[Path, Result], text_spec: str) -> None:
     out, result = finished
     assert {path.name for path in out.iterdir()} == {
-        "config.json", "metrics.jsonl", "tensorboard", "checkpoint", "model.pbk", "summary.json",
+        "config.json", "metrics.jsonl", "tensorboard", "checkpoint", "model.pbk", "details.json", "summary.json",
     }  # fmt: skip
     assert list((out / "tensorboard").glob("events.out.tfevents.*"))
     assert [path.name for path in list_checkpoints(out / "checkpoint")] == [f"step_{STEPS:08d}.pt"]

@@ -21,8 +21,11 @@ class Logger(Protocol):
     def write(self, row: Row) -> None:
         """Writes one row: "step", and numbers by name. A non-finite number is None."""
 
+    def write_details(self, step: int, details: dict[str, Any]) -> None:
+        """Writes what it can show of details.json, such as samples, when the run is scored. `step` is the last one."""
+
     def close(self) -> None:
-        """Training has ended."""
+        """The run has ended, or stopped."""
 
 
 LOGGERS: dict[str, type[Logger]] = {

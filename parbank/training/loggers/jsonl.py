@@ -19,6 +19,9 @@ class JsonlLogger:
     def write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
 
+    def write_details(self, step: int, details: dict[str, Any]) -> None:
+        """Nothing: details.json lies beside the rows."""
+
     def close(self) -> None:
         self._file.close()
 

@@ -40,12 +40,50 @@ class TensorBoardLogger:
     def write(self, row: dict[str, Any]) -> None:
         for name, value in row.items():
             if name != "step" and value is not None:
-                scalar = self._summary.Value(tag=name, simple_value=float(value))
-                self._write(step=row["step"], summary=self._summary(value=[scalar]))
+                self._add(row["step"], tag=name, simple_value=float(value))
         self._file.flush()
+
+    def write_details(self, step: int, details: dict[str, Any]) -> None:
+        """Samples as texts, and the histogram of the bits that tokens take."""
+        for number, sample in enumerate(details.get("samples", ())):
+            text = _make_text(sample["prompt"] + sample["text"])
+            self._add(step, tag=f"sample/{number}/text_summary", **text)
+        if found := details.get("bits_histogram"):
+            self._add(step, tag="bits_of_a_token", histo=_make_histogram(found["counts"], found["width"]))
+        self._file.flush()
+
+    def _add(self, step: int, **fields: Any) -> None:
+        self._write(step=step, summary=self._summary(value=[self._summary.Value(**fields)]))
 
     def close(self) -> None:
         self._file.close()
 
     def _write(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+
+
+def _make_text(text: str) -> dict[str, Any]:
+    """The fields of a text, as a block of code: TensorBoard reads texts as Markdown."""
+    from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+    block = "\n".join(f"    {line}" for line in text.splitlines())
+    about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    return {"metadata": about, "tensor": TensorProto(dtype=DT_STRING, string_val=[block.encode("utf-8", "replace")])}
+
+
+def _make_histogram(counts: list[int], width: float) -> Any:
+    """Bins of equal width from 0 on, with sums as if values lay in the middle of their bins."""
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
+    middles = [width * (n + 0.5) for n in range(len(counts))]
+    return HistogramProto(
+        min=0.0,
+        max=width * len(counts),
+        num=sum(counts),
+        sum=sum(n * x for n, x in zip(counts, middles)),
+        sum_squares=sum(n * x * x for n, x in zip(counts, middles)),
+        bucket_limit=[width * (n + 1) for n in range(len(counts))],
+        bucket=counts,
+    )

@@ -1,0 +1,49 @@
+"""details.json: what a page shows of a run beyond its summary. It is a side matter: a run ends well without it."""
+
+import os
+import subprocess
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import parbank
+from parbank.cores import count_cores
+
+FORMAT = 1
+
+
+def describe_place() -> dict[str, Any]:
+    """When, on which machine, and by which commit of parbank, where it runs from a checkout."""
+    return {
+        "format": FORMAT,
+        "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _find_commit(),
+        "machine": {"processor": _find_processor(), "cores": count_cores(), "memory": _find_memory()},
+    }
+
+
+def _find_commit() -> str | None:
+    root = Path(parbank.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
+    return None
+
+
+def _find_processor() -> str | None:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return None
+
+
+def _find_memory() -> int | None:
+    with suppress(ValueError, OSError, AttributeError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
