@@ -33,7 +33,7 @@ class Examined:
 
     score: Score
     details: dict[str, Any] = field(default_factory=dict)
-    """Empty on all ranks but the first."""
+    """Empty on all ranks but the first, and where none were asked for."""
 
 
 def examine(
@@ -43,13 +43,14 @@ def examine(
     *,
     context: int,
     runtime: Runtime,
+    detailed: bool = True,
     progress: Progress = silent,
     say: Callable[[str], None] = lambda line: None,
 ) -> Examined:
     """The score of `score_chunked`, to the last bit, and its details. Details may fail without failing the score."""
     scored = score_windows(model, tokens, context=context, stride=max(1, context), runtime=runtime, progress=progress)
     score = scored.total(tokenizer)
-    if not runtime.is_main:
+    if not (detailed and runtime.is_main):
         return Examined(score)
     details: dict[str, Any] = {"samples": write_samples(model, tokenizer, scored.tokens, context)}
     try:
@@ -122,5 +123,6 @@ def write_samples(model: GPT, tokenizer: Tokenizer, tokens: np.ndarray, context:
     found = [{"prompt": "", "text": sample_text(model, tokenizer, tokens=SAMPLE_TOKENS, context=context)}]
     if len(prompt):
         more = sample_tokens(model, tokenizer, prompt, tokens=SAMPLE_TOKENS, context=context)
-        found.append({"prompt": tokenizer.decode(prompt), "text": "".join(write_text(tokenizer, prompt, more))})
+        given = tokenizer.decode_bytes(prompt).decode("utf-8", errors="replace")
+        found.append({"prompt": given, "text": "".join(write_text(tokenizer, prompt, more))})
     return found

@@ -21,8 +21,6 @@ from parbank.data.sources import absolute_spec
 from parbank.errors import ConfigError, DataError
 from parbank.eval.compression import compressor_bpb
 from parbank.eval.details import Examined, examine
-from parbank.eval.score import Score
-from parbank.eval.windows import score_chunked
 from parbank.files import write_file, write_json
 from parbank.gpu import other_processes
 from parbank.runtime import Runtime
@@ -166,7 +164,7 @@ def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display,
     with ThreadPoolExecutor(1) as aside, trainer.averages.applied():
         text = dataset.val_text() if runtime.is_main else b""
         compressed = aside.submit(compressor_bpb, text) if runtime.is_main else None
-        before = _score(trainer, display, "scoring")
+        before = _examine(trainer, display, "scoring").score
         laps.end("scoring")
         display.say(f"val bpb {before.bpb:.4f} before packing; packing")
         path = trainer.out / "model.pbk"
@@ -180,7 +178,7 @@ def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display,
         for parameter in trainer.model.parameters():
             runtime.broadcast(parameter.data)
         laps.end("packing")
-        after = _examine(trainer, display)
+        after = _examine(trainer, display, "scoring the packed model, and writing samples", detailed=True)
         laps.end("scoring the packed model")
         summary = summarise(trainer, before, after.score, setup.seconds, wait_seconds)
         if packed is not None and compressed is not None:
@@ -245,26 +243,15 @@ def _fit_data(config: RunConfig, dataset: Dataset) -> RunConfig:
     return override(config, f"model.bos_id={tokenizer.bos_id}")
 
 
-def _examine(trainer: Trainer, display: Display) -> Examined:
-    with display.progress("scoring the packed model, and writing samples") as progress:
+def _examine(trainer: Trainer, display: Display, title: str, *, detailed: bool = False) -> Examined:
+    with display.progress(title) as progress:
         return examine(
             trainer.model,
             trainer.dataset.val,
             trainer.dataset.tokenizer,
             context=trainer.config.batch.sequence_length,
             runtime=trainer.runtime,
+            detailed=detailed,
             progress=progress,
             say=display.say,
-        )
-
-
-def _score(trainer: Trainer, display: Display, title: str) -> Score:
-    with display.progress(title) as progress:
-        return score_chunked(
-            trainer.model,
-            trainer.dataset.val,
-            trainer.dataset.tokenizer,
-            context=trainer.config.batch.sequence_length,
-            runtime=trainer.runtime,
-            progress=progress,
         )

@@ -18,6 +18,11 @@ from parbank.runtime import Runtime
 PLACE = Runtime(device=torch.device("cpu"))
 
 
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parbank.eval.details.SAMPLE_TOKENS", 8)
+
+
 @pytest.fixture(scope="module")
 def dataset(text_spec: str) -> Dataset:
     return open_dataset(text_spec, vocab_size=320, say=lambda line: None)
