@@ -10,11 +10,10 @@ the clock.
 
 import copy
 import math
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -47,6 +46,7 @@ from parbank.training.config import RunConfig, Stage
 from parbank.training.groups import parameter_groups
 from parbank.training.inductor import compile_model, find_compiler, wants_inductor
 from parbank.training.passes import Passes
+from parbank.training.signals import watch_signals
 from parbank.training.telemetry import Reading, Telemetry
 from parbank.training.threads import Threads
 from parbank.training.validation import Validator
@@ -484,27 +484,6 @@ class Trainer:
             order=batch.order,
         )
 
-    @contextmanager
-    def watch_signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and a closed terminal end training after the current step. A second signal acts at once, as by
-        default."""
-
-        def note(number: int, frame: object) -> None:
-            self.stop_signal = number
-            for one, handler in previous.items():
-                signal.signal(one, handler)
-
-        watched = [signal.SIGINT, signal.SIGTERM]
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
-            watched.append(signal.SIGHUP)
-        previous = {number: signal.getsignal(number) for number in watched}
-        try:
-            for number in previous:
-                signal.signal(number, note)
-        except ValueError:  # not the main thread: signals go to another thread
-            previous = {}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def watch_signals(self) -> AbstractContextManager[None]:
+        """Ctrl-C, SIGTERM and a closed terminal end training after the current step."""
+        return watch_signals(lambda number: setattr(self, "stop_signal", number))
