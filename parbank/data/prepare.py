@@ -123,7 +123,7 @@ def _clear_up(folder: Path) -> None:
             suppress(OSError, FileError),
             locked(_lock(folder), folder),
         ):  # another process may hold it, and then clears up
-            _sweep(folder.parent, _mark(folder), folder)
+            _sweep(folder, folder)
 
 
 def matching_manifest(corpus: Corpus, folder: Path, *, vocab_size: int) -> dict[str, Any] | None:
@@ -358,7 +358,7 @@ def _building(folder: Path, key: dict[str, Any], say: Say) -> Iterator[Path]:
     try:
         if not _take_over(folder.parent, mark, place, key):
             place.mkdir()
-        _sweep(folder.parent, mark, place)
+        _sweep(folder, place)
         yield place
         _take_place(place, folder)
     except (KeyboardInterrupt, SystemExit):
@@ -400,7 +400,11 @@ def _take_place(place: Path, folder: Path) -> None:
             raise
         old = place.with_name(f"{place.name}{_OLD}")
         os.rename(folder, old)
-        os.rename(place, folder)
+        try:
+            os.rename(place, folder)
+        except BaseException:
+            os.rename(old, folder)
+            raise
         _remove_prepared(old)
     sync_folder(folder.parent)
 
@@ -421,14 +425,20 @@ def _written_files(folder: Path) -> list[Path]:
     return [folder / name for name in (*listed_files(manifest), MANIFEST)]
 
 
-def _sweep(parent: Path, mark: str, own: Path) -> None:
-    """Deletes temporary folders of killed preparations on this machine."""
-    for place in parent.glob(f"{mark}{socket.gethostname()}-*"):
+def _sweep(folder: Path, own: Path) -> None:
+    """Deletes temporary folders of killed preparations on this machine.
+
+    An old folder that was moved away comes back if the new one had not taken its place.
+    """
+    mark = _mark(folder)
+    for place in folder.parent.glob(f"{mark}{socket.gethostname()}-*"):
         if place != own and _is_left(place, mark):
-            if place.name.endswith(_OLD):
+            if not place.name.endswith(_OLD):
+                shutil.rmtree(place, ignore_errors=True)
+            elif folder.exists():
                 _remove_prepared(place)
             else:
-                shutil.rmtree(place, ignore_errors=True)
+                os.rename(place, folder)
 
 
 def _check_place(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """A folder of prepared data: only files of its manifest are replaced, and what is read is what was written."""
 
+import errno
 import json
 import os
 import subprocess
@@ -56,6 +57,42 @@ def test_a_users_file_stops_a_replacement_and_stays(text: Path, tmp_path: Path) 
     (out / "thesis.txt").unlink()
     prepare(text, out, vocab=310)
     assert describe(out)["vocab_size"] == 310
+
+
+def test_a_folder_that_cannot_be_replaced_stays(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, rename, calls = tmp_path / "out", os.rename, []
+    prepare(text, out)
+    before = contents(out)
+
+    def fail_to_take_the_place(source: Path, target: Path) -> None:
+        calls.append(target)
+        if calls.count(out) == 2:  # the first finds the old folder there, and the old one is moved away
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_to_take_the_place)
+    with pytest.raises(DataError, match=r"cannot write to .*Read-only file system"):
+        prepare(text, out, vocab=310)
+    assert contents(out) == before
+    assert [path.name for path in tmp_path.iterdir() if path.name not in ("in", "out")] == []
+
+
+def test_a_folder_comes_back_after_a_kill_while_it_was_replaced(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(text, out)
+    before = contents(out)
+    code = (
+        "import os, sys; from pathlib import Path; from parbank.data.prepare import prepare_text\n"
+        "rename, out = os.rename, Path(sys.argv[2])\n"
+        "os.rename = lambda a, b: rename(a, b) if out.exists() else os._exit(9)\n"
+        "prepare_text([sys.argv[1]], out, vocab_size=310, say=print)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(text), str(out)], capture_output=True, check=False)
+    assert killed.returncode == 9
+    assert not out.exists()
+    with pytest.raises(DataError, match="vocab"):
+        prepare(text, out, vocab=60_000)  # fails after it has looked for what was left
+    assert contents(out) == before
 
 
 def test_replaced_tokens_are_refused_and_made_again(text: Path, tmp_path: Path) -> None:
