@@ -179,8 +179,7 @@ class GraphedStep:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._forget_zeroed()
         self.obstacle = self._find_obstacle(params)
-        if not self.active:
-            self._recorded = None
+        if not self.active:  # a graph outlives an obstacle: the next step without one replays it
             pilot.steps += 1
             optimizer.run()
             return

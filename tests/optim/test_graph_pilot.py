@@ -260,11 +260,15 @@ def test_says_what_it_did() -> None:
     assert "cuda_graph: auto" in repr(copy.deepcopy(plain))
 
 
-def test_a_grad_scaler_runs_without_a_graph() -> None:
+def test_a_grad_scaler_runs_without_a_graph_and_a_graph_outlives_it() -> None:
     optimizer, params = _make(True)
+    _train(optimizer, params, CHANGES["nothing"][0], False, steps=5)
     optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
     _train(optimizer, params, CHANGES["nothing"][0], False, steps=5)
     assert "now without a graph: a GradScaler" in repr(optimizer)
+    del optimizer.found_inf  # type: ignore[attr-defined]
+    _train(optimizer, params, CHANGES["nothing"][0], False, steps=5)
+    assert "(1 captures, 8 of 15 steps replayed)" in repr(optimizer)
 
 
 def test_refuses_other_words() -> None:
