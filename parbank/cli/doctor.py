@@ -196,6 +196,7 @@ def _extras() -> Finding:
         "safetensors": "export and import",
         "zstandard": ".zst files",
         "tensorboard": "training curves",
+        "uvicorn": "parbank serve and watch",
     } | {source.package: f"--data {source.name}" for source in SOURCES.values() if source.package}
     missing = []
     for package, use in uses.items():

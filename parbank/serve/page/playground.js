@@ -56,7 +56,7 @@ async function* stream(path, body, signal) {
   const answer = await fetch(path, {
     method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal,
   });
-  if (!answer.ok) throw new Error((await answer.json()).error);
+  if (!answer.ok) throw await readError(answer);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
@@ -70,6 +70,11 @@ async function* stream(path, body, signal) {
       yield item;
     }
   }
+}
+
+async function readError(answer) {
+  const found = await answer.json().catch(() => ({}));
+  return new Error(found.error || `The server answered ${answer.status} ${answer.statusText}; try again.`);
 }
 
 const describe = (error) => (error instanceof TypeError ? "The server does not answer; start it again." : error.message);
@@ -392,15 +397,14 @@ async function measure() {
     measuring.end(signal, signal.aborted ? "Stopped." : `Measured in ${number((performance.now() - began) / 1000, 1)} s.`);
   } catch (error) {
     measuring.end(signal, signal.aborted ? "Stopped." : describe(error), !signal.aborted);
-    measuring.control === null || signal.aborted || measuring.cancel();
+    if (!signal.aborted) measuring.cancel(); // the requests for other models
   }
 }
 
 async function compress(text, signal) {
   const answer = await fetch("api/compressors", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ text }), signal });
-  const found = await answer.json();
-  if (!answer.ok) throw new Error(found.error);
-  return found;
+  if (!answer.ok) throw await readError(answer);
+  return answer.json();
 }
 
 // ---- the page: what it keeps over a reload, and its controls ----
@@ -507,9 +511,8 @@ async function start() {
   setUp();
   try {
     const answer = await fetch("api/models");
-    const found = await answer.json();
-    if (!answer.ok) throw new Error(found.error);
-    ({ models, limits } = found);
+    if (!answer.ok) throw await readError(answer);
+    ({ models, limits } = await answer.json());
     showModels();
     restore();
     for (const id of ["temperature", "top-p"]) find(id).dispatchEvent(new Event("input"));
