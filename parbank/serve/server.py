@@ -7,6 +7,7 @@ A web page from anywhere can send requests to programs on your machine. So every
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 import sys
 import webbrowser
@@ -74,22 +75,19 @@ class Address:
     def allows(self, host: str) -> bool:
         """Whether a request with this `Host` is meant for this server.
 
-        Beyond loopback, any IP address is allowed: DNS rebinding needs a name.
+        The name decides. The port may be that of a tunnel, such as `ssh -L`, or of a proxy. Beyond loopback, any IP
+        address is allowed: DNS rebinding needs a name.
         """
-        name, port = split_host(host)
-        if port != self.port:
-            return name in self.names  # a proxy has a port of its own
+        name = read_name(host)
         if name in {"localhost", "127.0.0.1", "::1", self.host, *self.names}:
             return True
         return not self.is_loopback and (_is_ip(name) or name == socket.gethostname().lower())
 
 
-def split_host(host: str) -> tuple[str, int]:
-    """Name and port of a `Host` header."""
-    name, separator, port = host.strip().lower().rpartition(":")
-    if not separator or "]" in port:
-        name, port = host.strip().lower(), "80"
-    return name.strip("[]"), int(port) if port.isdecimal() and len(port) <= 5 else -1
+def read_name(host: str) -> str:
+    """The name in a `Host` header, without the port and the brackets of IPv6."""
+    found = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:\d{1,5})?", host.strip().lower())
+    return found[1].strip("[]") if found else ""
 
 
 def _is_ip(name: str) -> bool:

@@ -11,7 +11,7 @@ from parbank.errors import ConfigError
 from parbank.serve import check_installed
 from parbank.serve.player import Player
 from parbank.serve.playground import MOST_BODY, MOST_TEXT
-from parbank.serve.server import Address, join_names, listen, split_host
+from parbank.serve.server import Address, join_names, listen, read_name
 from parbank.serve.worker import Item
 from tests.serve.site import Site, open_site
 
@@ -19,18 +19,26 @@ SETTINGS = {"model": 0, "prompt": "The sea", "tokens": 5, "temperature": 0.8, "t
 
 
 @pytest.mark.parametrize(
-    ("host", "found"),
-    [("localhost:80", ("localhost", 80)), ("[::1]:8417", ("::1", 8417)), ("[::1]", ("::1", 80)), ("A.b", ("a.b", 80))],
+    ("host", "name"),
+    [
+        ("localhost:80", "localhost"),
+        ("[::1]:8417", "::1"),
+        ("[::1]", "::1"),
+        ("A.b", "a.b"),
+        ("::1", ""),
+        ("localhost:x", ""),
+        ("a@localhost:1]", ""),
+    ],
 )
-def test_host_headers_are_split(host: str, found: tuple[str, int]) -> None:
-    assert split_host(host) == found
+def test_a_host_header_has_a_name(host: str, name: str) -> None:
+    assert read_name(host) == name
 
 
 def test_loopback_answers_to_its_own_names_alone() -> None:
     address = Address(port=8417)
-    for host in ("127.0.0.1:8417", "localhost:8417", "LOCALHOST:8417", "[::1]:8417"):
+    for host in ("127.0.0.1:8417", "localhost:8417", "LOCALHOST:8417", "[::1]:8417", "localhost:9000"):
         assert address.allows(host)
-    for host in ("", "evil.example:8417", "192.168.1.2:8417", "127.0.0.1:9", "127.0.0.1", "localhost:8417x"):
+    for host in ("", "evil.example:8417", "192.168.1.2:8417", "localhost:8417x", "localhost.evil.example:8417"):
         assert not address.allows(host)
 
 
