@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -268,3 +269,15 @@ def test_a_header_of_nonsense_is_refused(loaded: LoadedModel, tmp_path: Path) ->
         write_header(file, Header(model="m", context=0, made_with={}, files=[]))
     with pytest.raises(ArtifactError, match="its header cannot be read"):
         decompress(path, loaded, tmp_path / "back")
+
+
+@pytest.mark.gpu
+def test_a_gpu_decodes_its_own_file(loaded: LoadedModel, some_text: bytes, tmp_path: Path) -> None:
+    """Steps are replayed as a graph there, and the second block takes the graph of the first."""
+    there = replace(loaded, model=make_model().cuda())
+    coder, tokens = Coder(there.model, CONTEXT), loaded.tokenizer.encode(some_text.decode())
+    for _ in range(2):
+        coded, bits = coder.encode(tokens, 16)
+        assert 0 <= 8 * len(coded) - bits <= 64 + 0.002 * bits
+        assert coder.decode(coded, len(tokens), 16).tolist() == tokens.tolist()
+    assert round_trip(there, [some_text, b"", b"\xff"], tmp_path, 16) == [some_text, b"", b"\xff"]

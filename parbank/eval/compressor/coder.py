@@ -54,33 +54,35 @@ class Coder:
     def encode(self, tokens: np.ndarray, lanes: int, step: Step = lambda done: None) -> tuple[bytes, float]:
         """The coded tokens, and the bits that the model's own probabilities give them."""
         queue, family = _load()
-        coder, nats = queue.RangeEncoder(), 0.0
-        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
+        coder, nats = queue.RangeEncoder(), torch.zeros((), dtype=torch.float64, device=self.device)
+        table = np.full((-(-len(tokens) // lanes), lanes), self._bos, np.int32)
+        for row, (rows, places) in zip(table, _walk(len(tokens), lanes)):
+            row[:rows] = tokens[places]
+        known = torch.from_numpy(table).to(self.device).long()
         with self._running(lanes) as steps:
             previous = torch.full((lanes,), self._bos, device=self.device)
-            for rows, places in _walk(len(tokens), lanes):
+            for number, (rows, _) in enumerate(_walk(len(tokens), lanes)):
                 weights, logits, normaliser = steps.take(previous)
-                known = ids[places]
-                if rows < lanes:  # some lanes have ended: their rows are computed and not coded
-                    weights, logits, normaliser = weights[:rows], logits[:rows], normaliser[:rows]
-                nats += float((normaliser - logits.gather(1, known[:, None])[:, 0]).double().sum())
-                coder.encode(known.cpu().numpy().astype(np.int32), family, weights.cpu().numpy())
-                previous[:rows] = known
+                previous = known[number]
+                own = normaliser - logits.gather(1, previous[:, None])[:, 0]
+                nats += own[:rows].double().sum()  # where lanes have ended, their rows are computed and not coded
+                coder.encode(table[number, :rows], family, weights[:rows].cpu().numpy())
                 step(rows)
-        return coder.get_compressed().astype("<u4").tobytes(), nats / np.log(2)
+        return coder.get_compressed().astype("<u4").tobytes(), float(nats) / np.log(2)
 
     def decode(self, coded: bytes, count: int, lanes: int, step: Step = lambda done: None) -> np.ndarray:
         """`count` tokens. From damaged bytes it gives other tokens: check them."""
         queue, family = _load()
         coder = queue.RangeDecoder(np.frombuffer(coded, "<u4").astype(np.uint32))
-        found = np.zeros(count, np.uint16)
+        found, held = np.zeros(count, np.uint16), np.full(lanes, self._bos, np.int64)
         with self._running(lanes) as steps:
             previous = torch.full((lanes,), self._bos, device=self.device)
             for rows, places in _walk(count, lanes):
                 weights, _, _ = steps.take(previous)
                 symbols = coder.decode(family, weights[:rows].cpu().numpy())
                 found[places] = symbols
-                previous[:rows] = torch.from_numpy(symbols.astype(np.int64)).to(self.device)
+                held[:rows] = symbols
+                previous = torch.from_numpy(held).to(self.device)
                 step(rows)
         return found
 

@@ -15,7 +15,7 @@ import torch
 from parbank import __version__
 from parbank.artifact.load import LoadedModel
 from parbank.ops.backend import active_backend
-from parbank.precision import autocast
+from parbank.precision import scoring_precision
 
 
 def hash_model(loaded: LoadedModel) -> str:
@@ -30,9 +30,8 @@ def hash_model(loaded: LoadedModel) -> str:
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Everything here that may change a last digit."""
-    with autocast(device):
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
-    about = {"parbank": __version__, "torch": torch.__version__, "ops": active_backend(), "dtype": str(dtype)[6:]}
+    versions = {"parbank": __version__, "torch": torch.__version__}
+    about = versions | {"ops": active_backend(), "dtype": scoring_precision(device)}
     if device.type == "cuda":
         return about | {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     return about | {
