@@ -43,7 +43,7 @@ _TEXT_PER_TOKEN = 250  # bytes of text for each token of a vocabulary, at least:
 MARGIN = 0.05
 """Bits per byte, for each factor of e by which a model is smaller or larger than those of the runs: a law is worth less
 there. It depends on neither minutes nor bytes, so that more of them is still never worse."""
-_BEYOND = 4.0  # how far beyond the runs' own sizes a model may go, as a factor
+_BEYOND = 4.0  # how far beyond the runs' own sizes a model may go, as a factor; twice as far down, for small caps
 _DECAY_STEPS = (
     20  # the averages of `demo` and `sprint` (0.98 in 1,000 steps) and of `golf` (0.997 in 7,000): 2% or less
 )
@@ -146,7 +146,7 @@ def make_grid(request: Request, machine: Machine, laws: Laws) -> Grid:
             model = make_model(layers, width, vocab, fixed)
             if model is None:
                 continue
-            inside = low / _BEYOND <= count_parameters(model).matrices <= high * _BEYOND
+            inside = low / _BEYOND**2 <= count_parameters(model).matrices <= high * _BEYOND
             if inside or "model.layers" in fixed or "model.width" in fixed:
                 models.append(model)
     batches = _batches(fixed, machine.ranks, text)

@@ -36,9 +36,14 @@ from parbank.plan.studies import read_study_rows
 Row = dict[str, Any]
 # Bytes of text below which a run is left out: a model learns some ten documents by heart, and no law of ours says how well.
 LEAST_TEXT = 500_000
+LEAST_STEPS = 64  # of a run that counts: a shorter one has hardly a schedule
 RUNS = (DATA / "runs.json", DATA / "packing.json")
 # The scatter to expect about a law with so few parameters; seeds alone differ by less (0.0007 on a GPU, 0.003 on short runs).
 SCATTER = 0.01
+# A run of so many steps counts with twice that scatter, a shorter one with more: early losses do not rank models.
+SHORT_STEPS = 300
+# Runs of so many steps say which sizes of models were tried in earnest.
+LONG_STEPS = 500
 # How far a text's score is from what xz says of it, as a logarithm: the factors that the fit finds lie within 0.1 of 1.
 TEXT_SPREAD = 0.08
 # A deviation of residuals from less runs than this would be luck.
@@ -60,9 +65,11 @@ def read_rows(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
                 f"cannot read runs from {path}: {error}; give a JSON list, JSON lines, or the folder of a study"
             ) from error
     scores = [row for row in rows if "bpb" in row and not row.get("extra")]
-    scores = [row for row in scores if row.get("text_bytes", LEAST_TEXT) >= LEAST_TEXT]
+    scores = [
+        row for row in scores if row.get("text_bytes", LEAST_TEXT) >= LEAST_TEXT and row.get("steps", 0) >= LEAST_STEPS
+    ]
     for row in scores:
-        if lacking := [name for name in (*FIELDS, "key", "scored") if name not in row]:
+        if lacking := [name for name in (*FIELDS, "key", "scored", "steps") if name not in row]:
             raise ConfigError(
                 f"the run {row.get('key', row)} lacks {', '.join(lacking)}; benchmarks/plan_runs.py writes them"
             )
@@ -81,6 +88,7 @@ def fit_score(rows: Sequence[Row], scatter: float = SCATTER) -> tuple[Array, Arr
     """
     cases, measured = make_cases(rows), np.array([row["bpb"] for row in rows])
     names = sorted({row["scored"] for row in rows})
+    errors_expected = scatter * (1 + SHORT_STEPS / (cases.tokens / cases.batch_tokens))
     own = np.array([names.index(row["scored"]) for row in rows])
     mean, width = (np.array(column) for column in zip(*PRIORS.values()))
     mean = np.concatenate([mean, np.zeros(len(names))])
@@ -91,7 +99,7 @@ def fit_score(rows: Sequence[Row], scatter: float = SCATTER) -> tuple[Array, Arr
         return found
 
     def errors(log: Array) -> Array:
-        return np.concatenate([(predict(log) - measured) / scatter, (log - mean) / width])
+        return np.concatenate([(predict(log) - measured) / errors_expected, (log - mean) / width])
 
     at, damping = mean.copy(), 1.0
     now = errors(at)
@@ -143,6 +151,8 @@ def fit(rows: Sequence[Row], packing_rows: Sequence[Row]) -> tuple[dict[str, Any
     cases = make_cases(rows)
     epochs = cases.tokens * cases.bytes_per_token / cases.text_bytes
     ranges = {name: [float(getattr(cases, name).min()), float(getattr(cases, name).max())] for name in FIELDS}
+    tried = [row["matrices"] for row in rows if row["steps"] >= LONG_STEPS] or [row["matrices"] for row in rows]
+    ranges["matrices"] = [float(min(tried)), float(max(tried))]
     bits = [row["bits_per_weight"] for row in packing_rows]
     values = {
         "parameters": {name: float(value) for name, value in zip(NAMES, np.exp(log))},

@@ -31,11 +31,12 @@ FIT = DATA / "fit.json"
 
 # Every parameter of the score as a log of a positive number: its prior mean and deviation. Exponents start from Hoffmann
 # et al. (alpha 0.34, beta 0.28), and so does A: theirs is 0.28 of B at a million parameters and a megabyte. R is that of
-# Muennighoff et al. (15). The others are wide.
+# Muennighoff et al. (15). A and alpha are narrow: runs of a few hundred steps, as on a CPU, cannot show what a larger model
+# would learn later, and would plan models that are too small. The others are wide.
 PRIORS: dict[str, tuple[float, float]] = {
     "E": (math.log(0.7), 0.3),
-    "A": (math.log(0.25), 0.3),
-    "alpha": (math.log(0.34), 0.3),
+    "A": (math.log(0.25), 0.15),
+    "alpha": (math.log(0.34), 0.1),
     "B": (math.log(0.6), 1.0),
     "beta": (math.log(0.28), 0.3),
     "C": (math.log(10.0), 1.5),

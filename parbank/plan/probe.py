@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from parbank.cores import LoadMeter, count_cores
 from parbank.files import default_cache, write_json
@@ -220,10 +221,12 @@ def _probe(place: Runtime, say: Callable[[str], None]) -> tuple[dict[str, Any], 
     """The rates, and whether nothing disturbed them."""
     say("probing this machine: some steps at a few shapes, once")
     meter = LoadMeter(count_cores()) if not place.is_cuda else None
+    # The other ranks do not probe: an optimizer of this rank alone must not wait for them.
+    alone = dist.new_group([place.rank], use_local_synchronization=True) if place.world > 1 else None
     timings, factors = [], [1.0]
     for model, length, tokens in shapes_of(place):
         for count in (tokens, 2 * tokens):
-            passes, update, memory = _time_step(place, model, length, count)
+            passes, update, memory = _time_step(place, model, length, count, alone)
             costs = Costs.of([model])
             features = [
                 float(x[0]) for x in step_features(costs, *(np.full(1, float(value)) for value in (length, count, 1)))
@@ -239,12 +242,15 @@ def _probe(place: Runtime, say: Callable[[str], None]) -> tuple[dict[str, Any], 
     return {"rates": fit_rates(timings), "memory_factor": max(factors)}, calm
 
 
-def _time_step(place: Runtime, model_config: ModelConfig, length: int, tokens: int) -> tuple[float, float, float]:
+def _time_step(
+    place: Runtime, model_config: ModelConfig, length: int, tokens: int, alone: Any
+) -> tuple[float, float, float]:
     """Seconds of forward and backward, seconds of the optimizer's step, and bytes of activations where the device says."""
     torch.manual_seed(0)
     model = GPT(model_config).to(place.device)
     optim = OptimConfig()
-    optimizer = ParallelMuon(parameter_groups(model, optim), max_norm=optim.clip, cuda_graph=place.is_cuda)
+    groups = parameter_groups(model, optim)
+    optimizer = ParallelMuon(groups, max_norm=optim.clip, process_group=alone, cuda_graph=place.is_cuda)
     precision = training_precision("auto", place.device)
     passes = Passes(model, model, place.device, 1, graph=True, precision=precision)
     batch = torch.randint(model_config.vocab_size, (max(1, tokens // length), length + 1), device=place.device)

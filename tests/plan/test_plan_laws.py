@@ -38,7 +38,7 @@ def test_a_fit_recovers_what_made_its_data() -> None:
     rng = np.random.default_rng(1)
     rows = []
     for index in range(60):
-        row = {**USUAL, "key": str(index), "text": "x", "scored": "x"}
+        row = {**USUAL, "key": str(index), "text": "x", "scored": "x", "steps": 1000}
         for name, low, high in (("matrices", 1e5, 3e7), ("tokens", 1e5, 2e8), ("batch_tokens", 512, 2e5), ("vocab", 512, 8192),
                                 ("text_bytes", 1e5, 1e9)):  # fmt: skip
             row[name] = float(low * (high / low) ** rng.random())
@@ -96,7 +96,7 @@ def test_parameters_are_counted_as_the_model_has_them(recipe: str, changes: dict
 
 
 def test_runs_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "runs.jsonl").write_text('{"key": "a", "bpb": 1.0}\n')
+    (tmp_path / "runs.jsonl").write_text('{"key": "a", "bpb": 1.0, "steps": 100}\n')
     with pytest.raises(ConfigError, match="the run a lacks matrices, vocab"):
         fitting.read_rows([tmp_path / "runs.jsonl"])
     (tmp_path / "runs.jsonl").write_text("{")
