@@ -13,11 +13,11 @@ from typing import Annotated
 import typer
 
 from parbank import __version__
-from parbank.cli import artifact, compress, data, eval, machine, plan, report, sample, serve, study, train
+from parbank.cli import artifact, compress, data, eval, machine, plan, report, runs, sample, serve, study, train
 from parbank.errors import ConfigError, ParbankError, is_out_of_memory
 
 # in the order of `parbank --help`
-GROUPS = (train, plan, eval, sample, compress, serve, report, artifact, data, study, machine)
+GROUPS = (train, plan, eval, sample, compress, serve, report, runs, artifact, data, study, machine)
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from parbank.config import to_dict
-from parbank.errors import ConfigError, ParbankError
-from parbank.recipes import get_recipe
+from parbank.errors import ConfigError
+from parbank.recipes import RECIPES, get_recipe
 from parbank.report.text import is_number
 
 Values = dict[str, Any]
@@ -52,14 +52,17 @@ class Record:
     def has(self, name: str) -> bool:
         return any(row.get(name) is not None for row in self.rows)
 
+    @property
+    def knows_recipe(self) -> bool:
+        """A planned run has none, and a later parbank may have others."""
+        return self.recipe in RECIPES
+
     @cached_property
     def changes(self) -> dict[str, tuple[Any, Any]]:
         """Settings that differ from the recipe's: (the recipe's, the run's)."""
-        try:
-            recipe = flatten(to_dict(get_recipe(self.recipe)))
-        except ParbankError:
+        if not self.knows_recipe:
             return {}
-        mine = flatten(self.config)
+        recipe, mine = flatten(to_dict(get_recipe(self.recipe))), flatten(self.config)
         return {k: (was, mine[k]) for k in mine if k in recipe and (was := _plain(recipe[k])) != mine[k]}
 
 

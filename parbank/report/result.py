@@ -131,7 +131,9 @@ def surprise_section(record: Record) -> Section:
     names = ("under 1 bit", *(f"{a} to {b}" for a, b in itertools.pairwise(SURPRISE)), f"{SURPRISE[-1]} and more")
     key = "".join(f'<li><span class="s{n}">&nbsp;text&nbsp;</span> {name}</li>' for n, name in enumerate(names))
     total = sum(bits)
-    size_ = sum(len(str(piece).encode("utf-8", "replace")) for piece in pieces)
+    size_ = (
+        found["bytes"] if is_number(found.get("bytes")) else len("".join(map(str, pieces)).encode("utf-8", "replace"))
+    )
     note = (
         f"The beginning of the validation text, each token shaded by its bits: {count(total)} bits for {count(size_)} bytes, "
         f"{number(total / max(1, size_))} bits per byte here."

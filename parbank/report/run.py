@@ -12,6 +12,7 @@ from parbank.report.text import count, date, duration, escape, is_number, number
 
 CLOCK = Axis(label="seconds of training")
 TOKENS = Axis(label="training tokens")
+NO_RECIPE = "The run follows no recipe of this parbank, so all its settings are its own."
 RATES = {
     "matrix_lr": "matrices",
     "embedding_lr": "embeddings",
@@ -216,7 +217,7 @@ def config_section(record: Record) -> Section:
     changes = record.changes
     rows = [(f"<code>{escape(k)}</code>", setting(was), setting(now)) for k, (was, now) in changes.items()]
     body = table(("setting", "recipe", "this run"), rows, label="Settings that differ from the recipe") if rows else ""
-    said = "" if rows else "No setting differs from the recipe."
+    said = "" if rows else "No setting differs from the recipe." if record.knows_recipe else NO_RECIPE
     everything = flatten(record.config)
     all_rows = [(f"<code>{escape(key)}</code>", setting(value)) for key, value in everything.items()]
     listed = table(("setting", "value"), all_rows, label="All settings")

@@ -157,7 +157,7 @@ class TrainConfig:
     log_every: int = 10
     """Steps between rows of metrics."""
     loggers: tuple[str, ...] = ("jsonl", "tensorboard")
-    """Where rows of metrics are written: jsonl (metrics.jsonl) and tensorboard (event files)."""
+    """Where rows of metrics are written: jsonl (metrics.jsonl), tensorboard (event files) and wandb (Weights & Biases)."""
     validate_every: str = "off"
     """Score a sample of the validation text during training: off, or an interval such as 30s or 200steps. The time counts in the
     clock."""

@@ -21,7 +21,7 @@ def test_every_command_and_every_option_explains_itself(call: Call) -> None:
     found = dict((" ".join(path), command) for path, command in commands())
     assert found.keys() == {
         "", "train", "warmup", "plan", "eval", "sample", "compress", "decompress", "serve", "watch",
-        "report", "pack", "inspect", "export", "import", "recipes", "doctor",
+        "report", "runs", "pack", "inspect", "export", "import", "recipes", "doctor",
         "data", "data prepare", "data info", "data fetch",
         "study", "study run", "study add", "study show", "study list", "study search", "study work",
     }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from parbank.training.loggers.jsonl import JsonlLogger
 from parbank.training.loggers.tensorboard import TensorBoardLogger
+from parbank.training.loggers.wandb import WandbLogger
 
 Row = dict[str, Any]
 
@@ -31,4 +32,5 @@ class Logger(Protocol):
 LOGGERS: dict[str, type[Logger]] = {
     "jsonl": JsonlLogger,
     "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger,
 }
