@@ -6,6 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from parbank.errors import ConfigError
 
 
@@ -36,8 +38,8 @@ class WandbLogger:
         for number, sample in enumerate(details.get("samples", ())):
             self._run.summary[f"sample_{number}"] = sample["prompt"] + sample["text"]
         if found := details.get("bits_histogram"):
-            counts, width = found["counts"], found["width"]
-            edges = [width * n for n in range(len(counts) + 1)]
+            counts = np.array(found["counts"])
+            edges = found["width"] * np.arange(len(counts) + 1)
             self._run.log({"bits_of_a_token": self._histogram(np_histogram=(counts, edges))}, step=step)
 
     def close(self) -> None:
