@@ -82,6 +82,9 @@ BENCHMARKS = {
         3.0,
         "every method's speed and score, beside the published protocols",
     ),
+    "adaptation": Benchmark(
+        "adaptation.py {model} --data {data}", 2.0, "what each ingredient of adaptive scores gains on streaming"
+    ),
     "peer_autoresearch": Benchmark(
         "peers/autoresearch.py --data {data} --seed {seed}", 3.7, "karpathy/autoresearch's train.py on our tokens"
     ),

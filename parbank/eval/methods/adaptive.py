@@ -47,7 +47,7 @@ class Adaptive(Method):
     """Tokens the model reads together; none takes a number that memory allows. Rounding only."""
     rank: int = 64
     """Inner width of the factors that learn each document; 0 leaves them out."""
-    chunk: int = 32
+    chunk: int = 48
     """Tokens of a document that are scored, then learnt from."""
     lr: float = 0.0003
     """Learning rate of the factors."""
