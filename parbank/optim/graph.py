@@ -170,7 +170,7 @@ class GraphedStep:
     def describe(self) -> str:
         """One line for people: what the graph does."""
         pilot = self.pilot
-        counts = f"{pilot.captures} captures, {pilot.replays} of {pilot.steps} steps replayed"
+        counts = f"{pilot.replays} of {pilot.steps} steps replayed, captured {pilot.captures} times"
         reason = self.obstacle or pilot.gave_up
         return f"{counts}; now without a graph: {reason}" if reason else counts
 

@@ -252,10 +252,10 @@ def test_gradients_at_fixed_addresses_are_zeroed_and_not_doubled() -> None:
 def test_says_what_it_did() -> None:
     optimizer, params = _make(True)
     _train(optimizer, params, CHANGES["nothing"][0], False, steps=8)
-    assert "cuda_graph: auto (1 captures, 6 of 8 steps replayed)" in repr(optimizer)
+    assert "cuda_graph: auto (6 of 8 steps replayed, captured 1 times)" in repr(optimizer)
     plain, params = _make(False)
     _train(plain, params, CHANGES["nothing"][0], False, steps=3)
-    assert "0 of 3 steps replayed; now without a graph: the parameters are on cpu)" in repr(plain)
+    assert "0 of 3 steps replayed, captured 0 times; now without a graph: the parameters are on cpu)" in repr(plain)
     assert repr(ParallelMuon(params[:2], cuda_graph=False)).endswith("cuda_graph: False\n)")
     assert "cuda_graph: auto" in repr(copy.deepcopy(plain))
 
@@ -268,7 +268,7 @@ def test_a_grad_scaler_runs_without_a_graph_and_a_graph_outlives_it() -> None:
     assert "now without a graph: a GradScaler" in repr(optimizer)
     del optimizer.found_inf  # type: ignore[attr-defined]
     _train(optimizer, params, CHANGES["nothing"][0], False, steps=5)
-    assert "(1 captures, 8 of 15 steps replayed)" in repr(optimizer)
+    assert "(8 of 15 steps replayed, captured 1 times)" in repr(optimizer)
 
 
 def test_refuses_other_words() -> None:

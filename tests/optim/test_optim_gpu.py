@@ -198,7 +198,7 @@ def test_auto_captures_by_itself(in_place: bool) -> None:
     assert optimizer._graph is not None
     assert optimizer._graph.captures == 1
     assert optimizer._graph.pilot.replays >= 10
-    assert "cuda_graph: auto (1 captures" in repr(optimizer)
+    assert "steps replayed, captured 1 times)" in repr(optimizer)
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
