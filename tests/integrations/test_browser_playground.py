@@ -264,7 +264,7 @@ def test_a_closed_tab_ends_its_work(browser: Browser, site: Site) -> None:
         visit(reader.page, site, models=(1,))
         write(reader.page, "x")
         expect(reader.page.locator("#write-columns .token").nth(3)).to_be_attached()
-        assert site.worker.active == 1
+        wait_until(lambda: site.worker.active == 1)
     wait_until(lambda: site.worker.active == 0)
 
 

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import socket
+import subprocess
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -28,11 +30,8 @@ def hold(folder: Path, pid: int, host: str = "") -> None:
 
 def find_dead_process() -> int:
     """The number of a process that has ended."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return pid
+    with subprocess.Popen(["true"]) as process:
+        return process.pid
 
 
 def test_the_page_is_that_of_report_and_keeps_itself_fresh(tmp_path: Path) -> None:
@@ -102,8 +101,6 @@ def test_the_server_ends_after_the_last_page_was_fetched(tmp_path: Path, monkeyp
     hold(folder, os.getpid())
     site = WatchSite(Watched(folder))
     with open_app(site.make_app()) as address:
-        import urllib.request
-
         with urllib.request.urlopen(f"{address.url}page") as answer:
             assert answer.headers["x-run"] == "going"
             tag = answer.headers["etag"]
