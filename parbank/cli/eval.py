@@ -183,11 +183,11 @@ def evaluate(
 
     Any number of ranks gives the same score to the last bit.
     """
+    laps = Laps()
+    laps.mark("start")
     from parbank.eval.result import compare as compare_results
     from parbank.eval.result import is_result, read_result
 
-    laps = Laps()
-    laps.mark("start")
     data = read_data(data, glob, field, skip_bad)
     models = _name_models(paths, unpacked)
     path = paths[0]

@@ -3,6 +3,8 @@
 A command is a function in the file of its group, named in that file's COMMANDS. A new group is a new file, named in GROUPS.
 """
 
+import atexit
+import gc
 import inspect
 import io
 import os
@@ -23,6 +25,7 @@ GROUPS = (train, plan, eval, sample, compress, serve, report, runs, artifact, da
 def main() -> None:
     """Runs the command line. An error that a user can fix ends in one message and exit code 2; a bug keeps its
     traceback."""
+    atexit.register(gc.freeze)  # the interpreter need not search torch's modules for cycles at its end: 0.35 s
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     for stream in (
