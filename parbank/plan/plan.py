@@ -17,6 +17,7 @@ from parbank.recipes import demo
 from parbank.runtime import Runtime
 from parbank.threads import use_threads
 from parbank.training.checks import check_size
+from parbank.training.compiled import use_compile_cache
 from parbank.training.display import Display
 
 Say = Callable[[str], None]
@@ -37,6 +38,7 @@ def plan_run(
     fixed = (*settings, f"data={json.dumps(spec)}")
     text = read_text(spec, say)
     request = Request(minutes=minutes, max_bytes=asked.budget.max_bytes, text=text, settings=fixed)
+    use_compile_cache()  # on a GPU a probe compiles kernels, as the run will
     with use_threads(threads):
         machine = look_at(place, say)
     laws = load_laws(Path(os.environ["PARBANK_PLAN_FIT"])) if os.environ.get("PARBANK_PLAN_FIT") else load_laws()

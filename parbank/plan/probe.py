@@ -9,6 +9,7 @@ probed ones follow. A probe takes seconds, and is kept in the cache for this mac
 unless other processes disturbed it.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -235,6 +236,7 @@ def _probe(place: Runtime, say: Callable[[str], None]) -> tuple[dict[str, Any], 
             timings.append(Timing((0.0, 0.0, 0.0, 0.0, *features[4:]), update))
             if memory:
                 factors.append(memory / (count * float(activation_bytes(costs, place.is_cuda)[0])))
+            _free(place)
     others = meter.measure(torch.get_num_threads()) if meter is not None else 0.0
     calm = others is None or others < NOT_BUSY
     if not calm:
@@ -272,6 +274,13 @@ def _time_step(
     spent = _time(place, forward), _time(place, update)
     memory = torch.cuda.max_memory_allocated(place.device) - before if place.is_cuda else 0
     return *spent, float(max(0.0, memory - 12 * count_parameters(model_config).total) if place.is_cuda else 0.0)
+
+
+def _free(place: Runtime) -> None:
+    """Gives back the memory of a probed shape, so that the next one, and the run, find it free."""
+    gc.collect()
+    if place.is_cuda:
+        torch.cuda.empty_cache()
 
 
 def _time(place: Runtime, work: Callable[[], None]) -> float:
