@@ -75,13 +75,23 @@ def sprint() -> RunConfig:
 def demo() -> RunConfig:
     """Three minutes on two CPU cores: from text to scored artifact, on text that every machine has.
 
-    With so little compute many small steps beat few large ones, hence the batch of four short windows.
+    With so little compute many small steps beat few large ones, hence the batch of four short windows. A larger table of
+    bigrams costs bytes under the cap, but no time: 6,144 rows instead of 1,536 gave -0.06 bits per byte after 262,144
+    tokens (docs/log/2026-11-16-cpu.md).
     """
     return RunConfig(
         recipe="demo",
         data="stdlib",
         model=replace(
-            GOLF_MODEL, layers=3, width=192, heads=4, kv_heads=2, value_layers=(2,), value_width=64, xsa_layers=1
+            GOLF_MODEL,
+            layers=3,
+            width=192,
+            heads=4,
+            kv_heads=2,
+            bigram_buckets=6144,
+            value_layers=(2,),
+            value_width=64,
+            xsa_layers=1,
         ),
         budget=BudgetConfig(minutes=3, max_bytes=2_000_000),
         batch=BatchConfig(sequence_length=256, batch_tokens=1024, micro_batch_tokens=1024),
