@@ -6,6 +6,7 @@ checkpoint keeps it.
 """
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,15 @@ class Threads:
         else:
             self._waits.end()
         self._warn(others)
+
+    def measure_busy(self, seconds: float = 0.5) -> bool:
+        """Whether other processes want our cores now. Takes `seconds`, in which this thread sleeps."""
+        if self._meter is None:
+            return False
+        self._meter.measure(self.now)
+        time.sleep(seconds)
+        others = self._meter.measure(self.now)
+        return others is not None and is_busy(cores=self._cores, threads=self.now, others=others)
 
     def close(self) -> None:
         """Threads wait as before; their number is the caller's again (parbank.threads.use_threads)."""

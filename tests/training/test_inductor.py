@@ -1,6 +1,7 @@
 """Compiled passes on a CPU: where they pay, that a checkpoint keeps them, and that no compiler ends a run."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.config import RunConfig
 from parbank.training.inductor import find_compiler, wants_inductor
+from parbank.training.threads import Threads
 from parbank.training.trainer import Trainer
 from tests.training.test_trainer import losses_of
 
@@ -85,6 +87,32 @@ def test_a_broken_compiler_does_not_end_a_run(
     monkeypatch.setattr("parbank.training.trainer.find_compiler", lambda: "c++")
     monkeypatch.setattr("parbank.training.trainer.compile_model", lambda model, threads: fail)
     assert_plain(dataset, tmp_path, "compiling failed (RuntimeError: CppCompileError: C++ compile error)")
+
+
+@pytest.mark.parametrize(("setting", "compiled"), [("null", False), ("true", True)])
+def test_a_run_by_the_clock_does_not_compile_beside_busy_processes(
+    setting: str, compiled: bool, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilation takes a minute of two cores, and many minutes of a busy machine. Who asks for it gets it."""
+    monkeypatch.setattr("parbank.training.trainer.find_compiler", lambda: "c++")
+    monkeypatch.setattr("parbank.training.trainer.compile_model", lambda model, threads: model)
+    monkeypatch.setattr(Threads, "measure_busy", lambda self: True)
+    settings = ("budget.steps=null", "budget.minutes=3", f"train.compile={setting}")
+    trainer = Trainer(override(nano(), *settings), CPU, dataset, tmp_path)
+    trainer.say = lambda line: None
+    trainer.compile()
+    assert trainer.compiled is compiled
+    trainer.close()
+
+
+def test_busy_is_what_others_want_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = Threads(2, measures=False)
+    assert not threads.measure_busy(0.0), "not measured"
+    threads._cores = 2
+    for now, busy in ((0.1, False), (2.0, True)):
+        answers = iter([9.0, now])  # the first answer is about the past
+        threads._meter = SimpleNamespace(measure=lambda count, answers=answers: next(answers))  # type: ignore[assignment]
+        assert threads.measure_busy(0.0) is busy
 
 
 def assert_plain(dataset: Dataset, out: Path, reason: str) -> None:
