@@ -24,7 +24,7 @@ LARGEST = 1 << 22
 """Tokens that are described: these take half a second. A longer text is described by its beginning."""
 BITS_WIDTH, BITS_MOST = 0.5, 24
 """Of the histogram of a token's bits; the last bin holds all above."""
-END = "\u2404"  # stands for the end of a document
+END = "\u220e\n"  # stands for the end of a document
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def _tensor_row(tensor: Values, most: float, per_byte: float) -> tuple[str, ...]
         number(8 * tensor["packed_bytes"] / weights, 2),
         *each,
         share(tensor["error"], 1, 2) if is_number(tensor.get("error")) else "–",
-        number(1000 * cost * per_byte, 3) if is_number(cost) else "–",
+        f"{1000 * cost * per_byte:.2g}" if is_number(cost) else "–",
     )
 
 

@@ -192,7 +192,7 @@ def time_parts(summary: Values) -> list[tuple[str, float]]:
         ("training", summary.get("train_seconds", 0)),
         ("packing", packing),
         ("scoring", scoring),
-        ("samples and compressors", rest),
+        ("compressors and the rest", rest),
     ]
     return [(name, max(0.0, seconds)) for name, seconds in parts]
 
