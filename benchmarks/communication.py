@@ -13,7 +13,7 @@ of `parbank.optim.parallel_muon`, batch by batch, with the overlap it has:
     apply: every rank, all weights
 
 A collective of n bytes over W ranks takes ceil(log2 W) latencies and n (W - 1) / W / bandwidth. Forward and backward, which
-hide nothing of this here, and AdamW's small sum are left out.
+hide nothing of this here, and AdamW's small sum are left out: with `opt.reducing()`, backward hides the first line.
 """
 
 import argparse

@@ -14,6 +14,8 @@ from parbank.optim.memory import overlaps
 
 LR_SCALES = ("spectral", "rms", None)
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+ADDED = {"maximize": False, "split_sizes": None, "equilibrate": False}
+"""Options that optimizers pickled by earlier versions lack."""
 UNAVAILABLE = {
     "amsgrad": "it is not implemented",
     "differentiable": "a step is not recorded by autograd",
@@ -30,7 +32,7 @@ def complete_group(group: dict[str, Any], defaults: dict[str, Any], adam_lr: flo
     group.setdefault("algorithm", defaults["algorithm"])
     algorithm = find_algorithm(group)
     lr = defaults["lr"] if isinstance(algorithm, MatrixAlgorithm) else adam_lr
-    for key, value in {**defaults, "lr": lr, **algorithm.defaults}.items():
+    for key, value in {**ADDED, **defaults, "lr": lr, **algorithm.defaults}.items():
         group.setdefault(key, value)
     if group["lr_scale"] == "none":
         group["lr_scale"] = None

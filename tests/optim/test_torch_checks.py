@@ -246,6 +246,18 @@ def test_copies_step_on_their_own_and_keep_what_is_public() -> None:
         assert not torch.equal(mine, param)
 
 
+def test_an_optimizer_pickled_by_an_earlier_version_goes_on() -> None:
+    param = _param()
+    optimizer = _make(param, "muon")
+    _descend(param, optimizer, 1)
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        for key in ("split_sizes", "equilibrate"):
+            del options[key]
+    twin = pickle.loads(pickle.dumps(optimizer))
+    _descend(twin.param_groups[0]["params"][0], twin, 1)
+    assert twin.param_groups[0]["split_sizes"] is None
+
+
 def test_a_closure_has_gradients_on_and_its_value_comes_back() -> None:
     param = _param()
     optimizer = _make(param, "muon")
