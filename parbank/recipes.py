@@ -76,8 +76,8 @@ def demo() -> RunConfig:
     """Three minutes on two CPU cores: from text to scored artifact, on text that every machine has.
 
     With so little compute many small steps beat few large ones, hence the batch of four short windows. A larger table of
-    bigrams costs bytes under the cap, but no time: 6,144 rows instead of 1,536 gave -0.06 bits per byte after 262,144
-    tokens (docs/log/2026-11-16-cpu.md).
+    bigrams costs bytes under the cap, but no time: 12,288 rows of 64 instead of 1,536 of 128 gave -0.07 bits per byte after
+    262,144 tokens (docs/log/2026-11-16-cpu.md).
     """
     return RunConfig(
         recipe="demo",
@@ -88,7 +88,8 @@ def demo() -> RunConfig:
             width=192,
             heads=4,
             kv_heads=2,
-            bigram_buckets=6144,
+            bigram_buckets=12_288,
+            bigram_width=64,
             value_layers=(2,),
             value_width=64,
             xsa_layers=1,
