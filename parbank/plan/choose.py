@@ -359,7 +359,7 @@ def _notes(best: Choice, request: Request, laws: Laws) -> tuple[str, ...]:
         "vocab": (float(model.vocab_size), "tokens in the vocabulary"),
         "batch_tokens": (float(best.config.batch.batch_tokens), "tokens a batch"),
         "text_bytes": (request.text.bytes, "bytes of text"),
-        "hardness": (request.text.hardness, "bits per byte under xz"),
+        "hardness": (request.text.hardness, "bits per byte under zlib"),
     }
     for name, (value, what) in values.items():
         low, high = laws.ranges[name]

@@ -13,7 +13,7 @@ def describe_plan(plan: Plan) -> str:
     model, batch, optim = config.model, config.batch, config.optim
     stages = "".join(f"; {share:.0%} of the time at {length:,}" for share, length, _ in batch.stages)
     rows = {
-        "text": f"about {_size(plan.text.bytes)} to train on; xz needs {plan.text.hardness:.2f} bits per byte",
+        "text": f"about {_size(plan.text.bytes)} to train on; zlib needs {plan.text.hardness:.2f} bits per byte of a document",
         "machine": f"{plan.machine.name}{f', {plan.machine.ranks} ranks' if plan.machine.ranks > 1 else ''}",
         "vocabulary": f"{model.vocab_size:,} tokens",
         "model": f"{model.layers} layers of {model.width}; {model.heads} heads, {model.kv_heads} for keys and values; "

@@ -44,7 +44,7 @@ SCATTER = 0.01
 SHORT_STEPS = 300
 # Runs of so many steps say which sizes of models were tried in earnest.
 LONG_STEPS = 500
-# How far a text's score is from what xz says of it, as a logarithm: the factors that the fit finds lie within 0.1 of 1.
+# How far a text's score is from what zlib says of it, as a logarithm: the factors that the fit finds lie within 0.1 of 1.
 TEXT_SPREAD = 0.08
 # A deviation of residuals from less runs than this would be luck.
 _LEAST_DEVIATION = 0.005
@@ -83,7 +83,7 @@ def make_cases(rows: Sequence[Row]) -> Cases:
 def fit_score(rows: Sequence[Row], scatter: float = SCATTER) -> tuple[Array, Array, Array, dict[str, float]]:
     """Log parameters, their covariance, residuals (measured minus predicted) and factors, by Levenberg and Marquardt.
 
-    A text may be easier or harder than xz says, and so may the part of it that was scored. So every scored part has a factor
+    A text may be easier or harder than zlib says, and so may the part of it that was scored. So every scored part has a factor
     of its own, fitted with the rest. A new text has none, which makes its prediction less certain.
     """
     cases, measured = make_cases(rows), np.array([row["bpb"] for row in rows])

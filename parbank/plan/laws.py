@@ -1,15 +1,16 @@
 """The laws that predict a score, in bits per byte, before training.
 
-    bpb = (h / 1.5)^eta * (E + A / N^alpha + B / D^beta + C * V / T)  +  packing
+    bpb = (h / 2)^eta * (E + A / N^alpha + B / D^beta + C * V / T)  +  packing
     N = matrices * (V / 1024)^nu                  millions of parameters; a token of more bytes needs fewer of them
     D = fresh / (1 + b / b* + s b* / b)           millions of bytes; b is the batch, b* = b0 * fresh^kappa
     fresh = U + U R (1 - exp(-(seen / U - 1) / R))  where a text of U bytes is seen more than once
     packing = c * 4^-w * exp(k / w^2)             w: bits per weight
 
-The first line is the form of Hoffmann et al. (2022), in bytes, so that vocabularies compare; h is how many bits per byte
-xz needs, which stands for how hard a text is. C V / T is what rare tokens cost: T is training tokens. D falls with large
-batches as in McCandlish et al. (2018) and with very small ones, whose gradients are noise. Repeats follow Muennighoff et
-al. (2023). Rounding to w bits costs 4^-w at a high rate; the last factor is for few bits.
+The first line is the form of Hoffmann et al. (2022), in bytes, so that vocabularies compare; h is how many bits per
+byte zlib needs for its documents, which stands for how hard a text is. C V / T is what rare tokens cost: T is
+training tokens. D falls with large batches as in McCandlish et al. (2018) and with very small ones, whose gradients
+are noise. Repeats follow Muennighoff et al. (2023). Rounding to w bits costs 4^-w at a high rate; the last factor is
+for few bits.
 
 A score never rises with more tokens, parameters or bits per weight: a plan for a larger budget is never worse.
 """
@@ -65,7 +66,7 @@ class Cases:
     """Training text, each byte once."""
     batch_tokens: Array
     hardness: Array
-    """Bits per byte of the text under xz."""
+    """Bits per byte of the text's documents under zlib."""
 
     @classmethod
     def of(cls, **values: Any) -> "Cases":
@@ -88,7 +89,7 @@ def predict_score(log_parameters: Array, cases: Cases) -> Array:
     parameters = cases.matrices / 1e6 * vocab ** p["nu"]
     bits = p["E"] + p["A"] * parameters ** -p["alpha"] + p["B"] * data ** -p["beta"]
     bits = bits + p["C"] * cases.vocab / cases.tokens
-    found: Array = bits * (cases.hardness / 1.5) ** p["eta"]
+    found: Array = bits * (cases.hardness / 2) ** p["eta"]
     return found
 
 
@@ -128,7 +129,7 @@ class Laws:
     deviation: float
     """Standard deviation of a residual, in bits per byte."""
     text_spread: float
-    """How far a new text may be from what xz says of it, as a share of its score."""
+    """How far a new text may be from what zlib says of it, as a share of its score."""
     texts: Mapping[str, float]
     """The factor of texts that were scored, by name: stdlib is the same text everywhere."""
     packing: Packing

@@ -1,8 +1,12 @@
-"""How much text there is, and how hard it is: from the sizes of files and a sample of a few megabytes."""
+"""How much text there is, and how hard it is: from the sizes of files and a sample of two megabytes.
+
+Hard means bits per byte of zlib on each document by itself. A compressor of the whole sample would make too much of what
+documents share: by xz, manual pages are easier than Python, and models find them harder.
+"""
 
 import lzma
-import random
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +21,7 @@ _FILES = 256  # among which the sample is divided: one file may be unlike the ot
 _DOCUMENT = 16_000  # bytes of a document that are taken: a long one may be unlike the others, too
 _STRIDE = 8  # of many documents in one file, one in so many at most
 _SPLIT = 0.98  # about 2% of the documents are held out for validation
-# Unpacked bytes are 8 / h times those of xz, where h is the text's own bits per byte under xz. Other formats pack less:
+# Unpacked bytes are 8 / x times those of xz, where x is the text's own bits per byte under xz. Other formats pack less:
 # gzip 1.25 times as many bytes, zstd 1.1 (benchmarks/results/sprint); Parquet's pages are usually Snappy's, about 1.6.
 _PACKED = {".xz": 1.0, ".gz": 1.25, ".zst": 1.1, ".parquet": 1.6}
 
@@ -30,7 +34,7 @@ class Text:
     bytes: float
     """Of training text, about, each byte once."""
     hardness: float
-    """Bits per byte of xz on a sample."""
+    """Bits per byte of zlib on each document of a sample."""
     vocab: int | None = None
     """The vocabulary of text that is tokens already."""
     bytes_per_token: float | None = None
@@ -43,11 +47,12 @@ def read_text(spec: str, say: Callable[[str], None] = lambda line: None) -> Text
     return _describe_shards(opened, spec) if isinstance(opened, Path) else _describe_files(opened)
 
 
-def measure_hardness(sample: bytes) -> float:
-    """Bits per byte of a sample under xz."""
-    if not sample:
+def measure_hardness(documents: Sequence[bytes]) -> float:
+    """Bits per byte of a sample under zlib, document by document."""
+    total = sum(map(len, documents))
+    if not total:
         raise DataError("the text is empty; give text to train on")
-    return 8 * len(lzma.compress(sample, preset=6)) / len(sample)
+    return 8 * sum(len(zlib.compress(document, 9)) for document in documents) / total
 
 
 def _describe_files(corpus: Corpus) -> Text:
@@ -56,9 +61,9 @@ def _describe_files(corpus: Corpus) -> Text:
     each = SAMPLE_BYTES // max(len(chosen), 1) + 1
     stride = min(_STRIDE, max(1, sum(path.stat().st_size for path in files) // (2 * SAMPLE_BYTES)))
     documents = [piece for path in chosen for piece in _read_some(corpus, path, each, stride)]
-    random.Random(0).shuffle(documents)  # neighbours are often alike, which xz would make too much of
-    hardness = measure_hardness(b"".join(documents))
-    total = sum(_text_bytes(path, hardness) for path in files)
+    hardness = measure_hardness(documents)
+    packed = 8 * len(lzma.compress(b"".join(documents), preset=6)) / sum(map(len, documents))
+    total = sum(_text_bytes(path, packed) for path in files)
     share = 1.0 if corpus.val else _SPLIT
     return Text(name=corpus.name, bytes=max(1.0, share * total), hardness=hardness)
 
@@ -75,10 +80,10 @@ def _read_some(corpus: Corpus, path: Path, most: int, stride: int) -> Iterator[b
             return
 
 
-def _text_bytes(path: Path, hardness: float) -> float:
+def _text_bytes(path: Path, xz_bits: float) -> float:
     size = path.stat().st_size
     packed = _PACKED.get(path.suffix.lower())
-    return size if packed is None else size * 8 / (packed * hardness)
+    return size if packed is None else size * 8 / (packed * xz_bits)
 
 
 def _describe_shards(folder: Path, spec: str) -> Text:
@@ -90,7 +95,7 @@ def _describe_shards(folder: Path, spec: str) -> Text:
     return Text(
         name=spec,
         bytes=max(1.0, size * len(tokens)),
-        hardness=measure_hardness(sample),
+        hardness=measure_hardness([sample[at : at + _DOCUMENT] for at in range(0, len(sample), _DOCUMENT)]),
         vocab=dataset.tokenizer.vocab_size,
         bytes_per_token=max(size, 0.1),
     )

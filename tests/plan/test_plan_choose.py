@@ -16,7 +16,7 @@ from parbank.training.display import Display
 from tests.plan.machines import CPU, GPU
 
 LAWS = load_laws()
-STDLIB = Text(name="stdlib", bytes=30e6, hardness=1.5)
+STDLIB = Text(name="stdlib", bytes=30e6, hardness=2.1)
 
 
 def logarithmic(low: float, high: float) -> st.SearchStrategy[float]:

@@ -18,7 +18,7 @@ from parbank.recipes import RECIPES
 PRIOR = np.array([mean for mean, _ in PRIORS.values()])
 USUAL = {
     "matrices": 1e6, "vocab": 1024, "tokens": 1e6, "bytes_per_token": 2.6, "text_bytes": 3e7, "batch_tokens": 1024,
-    "hardness": 1.5,
+    "hardness": 2.1,
 }  # fmt: skip
 
 
