@@ -35,7 +35,7 @@ OpenOption = Annotated[
 def serve(
     artifacts: Annotated[
         list[Path],
-        typer.Argument(metavar="ARTIFACT...", help="A .pbk file, a checkpoint, or a run folder; one or more."),
+        typer.Argument(metavar="ARTIFACT", help="A .pbk file, a checkpoint, or a run folder; one or more."),
     ],
     host: HostOption = "127.0.0.1",
     port: PortOption = PORT,
@@ -57,8 +57,8 @@ def serve(
 
       ssh -L 8417:127.0.0.1:8417 machine parbank serve model.pbk
 
-    The server listens on this machine only, unless --host says otherwise. Ctrl-C ends it. It needs the extra serve:
-    pip install 'parbank[serve]'.
+    The server listens on this machine only, unless --host says otherwise. Ctrl-C ends it. It needs the packages
+    starlette and uvicorn, which the extra named serve installs.
     """
     from parbank.serve import check_installed
 
@@ -93,7 +93,7 @@ def watch(
       parbank train --recipe demo --live
 
     The page is made from the run's folder by a process of its own, and only while a browser asks for it. It needs the
-    extra serve: pip install 'parbank[serve]'.
+    packages starlette and uvicorn, which the extra named serve installs.
     """
     from parbank.serve import check_installed
 
