@@ -43,6 +43,10 @@ _TEXT_PER_TOKEN = 250  # bytes of text for each token of a vocabulary, at least:
 MARGIN = 0.05
 """Bits per byte, for each factor of e by which a model is smaller or larger than those of the runs: a law is worth less
 there. It depends on neither minutes nor bytes, so that more of them is still never worse."""
+TABLES = (1536, 256)
+"""Rows of the bigram table beside those of the recipe: a large table would not leave room for a model under a small cap."""
+TABLE_MARGIN = 0.03
+"""Bits per byte, for each factor of e by which a table is smaller: 0.07 for a factor of 8 (docs/log/2026-11-16-cpu.md)."""
 _BEYOND = 4.0  # how far beyond the runs' own sizes a model may go, as a factor; twice as far down, for small caps
 _DECAY_STEPS = (
     20  # the averages of `demo` and `sprint` (0.98 in 1,000 steps) and of `golf` (0.997 in 7,000): 2% or less
@@ -148,7 +152,7 @@ def make_grid(request: Request, machine: Machine, laws: Laws) -> Grid:
                 continue
             inside = low / _BEYOND**2 <= count_parameters(model).matrices <= high * _BEYOND
             if inside or "model.layers" in fixed or "model.width" in fixed:
-                models.append(model)
+                models += _with_tables(model, fixed)
     batches = _batches(fixed, machine.ranks, text)
     if not models or not batches:
         raise ConfigError(
@@ -158,11 +162,13 @@ def make_grid(request: Request, machine: Machine, laws: Laws) -> Grid:
     sizes = np.array([float(model.vocab_size) for model in models])
     spelt = laws.token_sizes.predict(sizes, text.hardness) if text.bytes_per_token is None else text.bytes_per_token
     matrices = np.array([float(count_parameters(model).matrices) for model in models])
+    largest = max(_small().model.bigram_buckets, _large().model.bigram_buckets)
     return Grid(
         models=tuple(models),
         costs=Costs.of(models),
         matrices=matrices,
-        margin=MARGIN * np.log(np.maximum(np.maximum(low / matrices, matrices / high), 1.0)),
+        margin=MARGIN * np.log(np.maximum(np.maximum(low / matrices, matrices / high), 1.0))
+        + TABLE_MARGIN * np.log([max(1.0, largest / max(model.bigram_buckets, 1)) for model in models]),
         vocab=sizes,
         bytes_per_token=np.broadcast_to(spelt, sizes.shape),
         batches=np.array([float(batch) for batch, _ in batches]),
@@ -193,6 +199,13 @@ def make_model(layers: int, width: int, vocab: int, fixed: dict[str, Any]) -> Mo
         return replace(base, **values | own)
     except (ConfigError, TypeError, ZeroDivisionError):
         return None
+
+
+def _with_tables(model: ModelConfig, fixed: dict[str, Any]) -> list[ModelConfig]:
+    """The model with its own bigram table, and with smaller ones for small caps."""
+    if "model.bigram_buckets" in fixed:
+        return [model]
+    return [model, *(replace(model, bigram_buckets=rows) for rows in TABLES if rows < model.bigram_buckets)]
 
 
 _small, _large = cache(demo), cache(sprint)

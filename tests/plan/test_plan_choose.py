@@ -67,7 +67,7 @@ def test_more_time_makes_a_larger_model_and_a_small_cap_a_smaller_one() -> None:
         make_plan(Request(minutes=minutes, max_bytes=16_000_000, text=STDLIB), GPU, LAWS).best for minutes in (0.05, 30)
     )
     small = make_plan(Request(minutes=30, max_bytes=400_000, text=STDLIB), GPU, LAWS).best
-    assert short.parameters < long.parameters / 4
+    assert short.parameters < long.parameters / 2
     assert short.score > long.score
     assert small.parameters < long.parameters / 4
     assert small.score > long.score
