@@ -66,7 +66,7 @@ PROVIDERS: dict[str, Maker] = {
     "dion, eager": make_dion,
     "dion, graph": DionGraph,
     "ParallelMuon, eager": lambda params: ParallelMuon(params, weight_decay=0.01, cuda_graph=False),
-    "ParallelMuon, default": lambda params: ParallelMuon(params, weight_decay=0.01),
+    "ParallelMuon, auto": lambda params: ParallelMuon(params, weight_decay=0.01, cuda_graph="auto"),
 }
 
 

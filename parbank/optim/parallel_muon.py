@@ -117,7 +117,7 @@ class ParallelMuon(torch.optim.Optimizer):
         max_norm: float | None = None,
         process_group: Any = None,
         reduce_gradients: bool = True,
-        cuda_graph: bool | str = "auto",
+        cuda_graph: bool | str = False,
         extra_captured: Callable[[], None] | None = None,
     ) -> None:
         defaults = {
@@ -260,7 +260,7 @@ class ParallelMuon(torch.optim.Optimizer):
     def __setstate__(self, values: dict[str, Any]) -> None:
         super().__setstate__(values)
         if "_ranks" not in self.__dict__:  # a copy or an unpickled optimizer: process groups and graphs are not copied
-            self._cuda_graph = getattr(self, "_cuda_graph", "auto")
+            self._cuda_graph = getattr(self, "_cuda_graph", False)
             self.extra_captured, self._graph = None, self._make_graph()
             self._start(None)
         for group in self.param_groups:

@@ -114,7 +114,7 @@ def _make(graphed: bool, **options: Any) -> tuple[ParallelMuon, list[nn.Paramete
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 4), (2, 5, 5), (7,))]
     groups = [{"params": params[:2]}, {"params": params[2:], "algorithm": "adamw"}]
-    optimizer = ParallelMuon(groups, weight_decay=0.1, max_norm=1.0, **options)
+    optimizer = ParallelMuon(groups, weight_decay=0.1, max_norm=1.0, **{"cuda_graph": "auto", **options})
     if graphed:
         capture: Callable[[Callable[[], None]], Recorded] = lambda work: StandIn(optimizer, work)  # noqa: E731
         optimizer._graph = GraphedStep(optimizer, required=False, capture=capture)
