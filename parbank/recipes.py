@@ -126,7 +126,7 @@ def nano() -> RunConfig:
         batch=BatchConfig(sequence_length=64, batch_tokens=512, micro_batch_tokens=256, prefetch=2),
         optim=OptimConfig(momentum=0.95, momentum_start=0.85, momentum_steps=10),
         average=AverageConfig(ema_decay=0.9),
-        train=TrainConfig(precision="float32", warmup_steps=1, log_every=5),  # the same on every machine
+        train=TrainConfig(precision="float32", compile=False, warmup_steps=1, log_every=5),  # the same on every machine
         quant=QuantConfig(calibration_tokens=8192),
     )
 

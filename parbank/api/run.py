@@ -226,9 +226,9 @@ def _resumed(out: str | os.PathLike[str] | None, recipe: str | None) -> Path | N
 
 
 def _new_folder(recipe: str, place: Runtime) -> Path:
-    """runs/RECIPE-TIME-XXXX, the same on every rank. The random end tells runs of the same second apart."""
-    stamp, mark = place.agree([time.time(), float(secrets.randbits(16))] if place.is_main else [0.0, 0.0])
-    return Path("runs") / f"{recipe}-{datetime.fromtimestamp(stamp):%Y%m%d-%H%M%S}-{int(mark):04x}"
+    """runs/RECIPE-TIME-XXXXXXXX, the same on every rank. The random end tells runs of the same second apart."""
+    stamp, mark = place.agree([time.time(), float(secrets.randbits(32))] if place.is_main else [0.0, 0.0])
+    return Path("runs") / f"{recipe}-{datetime.fromtimestamp(stamp):%Y%m%d-%H%M%S}-{int(mark):08x}"
 
 
 def _leave(result: Result) -> NoReturn:

@@ -57,7 +57,7 @@ def train(
         ),
     ] = None,
     max_bytes: Annotated[int | None, size_option("Cap on the artifact, a promise:", rich_help_panel=_BUDGET)] = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder; runs/RECIPE-TIME-XXXX if not given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; runs/RECIPE-TIME-XXXXXXXX if not given.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes starting weights and data order.")] = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,

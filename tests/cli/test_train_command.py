@@ -20,7 +20,7 @@ def test_training_says_how_it_goes_and_what_came_out(
     assert answer.code == 0, answer.err
     assert "\x1b" not in answer.out
     (run,) = (tmp_path / "runs").iterdir()  # the default place
-    assert re.fullmatch(r"nano-\d{8}-\d{6}-[0-9a-f]{4}", run.name)
+    assert re.fullmatch(r"nano-\d{8}-\d{6}-[0-9a-f]{8}", run.name)
     assert len(re.findall(r"^step \d+  loss \d\.\d{4}  [\d,]+ tokens/s  \d+:\d\d left$", answer.out, re.MULTILINE)) == 4
     for line in (
         r"^steps +4 in",

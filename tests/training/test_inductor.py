@@ -36,7 +36,7 @@ def nano(*settings: str) -> RunConfig:
     ],
 )
 def test_long_runs_on_one_cpu_compile(settings: tuple[str, ...], parameters: int, wanted: bool) -> None:
-    config = override(get_recipe("nano"), "batch.batch_tokens=512", *settings)
+    config = override(get_recipe("nano"), "train.compile=null", "batch.batch_tokens=512", *settings)
     assert wants_inductor(config, CPU, parameters) is wanted
     assert not wants_inductor(config, Runtime(device=torch.device("cuda")), parameters)
     assert not wants_inductor(config, Runtime(device=CPU.device, world=2), parameters)
