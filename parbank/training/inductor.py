@@ -1,7 +1,7 @@
 """The passes of a training step through torch.compile's Inductor, on a CPU.
 
 PyTorch's operations for CPUs read and write memory once each. Inductor fuses them into loops that a C++ compiler
-translates: forward and backward of the demo take 94 ms of a core instead of 138 (docs/log/2026-11-16-cpu.md).
+translates: a step of the demo takes 146 ms of a core instead of 174 (docs/log/2026-11-16-cpu.md).
 Compiling takes 65 s of core time the first time, and a few seconds when the cache has the code. So it is done by
 default only for runs that are long enough. A machine without a working compiler trains as plain PyTorch.
 """
