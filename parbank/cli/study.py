@@ -257,7 +257,7 @@ def search(
 ) -> None:
     """Search over settings, by trials on short schedules and halving on longer ones.
 
-    Optuna proposes the trials (pip install 'parbank[search]'). Every run is a complete schedule. The rank correlation
+    Optuna proposes the trials (the extra named search installs it). Every run is a complete schedule. The rank correlation
     between rungs says whether the shorter one can be trusted.
 
     Example:
