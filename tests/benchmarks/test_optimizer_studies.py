@@ -10,7 +10,7 @@ import torch
 Load = Callable[[str], ModuleType]
 
 
-@pytest.mark.parametrize("provider", ["torch.optim.Muon", "ParallelMuon, default", "ParallelMuon, eager"])
+@pytest.mark.parametrize("provider", ["torch.optim.Muon", "ParallelMuon, auto", "ParallelMuon, eager"])
 @pytest.mark.parametrize("moving", [False, True])
 def test_the_loop_times_every_step(benchmark: Load, provider: str, moving: bool) -> None:
     loop = benchmark("optimizer_loop")
@@ -18,7 +18,7 @@ def test_the_loop_times_every_step(benchmark: Load, provider: str, moving: bool)
     found = loop.measure(loop.PROVIDERS[provider], shapes, moving=moving, device="cpu", repeats=3)
     assert 0 < found.host_ms <= found.wall_ms
     assert found.memory_mib is None
-    assert ("the parameters are on cpu" in found.about) == (provider == "ParallelMuon, default")
+    assert ("the parameters are on cpu" in found.about) == (provider == "ParallelMuon, auto")
 
 
 def test_convergence_tunes_beyond_the_edge_and_repeats_itself(benchmark: Load) -> None:

@@ -110,5 +110,6 @@ def test_nothing_but_the_state_remains() -> None:
 def _find_live() -> dict[int, int]:
     """The bytes of every tensor that Python can reach, by the address of its storage."""
     gc.collect()
-    found = [thing.untyped_storage() for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
+    things = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
+    found = [thing.untyped_storage() for thing in things if thing.layout == torch.strided]
     return {storage.data_ptr(): storage.nbytes() for storage in found}

@@ -104,7 +104,7 @@ def test_the_summary_says_what_happened(finished: tuple[Path, Result], text_spec
     assert abs(summary["val_bpb"] - summary["val_bpb_before_packing"]) < 0.05
     assert 0 <= summary["data_wait_seconds"] < summary["train_seconds"]
     assert summary["setup_seconds"] == sum(summary["setup_parts"].values()) > 0
-    assert list(summary["setup_parts"]) == ["data", "kernels", "model", "warm-up"]
+    assert list(summary["setup_parts"]) == ["data", "kernels", "model", "compilation", "warm-up"]
     assert summary["finish_seconds"] == sum(summary["finish_parts"].values()) > 0
     assert summary["device"] == "cpu"
     assert {"parbank", "python", "torch"} <= summary["versions"].keys()

@@ -104,7 +104,7 @@ def test_a_bad_number_reaches_the_loss_and_the_gradients() -> None:
 
 
 def test_a_cpu_is_refused_before_any_work(tmp_path: Path) -> None:
-    config = override(get_recipe("nano"), "train.fp8=mlp", "data=text:/nowhere/at/all")
+    config = override(get_recipe("nano"), "train.precision=auto", "train.fp8=mlp", "data=text:/nowhere/at/all")
     with pytest.raises(ConfigError, match=r"capability 8\.9"):
         run(config, Runtime(device=CPU), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -123,12 +123,12 @@ def test_a_cpu_is_refused_before_any_work(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_refused(changes: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        override(get_recipe("nano"), *changes)
+        override(get_recipe("nano"), "train.precision=auto", *changes)
 
 
 def test_sides_matter_only_where_they_are_used() -> None:
-    override(get_recipe("nano"), "train.fp8=head", "model.mlp_multiple=3.25")
-    override(get_recipe("nano"), "train.fp8=mlp", "model.vocab_size=321")
+    override(get_recipe("nano"), "train.precision=auto", "train.fp8=head", "model.mlp_multiple=3.25")
+    override(get_recipe("nano"), "train.precision=auto", "train.fp8=mlp", "model.vocab_size=321")
 
 
 @pytest.mark.gpu
@@ -139,7 +139,13 @@ def test_training_on_a_gpu(compiled: bool, dataset: Dataset, tmp_path: Path) -> 
         pytest.skip("this GPU does not multiply in 8 bits")
     losses: dict[str, list[float]] = {}
     for fp8 in ("off", "mlp+head"):
-        settings = ("budget.steps=40", "train.warmup_steps=3", "train.log_every=1000", f"train.fp8={fp8}")
+        settings = (
+            "budget.steps=40",
+            "train.warmup_steps=3",
+            "train.log_every=1000",
+            f"train.fp8={fp8}",
+            "train.precision=auto",
+        )
         config = override(get_recipe("nano"), *settings, f"train.compile={str(compiled).lower()}")
         trainer = Trainer(config, Runtime(device=torch.device("cuda", 0)), dataset, tmp_path / fp8)
         trainer.warm_up()
