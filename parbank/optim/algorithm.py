@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from parbank.config import choose
+from parbank.config import choose, require
 from parbank.errors import ConfigError
 from parbank.optim.dtensor import local_of
 from parbank.optim.master import join_master, split_master
@@ -66,6 +66,12 @@ class Settings:
     def scale(self, grad: Tensor) -> Tensor:
         """The gradient times `factor`; zeros where the step is skipped."""
         return torch.where(self.taken > 0, grad * self.factor, 0.0)
+
+
+def check_betas(betas: Sequence[float]) -> None:
+    """Refuses anything but two decay rates of running means."""
+    good = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+    require(good, f"betas must be two numbers in 0 <= b < 1, got {betas}")
 
 
 class ElementwiseAlgorithm(Algorithm, ABC):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parbank.config import require
-from parbank.optim.algorithm import ElementwiseAlgorithm, Group, Settings
+from parbank.optim.algorithm import ElementwiseAlgorithm, Group, Settings, check_betas
 from parbank.optim.master import wide_dtype
 
 
@@ -19,10 +19,9 @@ class AdamW(ElementwiseAlgorithm):
     """Options: betas, eps."""
 
     def check_options(self, options: Group) -> None:
-        eps, betas = options["eps"], options["betas"]
+        eps = options["eps"]
         require(isinstance(eps, Tensor) or eps >= 0, f"eps must not be negative, got {eps}")
-        good = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        require(good, f"betas must be two numbers in 0 <= b < 1, got {betas}")
+        check_betas(options["betas"])
 
     def constants(self, group: Group) -> Hashable:
         return group["betas"], group["eps"], bool(group["weight_decay"])

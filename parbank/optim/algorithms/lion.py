@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parbank.config import require
-from parbank.optim.algorithm import ElementwiseAlgorithm, Group, Settings
+from parbank.optim.algorithm import ElementwiseAlgorithm, Group, Settings, check_betas
 from parbank.optim.master import wide_dtype
 
 
@@ -21,9 +20,7 @@ class Lion(ElementwiseAlgorithm):
     defaults = {"lr": 1e-4, "betas": (0.9, 0.99)}  # noqa: RUF012 (a constant of this class)
 
     def check_options(self, options: Group) -> None:
-        betas = options["betas"]
-        good = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        require(good, f"betas must be two numbers in 0 <= b < 1, got {betas}")
+        check_betas(options["betas"])
 
     def constants(self, group: Group) -> Hashable:
         return group["betas"]
