@@ -1,23 +1,21 @@
 """Windows over a token set, in an order fixed by its name and the seed. The global batch is the same for any number of
 ranks.
 
-The N tokens form a circle that repeats. Window j covers the virtual positions j*L .. (j+1)*L, both included (mod N):
-L inputs, each with the next token as its target. Windows tile the targets, so every token is a target exactly once in
-N consecutive virtual positions, even if L does not divide N: the window at the end of the circle takes the first
-tokens of the next round, and that round begins after them.
-
-Epoch e owns the windows that start in [e*N, (e+1)*N) and visits them in the permutation that `orders` gives for
-(seed, e). An *entry* is a position in that endless visiting order. A step takes the next `batch_sequences` entries,
+`windows` says which tokens a window holds. Epoch e visits its windows in the permutation that `orders` gives for (seed,
+e). An *entry* is a position in that endless visiting order. A step takes the next `batch_sequences` entries,
 distributed by micro-batch, then rank, then row. Ranks and micro-batches only divide the same list differently.
 """
 
 import hashlib
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from parbank.config import choose, require
-from parbank.data.orders import ORDERS
+from parbank.data.difficulty import rank_parts
+from parbank.data.orders import ORDERS, hard_first, packed
+from parbank.data.windows import CircleWindows, PackedWindows, Tokens, Windows
 from parbank.errors import ConfigError, DataError
 
 # 64 probes of 16 tokens: enough that two data sets of one length cannot agree by chance, with few enough page faults to open
@@ -31,14 +29,6 @@ _IDENTITY = {
     "tokens": "the number of training tokens",
     "fingerprint": "the fingerprint of the training tokens",
 }
-
-
-class Tokens(Protocol):
-    """The interface that a stream needs from its tokens; `TokenSet` has it."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, start: int, count: int, out: np.ndarray | None = None) -> np.ndarray: ...
 
 
 class BatchStream:
@@ -59,7 +49,9 @@ class BatchStream:
         world: int = 1,
         seed: int = 0,
         order: str = "shuffled",
+        bos_id: int = 1,
     ) -> None:
+        """`bos_id` opens every document, which an order may keep whole."""
         require(sequence_length >= 1, f"the sequence length must be 1 or more, got {sequence_length}")
         require(seed >= 0, f"the seed must be 0 or more, got {seed}")
         require(0 <= rank < world, f"rank must lie in 0..{world - 1} for a world of {world}, got {rank}")
@@ -79,7 +71,11 @@ class BatchStream:
         self._draw = choose(ORDERS, order, "the order of the windows")
         self.accumulation = batch_sequences // (micro_sequences * world)
         """Micro-batches a rank runs per step."""
-        self._tokens = tokens
+        self._windows: Windows = CircleWindows(tokens, sequence_length)
+        if self._draw is packed:
+            self._windows = PackedWindows(tokens, sequence_length, bos_id)
+        if self._draw is hard_first:
+            self._draw = partial(hard_first, parts=rank_parts(tokens))
         self._count = len(tokens)
         self._fingerprint = _sample_hash(tokens)
         self._entry = 0  # the first entry no rank has taken yet
@@ -101,7 +97,7 @@ class BatchStream:
             raise DataError(f"fill needs a uint16 buffer of shape {self.shape}, got {out.dtype} of shape {out.shape}")
         first = self._entry + self.rank * self.micro_sequences
         for row in range(self.micro_sequences):
-            self._read_window(self._window_of(first + row), out[row])
+            self._windows.read(self._window_of(first + row), out[row])
         taken = self.micro_sequences * self.world
         self._entry += taken
         self._entry_in_step = (self._entry_in_step + taken) % self.batch_sequences
@@ -146,20 +142,13 @@ class BatchStream:
 
     def _window_of(self, entry: int) -> int:
         """The window visited at an entry. An epoch's entries and its windows are the same range of numbers, since both
-        count windows from the beginning. So the start of window number `entry` shows the epoch of an entry."""
-        epoch = entry * self.sequence_length // self._count
-        first = _ceil_div(epoch * self._count, self.sequence_length)
+        count windows from the beginning. So the epoch of window number `entry` is that of the entry."""
+        epoch = self._windows.epoch_of(entry)
+        first = self._windows.first_of(epoch)
         if epoch != self._epoch:
-            last = _ceil_div((epoch + 1) * self._count, self.sequence_length)
-            self._order, self._epoch = self._draw(last - first, self.seed, epoch), epoch
+            count = self._windows.first_of(epoch + 1) - first
+            self._order, self._epoch = self._draw(count, self.seed, epoch), epoch
         return first + int(self._order[entry - first])
-
-    def _read_window(self, window: int, row: np.ndarray) -> None:
-        start = window * self.sequence_length % self._count
-        head = min(len(row), self._count - start)
-        self._tokens.read(start, head, out=row[:head])
-        if head < len(row):  # one wrap is enough: a row is never longer than the circle
-            self._tokens.read(0, len(row) - head, out=row[head:])
 
 
 def _sample_hash(tokens: Tokens) -> str:

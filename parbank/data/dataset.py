@@ -16,7 +16,7 @@ from parbank.data.progress import Say, say_on_stderr
 from parbank.data.proof import NOT_PROVED, PROVED
 from parbank.data.shards import TokenSet, read_shards
 from parbank.data.sources import find_source, parse_spec
-from parbank.data.tokenizer import Tokenizer
+from parbank.data.tokenizer import DecodeState, Tokenizer
 from parbank.errors import DataError
 from parbank.files import default_cache
 
@@ -77,8 +77,9 @@ class Dataset:
         return sum(int(self.tokenizer.count_bytes(tokens, before).sum()) for tokens, before in self._blocks(stream))
 
     def _decoded(self, stream: TokenSet) -> Iterator[bytes]:
-        for tokens, before in self._blocks(stream):
-            yield self.tokenizer.decode_bytes(tokens, previous=int(before[0]))
+        state = DecodeState()
+        for tokens, _ in self._blocks(stream):
+            yield self.tokenizer.decode_bytes(tokens, state=state)
 
     def _blocks(self, stream: TokenSet) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(tokens, the token before each), block by block; the stream's first token counts as following a BOS."""
@@ -93,6 +94,7 @@ def open_dataset(
     spec: str,
     *,
     vocab_size: int,
+    case_operators: bool = False,
     sequence_length: int = 0,
     cache: Path | None = None,
     say: Say = say_on_stderr,
@@ -104,25 +106,34 @@ def open_dataset(
     `apart`: prepare in another process, because this one is busy (parbank.data.apart)."""
     place = Path(cache) if cache is not None else default_cache()
     if apart and not find_source(spec).tokens:
-        prepare_apart(spec, vocab_size=vocab_size, cache=place, say=say)
-    dataset = _open(spec, vocab_size, place, say)
+        prepare_apart(spec, vocab_size=vocab_size, case_operators=case_operators, cache=place, say=say)
+    dataset = _open(spec, vocab_size, case_operators, place, say)
     dataset.require_length(sequence_length)
     return dataset
 
 
-def ensure_ready(spec: str, vocab_size: int, cache: Path, say: Say) -> tuple[Path, dict[str, Any] | None]:
+def ensure_ready(
+    spec: str, vocab_size: int, cache: Path, say: Say, *, case_operators: bool = False
+) -> tuple[Path, dict[str, Any] | None]:
     """The folder of a spec's shards, prepared if they were not there, and its manifest if parbank prepared it."""
     opened = parse_spec(spec).open(cache, say)
     if isinstance(opened, Path):
         return opened, None
-    key = hashlib.sha256(f"{opened.spec}\n{vocab_size}".encode("utf-8", "surrogateescape")).hexdigest()[:12]
-    folder = cache / f"{opened.name}-{vocab_size}-{key}"
-    return folder, ensure_prepared(opened, folder, vocab_size=vocab_size, say=say)
+    kind = f"{vocab_size}-case" if case_operators else str(vocab_size)
+    key = hashlib.sha256(f"{opened.spec}\n{kind}".encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    folder = cache / f"{opened.name}-{kind}-{key}"
+    return folder, ensure_prepared(opened, folder, vocab_size=vocab_size, case_operators=case_operators, say=say)
 
 
-def _open(spec: str, vocab_size: int, cache: Path, say: Say) -> Dataset:
-    folder, manifest = ensure_ready(spec, vocab_size, cache, say)
+def _open(spec: str, vocab_size: int, case_operators: bool, cache: Path, say: Say) -> Dataset:
+    folder, manifest = ensure_ready(spec, vocab_size, cache, say, case_operators=case_operators)
     dataset = open_shards(folder, vocab_size=vocab_size, name=spec)
+    if dataset.tokenizer.case_operators != case_operators:
+        has = "has" if dataset.tokenizer.case_operators else "has no"
+        remedy = f"--set tokenizer.case_operators={str(not case_operators).lower()}"
+        raise DataError(
+            f"the tokenizer in {folder} {has} case operators, and the run asks for the opposite; add {remedy}"
+        )
     expected = manifest["val"].get("text_sha256") if manifest is not None else None
     if expected is None:
         return dataset
@@ -203,7 +214,7 @@ def _find_model(folder: Path) -> Path:
     if len(models) != 1:
         found = ", ".join(path.name for path in models) or "none"
         raise DataError(
-            f"{folder} must hold exactly one SentencePiece .model, the one its shards were made with; found {found}: "
+            f"{folder} must hold exactly one SentencePiece .model, the tokenizer of its shards; found {found}: "
             "copy it there, or remove the others"
         )
     return models[0]

@@ -76,7 +76,7 @@ class Journal:
             write_json(self._folder / JOURNAL, self._state)
 
     def position(self, split: str) -> tuple[int, list[ShardInfo], int]:
-        """Documents of a split that are in its shards, its full shards, and the tokens in the one after them."""
+        """For a split: the documents in its shards, the number of full shards, and the tokens in the unfinished shard."""
         noted = self._state.get("splits", {}).get(split, {"documents": 0, "shards": [], "tokens": 0})
         return noted["documents"], [ShardInfo(**shard) for shard in noted["shards"]], noted["tokens"]
 

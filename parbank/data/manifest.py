@@ -45,7 +45,7 @@ def verify_folder(folder: Path, manifest: dict[str, Any]) -> None:
     except OSError as error:
         raise DataError(f"cannot read {folder / TOKENIZER}: {error.strerror or error}; {again}") from error
     if tokenizer != manifest["tokenizer"]:
-        raise DataError(f"{folder / TOKENIZER} is not what was written (its sha256 differs); {again}")
+        raise DataError(f"{folder / TOKENIZER} differs from its manifest (by sha256); {again}")
     shards = [shard for part in ("train", "val") for shard in manifest[part]["shards"]]
     for part in ("train", "val"):
         found, listed = len(list(folder.glob(f"*_{part}_*.bin"))), len(manifest[part]["shards"])
@@ -57,7 +57,32 @@ def verify_folder(folder: Path, manifest: dict[str, Any]) -> None:
             raise DataError(f"{folder / shard['name']} holds {length} tokens, {shard['tokens']} were written; {again}")
     for shard, digest in zip(shards, hash_shards([folder / shard["name"] for shard in shards])):
         if digest != shard["sha256"]:
-            raise DataError(f"{folder / shard['name']} is not what was written (its sha256 differs); {again}")
+            raise DataError(f"{folder / shard['name']} differs from its manifest (by sha256); {again}")
+
+
+def describe_input(path: Path) -> dict[str, Any]:
+    """A file of text, as a manifest names it."""
+    try:
+        stat = path.stat()
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    return {"path": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}
+
+
+def same_inputs(known: list[dict[str, Any]], files: Sequence[Path]) -> bool:
+    """Whether the files are those of a manifest. Trusts equal size and time. A file with another time is read again, since
+    a copy or a checkout changes only the time."""
+    if [entry["path"] for entry in known] != [str(path) for path in files]:
+        return False
+    for entry in known:
+        stat = os.stat(entry["path"])
+        if stat.st_size != entry["size"]:
+            return False
+        if stat.st_mtime_ns != entry["mtime_ns"] and describe_input(Path(entry["path"]))["sha256"] != entry["sha256"]:
+            return False
+    return True
 
 
 def hash_shards(paths: Sequence[Path]) -> list[str]:

@@ -28,7 +28,23 @@ def contiguous(windows: int, seed: int, epoch: int) -> np.ndarray:
     return np.arange(windows)
 
 
+def packed(windows: int, seed: int, epoch: int) -> np.ndarray:
+    """Shuffled windows of whole documents: `parbank.data.windows.PackedWindows`."""
+    return shuffled(windows, seed, epoch)
+
+
+def hard_first(windows: int, seed: int, epoch: int, parts: np.ndarray | None = None) -> np.ndarray:
+    """Part by part of the text, in the order of `parts` (parbank.data.difficulty); shuffled inside a part."""
+    mixed = shuffled(windows, seed, epoch)
+    if parts is None:
+        return mixed
+    turn = np.argsort(parts, kind="stable")  # when each part's turn comes
+    return mixed[np.argsort(turn[mixed * len(parts) // windows], kind="stable")]
+
+
 ORDERS: dict[str, Order] = {
     "shuffled": shuffled,
     "contiguous": contiguous,
+    "packed": packed,
+    "hard_first": hard_first,
 }

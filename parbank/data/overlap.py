@@ -28,13 +28,13 @@ _BYTES = np.random.default_rng(0).integers(0, 2**64, 256, dtype=np.uint64)
 
 @dataclass(frozen=True)
 class Overlap:
-    """What the manifest says of it."""
+    """The overlap as the manifest stores it."""
 
     share: float
-    """Of the compared validation bytes: those in a run of at least `run_bytes` that the training text has too."""
+    """The share of the compared validation bytes in a run of at least `run_bytes` that the training text has too."""
     run_bytes: int
     compared_bytes: int
-    """Of the validation text: all of it, or a sample of a long one."""
+    """Bytes of the validation text that were compared: all, or a sample of a long text."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,7 +48,7 @@ def measure_overlap(
     threads: int = 1,
     advance: Callable[[int], None] = lambda size: None,
 ) -> Overlap:
-    """Of validation documents with `val_bytes` bytes in all, against training documents that come in batches."""
+    """The overlap of validation documents, `val_bytes` in all, with training documents that come in batches."""
     text = np.frombuffer(_VAL_BORDER.join(_sample(val, val_bytes)), dtype=np.uint8)
     compared = len(text) - int(np.count_nonzero(text == _VAL_BORDER[0]))
     hashes = _hash_windows(text)
@@ -75,7 +75,7 @@ class _Index:
         self._low[self.hashes & self._mask] = True
 
     def look_up(self, block: np.ndarray) -> int:
-        """Marks what the block has, and gives back its length. Threads only ever write True, so they need no lock."""
+        """Marks the windows that the block has, and returns its length. Threads only write True, so they need no lock."""
         hashes = _hash_windows(block)
         likely = hashes[self._high[hashes >> self._shift]]
         likely = _sort_distinct(likely[self._low[likely & self._mask]])  # sorted: the search stays in the cache

@@ -269,6 +269,12 @@ class Prefetcher:
         self._state = made.state
         return self._loader.receive(made)
 
+    @property
+    def last_on_host(self) -> np.ndarray:
+        """The batch that `next` returned last, as the stream wrote it, in host memory: for questions whose answers the
+        host needs without waiting for the GPU. It is valid as long as that batch; do not write to it."""
+        return self._held[-1].data
+
     def state_dict(self) -> dict[str, Any]:
         """The stream's state after the batches handed out, without those made ahead."""
         return dict(self._state)

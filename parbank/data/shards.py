@@ -165,7 +165,7 @@ class ShardInfo:
     name: str
     tokens: int
     sha256: str
-    """Of the tokens, without the header."""
+    """The sha256 of the tokens, without the header."""
 
 
 class ShardWriter:

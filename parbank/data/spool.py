@@ -80,8 +80,8 @@ def is_dev(document: bytes) -> bool:
 
 
 def hold_out(entries: list[Document], dev: set[bytes]) -> tuple[list[Document], list[Document]]:
-    """Training documents without, and with, a hash in `dev`. Where there is none of them, the first by its hash is held
-    out."""
+    """Splits training documents into those outside and inside `dev`, by hash. If none is inside, the document with the
+    lowest hash is held out."""
     chosen = dev & {entry.digest for entry in entries} or {min(entries).digest}
     return [e for e in entries if e.digest not in chosen], [e for e in entries if e.digest in chosen]
 
@@ -105,7 +105,7 @@ def _split_document(entry: Document, document: bytes) -> tuple[list[Document], l
 
 
 def _cut_point(document: bytes) -> int:
-    """Where the last 2% begin: after the nearest line end before it, else the next one, else between two characters."""
+    """The start of the last 2%: after the nearest line end before it, else the next line end, else between characters."""
     target = int(len(document) * (1 - VAL_SHARE))
     before = document.rfind(b"\n", len(document) // 2, target) + 1
     if before:

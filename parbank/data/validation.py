@@ -2,13 +2,14 @@
 
 import hashlib
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from parbank.cores import count_cores
 from parbank.data.dataset import open_shards
 from parbank.data.prepare import gather
 from parbank.data.progress import Meter, Say, say_on_stderr
@@ -22,6 +23,7 @@ from parbank.errors import DataError
 from parbank.files import default_cache
 
 _BLOCK = 1 << 22  # tokens whose bytes are counted together
+_TOGETHER = 1 << 22  # bytes of documents that are encoded together
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Validation:
 
     tokens: TokenSet
     sha256: str
-    """Of the text's bytes, whatever documents they are cut into."""
+    """The sha256 of the text's bytes, whatever documents they are cut into."""
     documents: int
     documents_sha256: str
     """Of the places, in bytes, where documents but the first begin: other documents of the same bytes score otherwise."""
@@ -107,14 +109,31 @@ def _encode(documents: Iterable[bytes], size: int, tokenizer: Tokenizer, say: Sa
     bos = np.array([tokenizer.bos_id], dtype=np.uint16)
     pieces: list[np.ndarray] = []
     digest = hashlib.sha256()
+    number = 0
     with Meter("tokenising", say, total=size) as meter:
-        for number, document in enumerate(documents, start=1):
-            tokens = tokenizer.encode(document.decode("utf-8"))
-            check_tokens(tokenizer, tokens, document, f"validation document {number}")
-            pieces += [bos, tokens]
-            digest.update(document)
-            meter.advance(len(document))
+        for group in _group(documents):
+            texts = [document.decode("utf-8") for document in group]
+            for document, tokens in zip(group, tokenizer.encode_batch(texts, threads=count_cores()), strict=True):
+                number += 1
+                check_tokens(tokenizer, tokens, document, f"validation document {number}")
+                pieces += [bos, tokens]
+                digest.update(document)
+                meter.advance(len(document))
     return _describe(TokenSet([np.concatenate(pieces)]), digest.hexdigest(), tokenizer, PROVED)
+
+
+def _group(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Documents that are encoded together, on all cores."""
+    group: list[bytes] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += len(document)
+        if size >= _TOGETHER:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _describe(tokens: TokenSet, sha256: str, tokenizer: Tokenizer, text: str) -> Validation:

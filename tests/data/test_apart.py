@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from parbank.data.apart import _pass_on, prepare_apart
 from parbank.data.dataset import open_dataset
 from parbank.errors import DataError
+from parbank.files import is_running
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def test_the_result_is_the_same(folder: Path, tmp_path: Path) -> None:
 def test_the_process_starts_without_torch() -> None:
     """Importing torch takes seconds, and every cold start would wait for them."""
     script = "import sys, parbank.data.dataset\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
 
 
 def test_an_error_is_raised_here(folder: Path, tmp_path: Path) -> None:
@@ -53,13 +55,23 @@ def test_a_child_that_dies_leaves_the_work_to_this_process(
     assert len(data.train) > 1000
 
 
-def test_an_interrupted_parent_ends_its_child(folder: Path, tmp_path: Path) -> None:
+def test_an_interrupted_parent_ends_its_child(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that would go on for minutes: a real one may be done before a busy machine lets its parent read a line."""
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\necho $$ reads\nexec sleep 300\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    said: list[str] = []
+
     def interrupt(line: str) -> None:
+        said.append(line)
         raise KeyboardInterrupt
 
+    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         prepare_apart(f"text:{folder}", vocab_size=320, cache=tmp_path / "cache", say=interrupt)
-    assert not list((tmp_path / "cache").glob("text-*"))
+    assert time.monotonic() - began < 200, "it did not end by itself"
+    assert not is_running(int(said[0].split()[0]))
 
 
 def test_other_words_of_the_child_are_passed_on() -> None:

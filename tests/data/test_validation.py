@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parbank.data import validation
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.prepare import prepare_text
 from parbank.data.shards import write_shard
@@ -36,6 +37,16 @@ def test_text_gives_the_tokens_that_training_validated_with(dataset: Dataset, te
     found = open_validation(text_spec, dataset.tokenizer, say=silent)
     assert np.array_equal(found.tokens.read(0, len(found.tokens)), dataset.val.read(0, len(dataset.val)))
     assert found.sha256 == dataset.val_text_sha256 == hashlib.sha256(dataset.val_text()).hexdigest()
+
+
+def test_documents_are_the_same_in_groups_of_any_size(
+    dataset: Dataset, text_spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = open_validation(text_spec, dataset.tokenizer)
+    monkeypatch.setattr(validation, "_TOGETHER", 1)
+    each = open_validation(text_spec, dataset.tokenizer)
+    assert each.describe() == whole.describe()
+    assert np.array_equal(each.tokens.read(0, len(each.tokens)), whole.tokens.read(0, len(whole.tokens)))
 
 
 def test_documents_held_out_by_their_hash_are_the_same_ones(text_spec: str, dataset: Dataset) -> None:

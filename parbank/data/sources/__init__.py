@@ -4,6 +4,7 @@ A new kind is a new file with a SOURCE, and a line in SOURCES. Help, errors, tra
 table.
 """
 
+import difflib
 import os
 from collections.abc import Iterable
 
@@ -27,9 +28,16 @@ def find_source(spec: str) -> Source:
     source = SOURCES.get(spec.partition(":")[0])
     if source is None:
         forms = "; ".join(source.form for source in SOURCES.values())
-        meant = f"; did you mean text:{spec}?" if os.path.exists(os.path.expanduser(spec)) else ""
-        raise ConfigError(f"unknown data {spec!r}; use {forms}{meant}")
+        raise ConfigError(f"unknown data {spec!r}; use {forms}{_suggest(spec)}")
     return source
+
+
+def _suggest(spec: str) -> str:
+    kind, colon, rest = spec.partition(":")
+    near = difflib.get_close_matches(kind, SOURCES, n=1)
+    if os.path.exists(os.path.expanduser(spec)):
+        return f"; did you mean text:{spec}?"
+    return f"; did you mean {near[0]}{colon}{rest}?" if near else ""
 
 
 def parse_spec(spec: str) -> Request:
@@ -73,6 +81,24 @@ def add_options(spec: str, options: Iterable[str]) -> str:
                 f"--{name} {option.partition('=')[2]!r} has a comma, which separates the parts of a data spec"
             )
     return ",".join([spec, *options])
+
+
+def read_options(glob: Iterable[str] | None = None, field: str | None = None, skip_bad: bool = False) -> list[str]:
+    """--glob, --field and --skip-bad as parts of a data spec."""
+    given = [f"glob={pattern}" for pattern in glob or ()]
+    given += [f"field={field}"] if field is not None else []
+    return given + (["skip-bad=yes"] if skip_bad else [])
+
+
+def read_data(data: str | None, glob: Iterable[str] | None, field: str | None, skip_bad: bool) -> str | None:
+    """The data spec with its options as parts of it, so that a run folder identifies the text."""
+    options = read_options(glob, field, skip_bad)
+    if not options:
+        return data
+    if data is None:
+        names = ", ".join(dict.fromkeys("--" + option.partition("=")[0] for option in options))
+        raise ConfigError(f"{names} without --data; say which text it is for, such as --data text:my_folder")
+    return add_options(data, options)
 
 
 def describe_sources() -> list[str]:

@@ -213,7 +213,7 @@ class _Search:
         return self._pass_over(reason, path) if reason else True
 
     def _is_readable(self, path: Path) -> bool:
-        """Where bad files are skipped, whether this one can be read at all: preparing takes a hash of every file."""
+        """Whether a file can be read, where bad files are skipped. Preparation takes a hash of every file."""
         if not self._request.skip_bad:
             return True
         try:

@@ -44,7 +44,7 @@ class _Source(Protocol):
     def files(self) -> list[str]: ...
 
     def fault(self, file: str, path: Path) -> str:
-        """How a fetched file differs from the source's own hash of it; empty if it does not, or if there is no hash."""
+        """A sentence if a fetched file differs from the hash that the source lists; empty if not, or without a hash."""
 
     def fetch(self, file: str, place: Path, say: Say) -> Path:
         """Fetches one file to a path under `place` and returns the path. Resumes an interrupted download."""
@@ -83,7 +83,7 @@ def fetch_fineweb(
 
 
 def fineweb_folder(cache: Path) -> Path:
-    """Where `data fetch fineweb` puts the shards and where the spec `fineweb` looks for them."""
+    """The folder that `data fetch fineweb` writes and the spec `fineweb` reads."""
     return Path(cache) / "fineweb"
 
 

@@ -59,7 +59,7 @@ class Pins:
             self._write()
 
     def check(self, file: Path, name: str) -> DataError | None:
-        """The error of a file that is not the one fetched before; None where it is the same or the first."""
+        """The error for a file that differs from the file fetched before; None if it is equal or the first."""
         found, known = hash_file(file), self.files.get(name)
         if known in (None, found):
             return None

@@ -94,7 +94,7 @@ class Source:
     name: str
     """The word before the colon."""
     form: str
-    """How the whole spec is written."""
+    """The form of the whole spec."""
     help: str
     """Its meaning, for `--help`."""
     parse: Callable[[str], Request]

@@ -1,5 +1,6 @@
 """`stdlib`: the standard library of the running Python, text that every machine has."""
 
+import os
 import platform
 import sysconfig
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from parbank.data.progress import Say
 from parbank.data.sources.source import Corpus, Source
 from parbank.errors import ConfigError, DataError
 
+_OUTSIDE = {"site-packages", "dist-packages", "__pycache__"}
+
 
 @dataclass(frozen=True)
 class StdlibRequest:
@@ -18,8 +21,7 @@ class StdlibRequest:
     def open(self, cache: Path, say: Say) -> Corpus:
         """The library's sources, tests included, without installed packages."""
         root = Path(sysconfig.get_paths()["stdlib"])
-        outside = {"site-packages", "dist-packages", "__pycache__"}
-        files = [path for path in root.rglob("*.py") if not outside.intersection(path.relative_to(root).parts)]
+        files = list(_find_sources(root))
         if not files:
             raise DataError(f"no standard library sources under {root}; use text:PATH with text of your own")
         spec = f"stdlib:{platform.python_version()}:{root}"
@@ -30,6 +32,13 @@ def parse(rest: str) -> StdlibRequest:
     if rest:
         raise ConfigError(f"stdlib takes nothing after it, got {rest!r}; write --data stdlib")
     return StdlibRequest()
+
+
+def _find_sources(root: Path) -> Iterator[Path]:
+    """Does not look into the folders that it leaves out: installed packages may be ten times as many files."""
+    for folder, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in _OUTSIDE]
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
 def _read(path: Path) -> Iterator[bytes]:

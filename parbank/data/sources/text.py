@@ -80,7 +80,12 @@ def _parse_line(line: bytes, field: str, place: str) -> bytes:
         raise DataError(f"{place} is not JSON ({error}); {remedy}") from None
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        given = f"the fields {', '.join(map(repr, row)) or 'none'}" if isinstance(row, dict) else type(row).__name__
+        if not isinstance(row, dict):
+            given = type(row).__name__
+        elif field in row:
+            given = "null there" if text is None else f"a value of type {type(text).__name__} there"
+        else:
+            given = f"the fields {', '.join(map(repr, row)) or 'none'}"
         raise DataError(f"{place} has no text in {field!r}, but {given}; {remedy}")
     try:
         document, name = text.encode("utf-8"), row.get("id")

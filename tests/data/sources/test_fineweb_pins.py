@@ -71,13 +71,13 @@ def test_a_second_fetch_waits_for_the_first(hub: Path, tmp_path: Path) -> None:
     second = threading.Thread(target=lambda: fetch_fineweb(tmp_path, source=hub, say=said.append))
     with locked(tmp_path / ".fetch.lock", tmp_path):
         second.start()
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not said and time.monotonic() < until:
             time.sleep(0.01)
         assert said == [f"waiting for {said[0].split('waiting for ')[1]}"] if said else False
         assert f"process {os.getpid()}" in said[0]
         assert not (tmp_path / TRAIN).exists()
-    second.join(timeout=20)
+    second.join(timeout=60)
     assert (tmp_path / TRAIN).exists()
 
 
@@ -156,7 +156,7 @@ def command(server: Hub, out: Path, *more: str) -> subprocess.CompletedProcess[s
     address = f"http://127.0.0.1:{server.server_port}"
     environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(out.parent / "home"), "NO_PROXY": "127.0.0.1"}
     words = [sys.executable, "-m", "parbank", "data", "fetch", "fineweb", "--out", str(out), *more]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_real_client_keeps_to_the_commit_of_the_first_fetch(server: Hub, hub: Path, tmp_path: Path) -> None:

@@ -147,7 +147,8 @@ def test_files_that_cannot_be_used_are_named(folder: Path) -> None:
     [
         (b"{not json", "line 3 is not JSON"),
         (b'{"body": "x"}', "line 3 has no text in 'text', but the fields 'body'"),
-        (b'{"text": 7}', "line 3 has no text"),
+        (b'{"text": 7}', "line 3 has no text in 'text', but a value of type int there; each line must"),
+        (b'{"text": null}', "line 3 has no text in 'text', but null there; each line must"),
         (b'["text"]', "line 3 has no text in 'text', but list"),
         (b'{"text": "\xff"}', "line 3: not UTF-8"),
         (b'{"text": "\\ud800"}', "line 3: .*surrogate"),
