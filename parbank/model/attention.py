@@ -4,8 +4,9 @@ Sources: GQA (Ainslie et al.), QK norm (Henry et al.), RoPE (Su et al.), exclusi
 (Zhou et al.), gated attention (Qiu et al.).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,8 @@ class Context:
 
     cos: Tensor  # (T, rope_dims / 2), float32
     sin: Tensor
-    mask: Tensor | None  # (B, 1, T, T), true where attention may look; None means plain causal
+    mask: Tensor | None = None  # (B, 1, T, T), true where attention may look; None means causal, within `lengths`
+    lengths: Tensor | None = None  # cumulative lengths of documents: see `parbank.ops.flash`
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # in place of `attend`: see stream.py
     fp8_mlp: bool = False  # the MLPs multiply in FP8
     dropout: float = 0.0  # the share of channels dropped from the outputs of attention and MLP
@@ -35,6 +37,12 @@ def rope_tables(length: int, dims: int, base: float) -> tuple[Tensor, Tensor]:
     return angles.cos().float(), angles.sin().float()
 
 
+def pad_lengths(starts: Sequence[int], end: int) -> list[int]:
+    """Cumulative lengths from where runs start, with empty runs up to a power of two, so that there are few shapes and few
+    CUDA graphs."""
+    return [*starts, *[end] * ((1 << (len(starts) - 1).bit_length()) - len(starts) + 1)]
+
+
 class Attention(nn.Module):
     """The small parameters of one layer's attention; its four matrices come from the banks."""
 
@@ -42,6 +50,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.exclusive = config.uses_xsa(layer)
+        self.window = config.window_of(layer)
         self.gain = nn.Parameter(torch.full((config.heads,), config.qk_gain)) if config.qk_gain else None
         # 2*sigmoid(0) = 1: a gated layer starts as an ungated one
         self.gate = nn.Parameter(torch.zeros(config.heads, config.width)) if config.gated_attention else None
@@ -54,9 +63,9 @@ class Attention(nn.Module):
         weights: dict[str, Tensor],
         context: Context,
         first: Tensor | None,
-        entry: ops.BlockInput,
+        block_input: ops.BlockInput,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """x (B, T, width) is the input of the block; `entry` says how its stream follows from x; `first` are the first
+        """x (B, T, width) is the input of the block; `block_input` says how its stream follows from x; `first` are the first
         layer's values.
 
         Returns x for later readers, the stream, the output of attention (B, T, width), and the values where a later
@@ -67,22 +76,25 @@ class Attention(nn.Module):
         own = (weights["query"], weights["key"], weights["value"], c.heads, self.gain, context.cos, context.sin)
         if context.mask is None and context.attend is None and self.value_mix is None:
             wanted = self.exclusive or c.value_residual
-            total, stream, y, v = ops.stream_attention(x, *own, entry, with_values=wanted)
+            total, stream, y, v = ops.stream_attention(x, *own, block_input, wanted, context.lengths, self.window)
         else:
-            total, stream, q, k, v = ops.stream_qkv(x, *own, entry)
+            total, stream, q, k, v = ops.stream_qkv(x, *own, block_input)
             if self.value_mix is not None and first is not None:
                 mix = self.value_mix.to(v.dtype)
                 v = mix[0] * v + mix[1] * first
-            y = attend(q, k, v, context.mask) if context.attend is None else context.attend(q, k, v)
+            y = (context.attend or partial(attend, context, self.window))(q, k, v)
         if self.exclusive:
             assert v is not None  # asked for above
             y = ops.remove_own_value(y, v)
         if self.gate is not None:
-            normed = ops.rms_norm(stream, scale=entry.scale)
+            normed = ops.rms_norm(stream, scale=block_input.scale)
             y = y * (2 * torch.sigmoid(F.linear(normed, self.gate.to(x.dtype))))[..., None]
         return total, stream, y.reshape(batch, length, c.width), v
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax attention over (B, T, heads, D) with grouped keys and values: causal, or as the mask says."""
-    return ops.causal_attention(q, k, v) if mask is None else reference.attention(q, k, v, mask)
+def attend(context: Context, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax attention over (B, T, heads, D) with grouped keys and values: causal, within documents and the window."""
+    if context.mask is None:
+        return ops.causal_attention(q, k, v, context.lengths, window)
+    mask = context.mask & reference.causal_mask(q.shape[1], q.device, window=window) if window else context.mask
+    return reference.attention(q, k, v, mask)

@@ -1,5 +1,6 @@
 """The shape of a model. Every element of the recipe of parameter-golf #549 is a field and can be switched off."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,7 +9,9 @@ from parbank.config import require
 Activation = Literal["leaky_relu_squared", "relu_squared", "gelu"]
 
 
-MAX_LAYERS = 10_000  # far more than any model has; a damaged config must not build layers for ever
+# Far more than any model has. A damaged config must not build layers for ever, or tensors whose bytes overflow 64 bits:
+# 2 * 10^4 layers of 2^22 x 2^22 float32 weights are 2^61 bytes.
+MAX_LAYERS, MAX_CHANNELS, MAX_BUCKETS = 10_000, 1 << 22, 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,9 @@ class ModelConfig:
     """A learned gain per channel on the outputs of attention and MLP."""
     smear: bool = False
     """A learned gate per channel that mixes in the previous position's embedding."""
+    smear_input: int = 0
+    """The gate is computed from this many channels of each position, and the first token of a document receives nothing; 0
+    learns one gate for all positions. Needs `smear`."""
     bigram_buckets: int = 0
     """Rows of the hashed bigram embedding; 0 leaves it out."""
     bigram_width: int = 128
@@ -63,6 +69,10 @@ class ModelConfig:
     """A gate per head, from the block's input, on the attention output."""
     value_residual: bool = False
     """Each layer's values are a learned mix with the first layer's."""
+    dense: bool = False
+    """Each block reads a learned sum of the embedding and of all earlier blocks' outputs (DenseFormer)."""
+    parallel_layers: int = 0
+    """In the last n layers the MLP reads the attention's input, not its output."""
     softcap: float = 0.0
     """Logits become softcap * tanh(logits / softcap); 0 leaves them alone."""
     tied: bool = True
@@ -71,11 +81,18 @@ class ModelConfig:
     """Standard deviation of the token embedding at the start; small, because a tied head reads it too."""
     isolate_documents: bool = False
     """Nothing (attention, smear, bigram) looks across a document boundary."""
+    window: int = 1024
+    """Tokens that attention sees in the layers of `window_layers`, its own included."""
+    window_layers: tuple[int, ...] = ()
+    """Layers whose attention sees the last `window` tokens only."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads"):
             require(getattr(self, name) >= 1, f"model.{name} must be at least 1, got {getattr(self, name)}")
         require(self.layers <= MAX_LAYERS, f"model.layers must be at most {MAX_LAYERS}, got {self.layers}")
+        for name in ("vocab_size", "width", "bigram_width", "value_width"):
+            value = getattr(self, name)
+            require(value <= MAX_CHANNELS, f"model.{name} must be at most {MAX_CHANNELS}, got {value}")
         require(
             self.width % self.heads == 0,
             f"model.width ({self.width}) must be a multiple of model.heads ({self.heads}): each head gets an equal share",
@@ -84,22 +101,38 @@ class ModelConfig:
             self.heads % self.kv_heads == 0,
             f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads})",
         )
+        require(math.isfinite(self.mlp_multiple), f"model.mlp_multiple must be finite, got {self.mlp_multiple}")
         require(self.hidden >= 1, f"model.mlp_multiple must give at least one hidden channel, got {self.mlp_multiple}")
+        require(
+            self.hidden <= MAX_CHANNELS,
+            f"model.mlp_multiple must give at most {MAX_CHANNELS} hidden channels, got {self.mlp_multiple}",
+        )
         require(
             0 <= self.rope_dims <= self.head_width and self.rope_dims % 2 == 0,
             f"model.rope_dims must be an even number from 0 to the head's width ({self.head_width}), got {self.rope_dims}",
         )
-        require(
-            all(0 <= layer < self.layers for layer in self.value_layers),
-            f"model.value_layers must lie in 0..{self.layers - 1}, got {list(self.value_layers)}",
-        )
+        for name in ("value_layers", "window_layers"):
+            chosen = getattr(self, name)
+            require(
+                all(0 <= layer < self.layers for layer in chosen),
+                f"model.{name} must lie in 0..{self.layers - 1}, got {list(chosen)}",
+            )
+        require(self.window >= 1, f"model.window must be at least 1, got {self.window}")
         require(
             -1 <= self.xsa_layers <= self.layers,
             f"model.xsa_layers must lie in 0..{self.layers}, or be -1 for all layers, got {self.xsa_layers}",
         )
         require(
-            self.bigram_buckets == 0 or self.bigram_buckets >= 2,
-            f"model.bigram_buckets must be 0 (off) or at least 2, got {self.bigram_buckets}",
+            0 <= self.parallel_layers <= self.layers,
+            f"model.parallel_layers must lie in 0..{self.layers}, got {self.parallel_layers}",
+        )
+        require(
+            0 <= self.smear_input <= self.width and (self.smear or not self.smear_input),
+            f"model.smear_input must lie in 0..{self.width} and needs model.smear=true, got {self.smear_input}",
+        )
+        require(
+            self.bigram_buckets == 0 or 2 <= self.bigram_buckets <= MAX_BUCKETS,
+            f"model.bigram_buckets must be 0 (off) or 2 to {MAX_BUCKETS}, got {self.bigram_buckets}",
         )
         require(
             0 <= self.bos_id < self.vocab_size, f"model.bos_id must lie in 0..{self.vocab_size - 1}, got {self.bos_id}"
@@ -117,6 +150,10 @@ class ModelConfig:
     @property
     def hidden(self) -> int:
         return round(self.width * self.mlp_multiple)
+
+    def window_of(self, layer: int) -> int:
+        """The window of a layer's attention; 0 is no limit."""
+        return self.window if layer in self.window_layers else 0
 
     def uses_xsa(self, layer: int) -> bool:
         return self.xsa_layers == -1 or layer >= self.layers - self.xsa_layers

@@ -66,6 +66,20 @@ class SmearGate(nn.Module):
         return ops.smear(x, torch.sigmoid(self.gate), starts)
 
 
+class InputSmear(nn.Module):
+    """x + scale * sigmoid(w . x[:channels]) * previous position's x: each position decides for itself."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(channels))
+        self.scale = nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, x: Tensor, starts: Tensor) -> Tensor:
+        share = torch.sigmoid(x[..., : len(self.gate)].float() @ self.gate.float()) * self.scale.float()
+        previous = F.pad(x[:, :-1], (0, 0, 1, 0))
+        return x + share.masked_fill(starts, 0.0)[..., None].to(x.dtype) * previous
+
+
 class ValueEmbedding(nn.Module):
     """A second, narrow token embedding that is added to the values of some layers, each with a learned scale."""
 

@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parbank import ops
 from parbank.errors import ConfigError
-from parbank.model.attention import Attention, Context, rope_tables
+from parbank.model.attention import Attention, Context, pad_lengths, rope_tables
 from parbank.model.banks import Banks
 from parbank.model.config import ModelConfig
-from parbank.model.embeddings import BigramEmbedding, SmearGate, ValueEmbedding, look_up, make_table
-from parbank.ops import fp8
+from parbank.model.embeddings import BigramEmbedding, InputSmear, SmearGate, ValueEmbedding, look_up, make_table
+from parbank.ops import flash, fp8, reference
 from parbank.ops.backend import use_triton
 
 MAX_POSITIONS = 32_768  # rows of the rotation tables: 1 MB at 16 dims, and sixteen times the longest recipe
@@ -26,6 +27,7 @@ MAX_POSITIONS = 32_768  # rows of the rotation tables: 1 MB at 16 dims, and sixt
 # followed by the loss is faster: 0.66 against 0.86 ms at 1,024; at 8,192 they tie, and chunks take a seventh of the memory
 # (docs/log/2026-11-15-ops.md).
 CHUNKED_HEAD_VOCAB = 4096
+UNKNOWN_ID = 0  # of every tokenizer here; byte fallback leaves it unused
 
 
 class Block(nn.Module):
@@ -36,6 +38,7 @@ class Block(nn.Module):
         self.config = config
         self.scale = 1 / math.sqrt(layer + 1) if config.norm_scale else 1.0
         self.attention = Attention(config, layer)
+        self.parallel = layer >= config.layers - config.parallel_layers
         gains, mix = config.block_gains, config.residual_mix
         self.attention_gain = nn.Parameter(torch.ones(config.width)) if gains else None
         self.mlp_gain = nn.Parameter(torch.ones(config.width)) if gains else None
@@ -52,19 +55,22 @@ class Block(nn.Module):
         context: Context,
         extra: Tensor | None,
         first: Tensor | None,
-        handed_on: bool,
+        return_x: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """gain * `skip` = (tensor, gain per channel) is added to x first.
 
-        Returns the next x, this x for later readers (if `handed_on`), and the values of the attention where a later
+        Returns the next x, this x for later readers (if `return_x`), and the values of the attention where a later
         layer needs them.
         """
         gains = (None, None) if folds_gains(x) else (self.attention_gain, self.mlp_gain)
         mix = None if self.residual_mix is None else (x0, self.residual_mix[0], self.residual_mix[1])
         extra = None if extra is None else extra.unflatten(-1, (self.config.kv_heads, -1))
-        entry = ops.BlockInput(mix, skip, extra, self.scale, handed_on=handed_on)
-        x, stream, attended, values = self.attention(x, weights, context, first, entry)
+        block_input = ops.BlockInput(mix, skip, extra, self.scale, return_x=return_x)
+        x, stream, attended, values = self.attention(x, weights, context, first, block_input)
         attended = _dropped(attended, context.dropout)
+        if self.parallel:
+            added = _gained(F.linear(attended, weights["output"]), gains[0])
+            return self._add_mlp(stream, weights, gains[1], context) + added, x, values
         if gains[0] is None:
             y = ops.add_linear(stream, attended, weights["output"])
         else:
@@ -110,6 +116,22 @@ class Skips:
             self._held.append(x)
 
 
+class Dense:
+    """The input of each block as a learned sum of the embedding and of all outputs before it. (DenseFormer, Pagliardini et al.)"""
+
+    def __init__(self, gains: Tensor | None) -> None:
+        self.gains = gains
+        self._held: list[Tensor] = []
+
+    def mix(self, x: Tensor) -> Tensor:
+        """The next input, from the output of the block before."""
+        if self.gains is None:
+            return x
+        gains = self.gains[len(self._held)].to(x.dtype)
+        self._held.append(x)
+        return cast(Tensor, sum(gain * held for gain, held in zip(gains, self._held)))
+
+
 class GPT(nn.Module):
     """Parameters: one bank per matrix shape, the embeddings, and small gains and gates.
 
@@ -127,15 +149,20 @@ class GPT(nn.Module):
         """The parts that multiply in FP8 in training mode. In eval mode no part does."""
         self.dropout = 0.0
         """The share of channels that training mode drops from the output of attention and MLP. In eval mode none are."""
+        self.token_dropout = 0.0
+        """The share of input tokens that training mode replaces by the unknown token. In eval mode none are."""
         self.token_embedding = make_table(c.vocab_size, c.width)
         self.bigram = BigramEmbedding(c.bigram_buckets, c.bigram_width, c.width) if c.bigram_buckets else None
-        self.smear = SmearGate(c.width) if c.smear else None
+        self.smear: SmearGate | InputSmear | None = None
+        if c.smear:
+            self.smear = InputSmear(c.smear_input) if c.smear_input else SmearGate(c.width)
         self.value_embedding = (
             ValueEmbedding(c.vocab_size, c.value_width, c.kv_width, c.value_layers) if c.value_layers else None
         )
         self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.layers))
         skips = c.layers // 2 if c.unet_skips else 0
         self.skip_gains = nn.Parameter(torch.ones(skips, c.width)) if skips else None
+        self.dense_gains = nn.Parameter(torch.eye(c.layers)) if c.dense else None
         self.head = None if c.tied else nn.Linear(c.width, c.vocab_size, bias=False)
         self.banks = Banks(_matrix_shapes(c))
         self.register_state_dict_post_hook(_write_plain_names)
@@ -168,8 +195,21 @@ class GPT(nn.Module):
             self.head.weight.zero_()
 
     @torch.no_grad()
+    def allocate(self, device: torch.device) -> None:
+        """Gives a model that was built on "meta" memory of its own. The weights have no values yet. `Module.to_empty` does
+        the same, but it copies meta tensors, for which PyTorch imports its symbolic shapes and SymPy: a third of a
+        second."""
+        for module in self.modules():
+            for name, tensor in module.named_parameters(recurse=False):
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                module.register_parameter(name, nn.Parameter(empty, requires_grad=tensor.requires_grad))
+            for name, table in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty(table.shape, dtype=table.dtype, device=device))
+        self.fill_tables()
+
+    @torch.no_grad()
     def fill_tables(self) -> None:
-        """Computes tensors that are not parameters. Needed again only for a model that was built on "meta"."""
+        """Computes tensors that are not parameters."""
         cos, sin = rope_tables(MAX_POSITIONS, self.config.rope_dims, self.config.rope_base)
         self.cos.copy_(cos)
         self.sin.copy_(sin)
@@ -182,9 +222,19 @@ class GPT(nn.Module):
         """The inverse of `plain_names`."""
         return self.banks.join(tensors, "banks.")
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
-        """ids (B, T). With targets (B, T) the loss in nats (mean, sum, or none: one per token), else the logits."""
-        return self.read_out(self.features(ids), targets, reduction)
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        reduction: str = "mean",
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """ids (B, T). With targets (B, T) the loss in nats (mean, sum, or none: one per token), else the logits.
+
+        `lengths`, of `document_lengths`, says the same as the BOS in `ids`. Attention to isolated documents is faster with
+        it on a GPU, where ids cannot be counted without waiting for them.
+        """
+        return self.read_out(self.features(ids, lengths), targets, reduction)
 
     def read_out(self, x: Tensor, targets: Tensor | None, reduction: str = "mean") -> Tensor:
         """The loss, or the logits, from the normed output of the last block."""
@@ -198,23 +248,30 @@ class GPT(nn.Module):
         logits = F.linear(x, head).float()
         return self.config.softcap * torch.tanh(logits / self.config.softcap) if self.config.softcap else logits
 
-    def features(self, ids: Tensor) -> Tensor:
+    def features(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The normed output of the last block, (B, T, width)."""
         c = self.config
         dtype = self._compute_dtype(ids.device)
+        if self.training and self.token_dropout:
+            ids = _without_some(ids, self.token_dropout, c.bos_id)
         starts = _document_starts(ids, c.bos_id if c.isolate_documents else None)
         x = self.embed(ids, starts, dtype)
         extras = self.value_embedding(ids, dtype) if self.value_embedding is not None else {}
         if ids.shape[1] > MAX_POSITIONS:
             raise ConfigError(f"a window of {ids.shape[1]} tokens is longer than the model's {MAX_POSITIONS} positions")
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
-        mask = _document_mask(starts) if c.isolate_documents else None
-        context = Context(cos, sin, mask, fp8_mlp=self._takes_fp8("mlp"), dropout=self.dropout * self.training)
+        mask = None
+        if not c.isolate_documents or not flash.takes_varlen(x, c.head_width):
+            lengths = None
+        if c.isolate_documents and lengths is None:
+            mask = reference.causal_mask(ids.shape[1], ids.device, starts.cumsum(-1))
+        context = Context(cos, sin, mask, lengths, fp8_mlp=self._takes_fp8("mlp"), dropout=self.dropout * self.training)
         matrices = self.matrices(x)
         x, *embedded = ops.fan_out(x, c.layers + 1) if c.residual_mix else (x,) * (c.layers + 1)
         first = None
-        skips = Skips(self.skip_gains, c.layers)
+        skips, dense = Skips(self.skip_gains, c.layers), Dense(self.dense_gains)
         for layer, block in enumerate(self.blocks):
+            x = dense.mix(x)
             skip, keeps, weights = skips.take(layer, x), skips.keeps(layer), _of_layer(matrices, layer)
             x, before, values = block(x, skip, embedded[layer], weights, context, extras.get(layer), first, keeps)
             skips.keep(layer, before)
@@ -227,6 +284,8 @@ class GPT(nn.Module):
         if self.bigram is not None:
             x = x + self.bigram(ids, starts, dtype)
         x = ops.rms_norm(x)
+        if self.config.smear_input:
+            starts = starts | (ids == self.config.bos_id)
         return x if self.smear is None else self.smear(x, starts)
 
     def matrices(self, x: Tensor) -> dict[str, Tensor]:
@@ -316,14 +375,22 @@ def _dropped(x: Tensor, share: float) -> Tensor:
     return F.dropout(x, share) if share else x
 
 
+def _without_some(ids: Tensor, share: float, bos_id: int) -> Tensor:
+    """The tokens, a share of them replaced by the unknown token, which no text has. The starts of documents stay."""
+    dropped = (torch.rand(ids.shape, device=ids.device) < share) & (ids != bos_id)
+    return ids.masked_fill(dropped, UNKNOWN_ID)
+
+
 def _document_starts(ids: Tensor, bos_id: int | None) -> Tensor:
     """(B, T): true where a position must not see the position before: the first of a window and, if isolated, each BOS."""
     first = (torch.arange(ids.shape[1], device=ids.device) == 0).expand(ids.shape)
     return first if bos_id is None else first | (ids == bos_id)
 
 
-def _document_mask(starts: Tensor) -> Tensor:
-    """(B, 1, T, T): causal, and within one document."""
-    document = starts.cumsum(-1)
-    same = document[:, :, None] == document[:, None, :]
-    return same.tril()[:, None]
+def document_lengths(ids: np.ndarray, bos_id: int, window: int) -> Tensor:
+    """The documents in ids (rows, T), which is cut into windows of `window` tokens, as `GPT.forward` takes them: every
+    document in a window is one, and so is a window's first part of one that began before."""
+    flat = ids.reshape(-1)
+    starts = flat == bos_id
+    starts[::window] = True
+    return torch.tensor(pad_lengths(np.flatnonzero(starts).tolist(), len(flat)), dtype=torch.int32)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parbank import ops
 from parbank.model.attention import Context
-from parbank.model.gpt import GPT, Skips, _of_layer
+from parbank.model.gpt import GPT, Dense, Skips, _of_layer
 from parbank.model.stream import BEFORE, _rotations
 
 
@@ -48,14 +48,16 @@ class Lanes:
         self._recent.copy_(torch.cat([self._recent[:, 1:], ids[:, None]], dim=1))
         x, extras = self._embed(ids)
         cos, sin = _rotations(self._place, 1, c.rope_dims, c.rope_base)
-        # Slot s holds the token of (place - s) mod window steps ago: zero is this token.
-        visible = (self._place - self._slots) % self.window <= self._seen[:, None]
+        ago = (self._place - self._slots) % self.window  # the age of the token in each slot: zero is this token
+        visible = ago <= self._seen[:, None]
         x0, first = x, None
-        skips = Skips(model.skip_gains, c.layers)
+        skips, dense = Skips(model.skip_gains, c.layers), Dense(model.dense_gains)
         for layer, block in enumerate(model.blocks):
+            x = dense.mix(x)
             skip = skips.take(layer, x)
             skips.keep(layer, x)
-            context = Context(cos, sin, None, partial(self._attend, layer, visible))
+            within = visible & (ago < (c.window_of(layer) or self.window))
+            context = Context(cos, sin, attend=partial(self._attend, layer, within))
             weights = _of_layer(self._matrices, layer)
             x, _, values = block(x, skip, x0, weights, context, extras.get(layer), first, False)
             first = values if first is None and c.value_residual else first

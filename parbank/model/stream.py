@@ -23,8 +23,9 @@ from torch import Tensor
 
 from parbank import ops
 from parbank.graphs import Graphs, addresses
-from parbank.model.attention import Context
-from parbank.model.gpt import GPT, Skips, _of_layer
+from parbank.model.attention import Context, pad_lengths
+from parbank.model.gpt import GPT, Dense, Skips, _of_layer
+from parbank.ops import flash
 from parbank.ops.window_attention import takes
 
 BEFORE = 2  # tokens before a segment: smear reads one back, and that embedding's bigram one more
@@ -96,14 +97,15 @@ class Reach:
     low: Tensor  # (T,)
     queries: Tensor  # (runs + 1,) int32: where each run of queries begins, then the end
     keys: Tensor
-    flash: bool = False  # whether the device has FlashAttention
+    varlen: bool = False  # whether these runs may go to FlashAttention, which the device has
 
     @classmethod
     def spread(cls, queries: Tensor, keys: Tensor, length: int) -> "Reach":
         """From the runs, for a segment of so many tokens. Computed on the device: `low` is as long as the segment, and
         copying it would wait for the GPU."""
         place = torch.arange(length, dtype=torch.int32, device=keys.device)
-        return cls(keys[torch.searchsorted(queries[1:], place, right=True)], queries, keys, has_flash(keys.device))
+        low = keys[torch.searchsorted(queries[1:], place, right=True)]
+        return cls(low, queries, keys, varlen=flash.HAS_VARLEN and keys.is_cuda)
 
 
 class Stream:
@@ -119,7 +121,7 @@ class Stream:
 
     @property
     def captures(self) -> int:
-        """How many graphs were made."""
+        """The number of captured graphs."""
         return self._graphs.captures
 
     def read(
@@ -175,8 +177,9 @@ class Stream:
         reach = Reach.spread(queries, keys, length)
         matrices = model.matrices(x)
         x0, first = x, None
-        skips = Skips(model.skip_gains, c.layers)
+        skips, dense = Skips(model.skip_gains, c.layers), Dense(model.dense_gains)
         for layer in range(c.layers):
+            x = dense.mix(x)
             skip = skips.take(layer, x)
             past = self.carry.take(layer)
             if past is None:
@@ -225,9 +228,9 @@ def _layer(
 
     def attend_here(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         left.append((_keep(past[0], k, count), _keep(past[1], v, count)))
-        return attend_window(q, past, (k, v), window, reach)
+        return attend_window(q, past, (k, v), min(window, model.config.window_of(layer) or window), reach)
 
-    context = Context(cos, sin, None, attend_here)
+    context = Context(cos, sin, attend=attend_here)
     x, _, values = model.blocks[layer](*before, weights, context, extra, first, False)
     return x, values, left[0]
 
@@ -265,9 +268,7 @@ def find_runs(segment: Segment, window: int, *, isolated: bool) -> tuple[Tensor,
         max(0, carried - (segment.start - begin)),
         *(carried + cut for cut in cuts[1:]),
     ]  # the first key of each run
-    # Empty runs at the end, up to a power of two, so that there are few graphs.
-    spare = (1 << (len(cuts) - 1).bit_length()) - len(cuts) + 1
-    queries, keys = cuts + [length] * spare, heads + [carried + length] * spare
+    queries, keys = pad_lengths(cuts, length), pad_lengths(heads, carried + length)
     # Non-blocking: waiting for a copy would drain the GPU. The driver has read the numbers when the call returns.
     first, second = (torch.tensor(n, dtype=torch.int32).to(device, non_blocking=True) for n in (queries, keys))
     return first, second
@@ -278,28 +279,13 @@ def attend_window(q: Tensor, past: Past, own: Past, window: int, reach: Reach) -
     T, kv_heads, D). Each query sees the `window` keys up to its own, as far as `reach` allows. This function chooses
     the implementation: a single query, as in sampling, is too little work for the kernel, which has one program per
     tile and head."""
-    fits_flash = reach.flash and q.dtype in (torch.bfloat16, torch.float16) and _fits_head(q.shape[-1])
-    if fits_flash and (q.shape[1] == 1 or not takes(q, *past, *own)):
+    if reach.varlen and flash.fits_varlen(q, q.shape[-1]) and (q.shape[1] == 1 or not takes(q, *past, *own)):
         return _attend_flash(q, past, own, window, reach)
     return ops.window_attention(q, *past, *own, reach.low, window)
 
 
-def has_flash(device: torch.device) -> bool:
-    """Whether PyTorch's own FlashAttention 2 runs on this GPU. It supports windows, which scaled_dot_product_attention
-    does not expose."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _fits_head(width: int) -> bool:
-    return width % 8 == 0 and width <= 256
-
-
 def _attend_flash(q: Tensor, past: Past, own: Past, window: int, reach: Reach) -> Tensor:
-    """The varlen form, one run per document. In a run the last query is aligned with the last key. Keys before the first
-    run are never read, so the empty carry at the start of a text is skipped in the same way."""
+    """The varlen form, one run per document. Keys before the first run are never read, so the empty carry at the start of
+    a text is skipped in the same way."""
     k, v = (torch.cat(pair, dim=1) for pair in zip(past, own))
-    runs = (reach.queries, reach.keys, q.shape[1], k.shape[1])
-    y, *_ = torch.ops.aten._flash_attention_forward(
-        q[0], k[0], v[0], *runs, 0.0, False, False, window_size_left=window - 1, window_size_right=0
-    )
-    return y[None]
+    return flash.attend_varlen(q[0], k[0], v[0], reach.queries, reach.keys, window, q.shape[1], k.shape[1])[None]

@@ -116,13 +116,13 @@ def differentiate_once(op: str, backward: Callable[..., Any], ctx: Any, *grads: 
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return backward(ctx, *grads)
     with torch.no_grad():
-        found = backward(ctx, *grads)
-    made = [y for y in found if y is not None]
+        gradients = backward(ctx, *grads)
+    made = [y for y in gradients if y is not None]
     if not made:
-        return found
+        return gradients
     behind = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
     final = iter(_Final.apply(op, len(made), *made, *behind))
-    return tuple(None if y is None else next(final) for y in found)
+    return tuple(None if y is None else next(final) for y in gradients)
 
 
 def fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

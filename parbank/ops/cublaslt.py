@@ -184,10 +184,10 @@ class Matmul:
             )
         finally:
             self._call("cublasLtMatmulPreferenceDestroy", preference)
-        found = [result for result in results[: count.value] if result.state == 0]
-        if not found:
+        usable = [result for result in results[: count.value] if result.state == 0]
+        if not usable:
             raise CublasError("cuBLASLt proposes no algorithm")
-        return found
+        return usable
 
     def _layout(self, x: Operand) -> c_void_p:
         shape = (x.rows, x.cols) if x.by_columns else (x.cols, x.rows)

@@ -1,5 +1,10 @@
 """Causal attention: FlashAttention 3 where it is installed, PyTorch's own elsewhere.
 
+A query sees the keys up to its own, all of them or those of its document, and of these all or the last `window`.
+Documents come as cumulative lengths over the batch laid out as one row, (documents + 1,) int32: where each document
+begins, and then the end. A document never crosses a row of the batch, and equal neighbours are empty documents, so that
+one shape serves batches of different counts. That is the varlen form of both libraries.
+
 On Hopper FlashAttention 3 is faster than cuDNN, PyTorch's fastest backend, in both directions
 (docs/log/2026-11-15-ops.md). PyTorch can route scaled_dot_product_attention to it, but only for the whole process,
 and a library must not change that for its host program. So this file wraps the library's two functions as two ops,
@@ -25,21 +30,17 @@ MODULE = "flash_attn_interface"
 CAPABILITY = (9, 0)  # the kernels are made of Hopper's instructions
 WIDEST_HEAD = 256
 # The arguments used below, by name. Versions of the library differ in the others.
-_FORWARD = {"q", "k", "v", "out", "softmax_scale", "is_causal", "num_splits"}
-_BACKWARD = {
-    "dout",
-    "q",
-    "k",
-    "v",
-    "out",
-    "softmax_lse",
-    "dq",
-    "dk",
-    "dv",
+_LIMITS = {
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "window_size_left",
     "softmax_scale",
     "is_causal",
-    "deterministic",
 }
+_FORWARD = {"q", "k", "v", "out", "num_splits"} | _LIMITS
+_BACKWARD = {"dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "deterministic"} | _LIMITS
 
 _log = logging.getLogger("parbank")
 
@@ -71,6 +72,8 @@ def _knows(function: str, names: set[str]) -> bool:
 
 
 AVAILABLE = _has_gpu() and _load()
+# PyTorch's own FlashAttention 2. A constant, as Dynamo needs it.
+HAS_VARLEN = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _parts(q: Tensor, k: Tensor) -> int:
@@ -85,38 +88,70 @@ def _parts(q: Tensor, k: Tensor) -> int:
 
 
 @torch.library.custom_op(
-    "parbank::flash_attention", mutates_args=(), schema="(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)"
+    "parbank::flash_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? lengths=None, int window=0) -> (Tensor, Tensor)",
 )
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, window: int = 0
+) -> tuple[Tensor, Tensor]:
     """The output (B, T, heads, D), and the log-sum-exp of every query for each backward call: (calls, B, heads / calls,
-    T)."""
+    T), or with lengths (calls, heads / calls, B T)."""
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    q, k, v = map(_aligned, (q, k, v))
+    limits, parts = _limits(q, lengths, window), _parts(q, k)
+    q, k, v = (_aligned(_laid_out(x, lengths)) for x in (q, k, v))
     # Splitting keys among programs pays only for few queries, and makes sums depend on how many programs fit.
-    _, lse, *_ = torch.ops.flash_attn_3.fwd(
-        q, k, v, out=y, softmax_scale=q.shape[-1] ** -0.5, is_causal=True, num_splits=1
-    )
-    return y, lse.unflatten(1, (-1, _parts(q, k))).movedim(2, 0).contiguous()
+    _, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, out=_laid_out(y, lengths), num_splits=1, **limits)
+    return y, lse.unflatten(-2, (-1, parts)).movedim(-2, 0).contiguous()
 
 
 @torch.library.custom_op(
     "parbank::flash_attention_backward",
     mutates_args=(),
-    schema="(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Tensor? lengths=None, int window=0)"
+    " -> (Tensor, Tensor, Tensor)",
 )
-def _backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    lengths: Tensor | None = None,
+    window: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, and the parts of dk and dv from each call: (calls, B, T, kv_heads, D)."""
-    calls = len(lse)
-    dy, q, k, v, y = map(_aligned, (dy, q, k, v, y))
+    calls, limits = len(lse), _limits(q, lengths, window)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty((calls, *x.shape), dtype=x.dtype, device=x.device) for x in (k, v))
+    dy, q, k, v, y = (_aligned(_laid_out(x, lengths)) for x in (dy, q, k, v, y))
     for i in range(calls):
-        own = slice(i, None, calls)
-        torch.ops.flash_attn_3.bwd(
-            dy[:, :, own], q[:, :, own], k, v, y[:, :, own], lse[i], dq=dq[:, :, own], dk=dk[i], dv=dv[i],
-            softmax_scale=q.shape[-1] ** -0.5, is_causal=True, deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
+        own = (..., slice(i, None, calls), slice(None))
+        into = {"dq": _laid_out(dq, lengths)[own], "dk": _laid_out(dk[i], lengths), "dv": _laid_out(dv[i], lengths)}
+        exact = torch.are_deterministic_algorithms_enabled()
+        torch.ops.flash_attn_3.bwd(dy[own], q[own], k, v, y[own], lse[i], **into, deterministic=exact, **limits)
     return dq, dk, dv
+
+
+def _limits(q: Tensor, lengths: Tensor | None, window: int) -> dict[str, Any]:
+    """The library's arguments for which keys a query sees. It counts a window without the query's own key."""
+    limits: dict[str, Any] = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": True}
+    if window:
+        limits["window_size_left"] = window - 1
+    if lengths is not None:
+        limits |= {
+            "cu_seqlens_q": lengths,
+            "cu_seqlens_k": lengths,
+            "max_seqlen_q": q.shape[1],
+            "max_seqlen_k": q.shape[1],
+        }
+    return limits
+
+
+def _laid_out(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """x (B, T, heads, D), with lengths as one row (B T, heads, D)."""
+    return x if lengths is None else x.flatten(0, 1)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -131,29 +166,41 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 @fake(_attention)
-def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, window: int = 0) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = q.shape
     calls = _parts(q, k)
-    return q.new_empty(q.shape), q.new_empty((calls, batch, heads // calls, length), dtype=torch.float32)
+    shape = (batch, heads // calls, length) if lengths is None else (heads // calls, batch * length)
+    return q.new_empty(q.shape), q.new_empty((calls, *shape), dtype=torch.float32)
 
 
 @fake(_backward)
-def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    lengths: Tensor | None = None,
+    window: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     calls = _parts(q, k)
     return q.new_empty(q.shape), k.new_empty((calls, *k.shape)), v.new_empty((calls, *v.shape))
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, lengths, ctx.window = inputs
+    ctx.save_for_backward(q, k, v, *output, lengths)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     """The compiler sums over calls, since it may fuse further terms into that sum."""
     if dy is None:
-        return None, None, None
-    dq, dk, dv = _backward(dy, *ctx.saved_tensors)
-    return (dq, dk[0], dv[0]) if len(dk) == 1 else (dq, dk[0] + dk[1], dv[0] + dv[1])
+        return None, None, None, None, None
+    dq, dk, dv = _backward(dy, *ctx.saved_tensors, ctx.window)
+    of_k, of_v = (dk[0], dv[0]) if len(dk) == 1 else (dk[0] + dk[1], dv[0] + dv[1])
+    return dq, of_k, of_v, None, None
 
 
 def _refuse(ctx: Any, *grads: Any) -> NoReturn:
@@ -167,21 +214,87 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 _backward.register_autograd(_refuse)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax attention of q (B, T, heads, D) over k and v (B, T, kv_heads, D). Each query sees the keys up to its own."""
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, window: int = 0) -> Tensor:
+    """Softmax attention of q (B, T, heads, D) over k and v (B, T, kv_heads, D). Each query sees the keys up to its own:
+    with `lengths` (see above) only those of its document, with a `window` only the last so many, its own included."""
     _check(q, k, v)
+    check_limits("causal_attention", q, lengths, window)
     if AVAILABLE and _fits(q, k, v):
-        return _attention(q, k, v)[0]
-    return reference.attention(q, k, v)
+        return _attention(q, k, v, lengths, window)[0]
+    if (lengths is not None or window) and takes_varlen(q, q.shape[-1]):
+        if lengths is None:
+            return attend_varlen(q, k, v, None, None, window)
+        row, keys, values = (x.flatten(0, 1) for x in (q, k, v))
+        return attend_varlen(row, keys, values, lengths, lengths, window, q.shape[1], q.shape[1]).view(q.shape)
+    return reference.causal_attention(q, k, v, lengths, window)
+
+
+def attend_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tensor | None,
+    keys: Tensor | None,
+    window: int,
+    longest_query: int | None = None,
+    longest_key: int | None = None,
+) -> Tensor:
+    """PyTorch's own FlashAttention 2 over (tokens, heads, D), with cumulative lengths of queries and keys, or over
+    (B, T, heads, D) without; `longest_...` bounds the longest run. In a run the last query is aligned with the last key.
+
+    `torch.nn.attention.varlen` calls the same function, and its arguments differ from version to version.
+    """
+    sizes = (longest_query or q.shape[1], longest_key or k.shape[1])
+    outputs = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        queries,
+        keys,
+        *sizes,
+        0.0,
+        False,
+        False,
+        window_size_left=window - 1 if window else -1,
+        window_size_right=0,
+    )
+    y: Tensor = outputs[0]
+    return y
+
+
+def fits_varlen(x: Tensor, width: int) -> bool:
+    """Whether PyTorch's own FlashAttention 2 takes heads of this width. It has documents and windows, which
+    scaled_dot_product_attention does not expose."""
+    return HAS_VARLEN and x.is_cuda and fits(x.dtype, width)
+
+
+def takes_varlen(x: Tensor, width: int) -> bool:
+    """Whether attention within documents or windows takes a kernel. Without one, a mask made once serves all layers. On
+    cards other than 8.0 and 9.0, heads wider than 192 have no backward pass."""
+    return fits_varlen(x, width) and width <= 192 and takes_kernel(x)
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return takes_kernel(q, k, v) and fits(q.dtype, q.shape[-1], q.numel())
+    return takes_kernel(q, k, v) and fits(q.dtype, q.shape[-1]) and q.numel() > 0
 
 
-def fits(dtype: torch.dtype, width: int, elements: int) -> bool:
-    """Whether the library has kernels for heads of this width."""
-    return dtype in (torch.float16, torch.bfloat16) and elements > 0 and width % 8 == 0 and width <= WIDEST_HEAD
+def fits(dtype: torch.dtype, width: int) -> bool:
+    """Whether the libraries have kernels for heads of this width."""
+    return dtype in (torch.float16, torch.bfloat16) and width % 8 == 0 and width <= WIDEST_HEAD
+
+
+def check_limits(op: str, x: Tensor, lengths: Tensor | None, window: int) -> None:
+    """Checks all but the numbers in `lengths`, which are on the device. `x` is on the device of the queries."""
+    if window < 0:
+        raise ParbankError(f"{op}: a window of {window} keys; it must be 0 (no limit) or positive")
+    if lengths is None:
+        return
+    if lengths.dim() != 1 or lengths.dtype != torch.int32 or len(lengths) < 2 or not lengths.is_contiguous():
+        raise ParbankError(
+            f"{op}: lengths is {lengths.dtype} {tuple(lengths.shape)}; it must be a contiguous int32 (documents + 1,): where "
+            "each document begins in the batch laid out as one row, then the end"
+        )
+    same_device(op, x, lengths)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -174,7 +174,7 @@ def _losses_backward(
     grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, sums: Tensor,
     cap: float, ignore_index: int, of_x: bool, of_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    found = _Gradients(x, weight, of_x=of_x, of_weight=of_weight)
+    gradients = _Gradients(x, weight, of_x=of_x, of_weight=of_weight)
     rows, flat_targets, flat_sums, flat_grad = (
         as_rows(x),
         targets.contiguous().view(-1),
@@ -183,8 +183,8 @@ def _losses_backward(
     )
     for chunk, logits in _chunks(rows, weight):
         launch_gradient(flat_grad[chunk], logits, flat_targets[chunk], flat_sums[chunk], logits, cap, ignore_index)
-        found.add(chunk, logits, rows[chunk])
-    return found.dx, found.dweight
+        gradients.add(chunk, logits, rows[chunk])
+    return gradients.dx, gradients.dweight
 
 
 @torch.library.custom_op(
@@ -198,13 +198,13 @@ def _loss_sum(
     cap: float, ignore_index: int, of_x: bool, of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The sum of the losses, and `share` times its gradients for x and for the weight (float32)."""
-    found = _Gradients(x, weight, of_x=of_x, of_weight=of_weight)
+    gradients = _Gradients(x, weight, of_x=of_x, of_weight=of_weight)
     rows, flat_targets = as_rows(x), targets.contiguous().view(-1)
     losses = torch.empty(flat_targets.shape, dtype=torch.float32, device=x.device)
     for chunk, logits in _chunks(rows, weight):
         _lose_in_place(logits, flat_targets[chunk], losses[chunk], share, cap, ignore_index)
-        found.add(chunk, logits, rows[chunk])
-    return losses.sum(), found.dx, found.dweight
+        gradients.add(chunk, logits, rows[chunk])
+    return losses.sum(), gradients.dx, gradients.dweight
 
 
 @fake(_losses)

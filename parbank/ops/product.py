@@ -254,9 +254,9 @@ def _by_cublaslt(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor | None:
 def _product(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
     if _takes(a, b):
         with on_device(a.device):
-            found = _by_cublaslt(a, b, c)
-        if found is not None:
-            return found
+            result = _by_cublaslt(a, b, c)
+        if result is not None:
+            return result
     with as_they_are(a.device):
         return torch.mm(a, b) if c is None else torch.addmm(c, a, b)
 

@@ -167,7 +167,7 @@ class BlockInput:
     scale: float = 1.0
     """A factor on the norm."""
     eps: float = NORM_EPS
-    handed_on: bool = True
+    return_x: bool = True
     """Return x for later readers (the other end of a skip), so that one pass sums its gradients. Turn it off where x has no other
     reader: the compiler would write zeros for an unused output's gradient."""
 
@@ -184,19 +184,19 @@ def stream_qkv(
     gain: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    entry: BlockInput = PLAIN,
+    block_input: BlockInput = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x, the stream m = a*(x + gain*skip) + b*x0, and the queries, keys and values of m's norm."""
     wide = _wide(x)
-    if entry.skip is not None:
-        wide = wide + entry.skip[1] * _wide(entry.skip[0])
-    if entry.mix is not None:
-        x0, a, b = entry.mix
+    if block_input.skip is not None:
+        wide = wide + block_input.skip[1] * _wide(block_input.skip[0])
+    if block_input.mix is not None:
+        x0, a, b = block_input.mix
         wide = a * wide + b * _wide(x0)
     m = wide.to(x.dtype)
-    normed = rms_norm(m, scale=entry.scale, eps=entry.eps)
-    q, k, v = qkv_norm_rope(normed, w_query, w_key, w_value, heads, gain, cos, sin, entry.eps)
-    return x, m, q, k, v if entry.extra is None else v + entry.extra
+    normed = rms_norm(m, scale=block_input.scale, eps=block_input.eps)
+    q, k, v = qkv_norm_rope(normed, w_query, w_key, w_value, heads, gain, cos, sin, block_input.eps)
+    return x, m, q, k, v if block_input.extra is None else v + block_input.extra
 
 
 def stream_attention(
@@ -208,12 +208,14 @@ def stream_attention(
     gain: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    entry: BlockInput = PLAIN,
+    block_input: BlockInput = PLAIN,
     with_values: bool = True,
+    lengths: Tensor | None = None,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """x, m, the attention output of `stream_qkv`'s queries, and its values."""
-    _, m, q, k, v = stream_qkv(x, w_query, w_key, w_value, heads, gain, cos, sin, entry)
-    return x, m, attention(q, k, v), v if with_values else None
+    _, m, q, k, v = stream_qkv(x, w_query, w_key, w_value, heads, gain, cos, sin, block_input)
+    return x, m, causal_attention(q, k, v, lengths, window), v if with_values else None
 
 
 def fan_out(x: Tensor, copies: int) -> tuple[Tensor, ...]:
@@ -231,6 +233,28 @@ def residual_mlp(
 ) -> Tensor:
     """x + mlp(scale * rms_norm(x))."""
     return x + mlp(rms_norm(x, scale=scale, eps=eps), w_up, w_down, slope)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, window: int = 0) -> Tensor:
+    """`attention` where a query sees the keys up to its own, of its document (`lengths`: their cumulative lengths over all
+    B T tokens) and of the last `window`; 0 is no limit."""
+    if lengths is None and not window:
+        return attention(q, k, v)
+    batch, length = q.shape[:2]
+    document = None
+    if lengths is not None:
+        place = torch.arange(batch * length, dtype=lengths.dtype, device=q.device)
+        document = torch.searchsorted(lengths[1:], place, right=True).view(batch, length)
+    return attention(q, k, v, causal_mask(length, q.device, document, window))
+
+
+def causal_mask(length: int, device: torch.device, document: Tensor | None = None, window: int = 0) -> Tensor:
+    """(B, 1, T, T), or (T, T) without documents: true where a query sees a key up to its own, of the same number in
+    `document` (B, T), and of the last `window`; 0 is no limit."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    if window:
+        seen = seen.triu(1 - window)
+    return seen if document is None else ((document[:, :, None] == document[:, None, :]) & seen)[:, None]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from parbank import ahead
 from parbank.cores import count_cores
 from parbank.ops import backend
 
@@ -51,6 +52,7 @@ def rehearsal(device: torch.device, threads: int | None = None) -> Iterator[None
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
     from triton.runtime.jit import JITFunction
 
+    ahead.wait()
     launch = JITFunction.run
 
     def ask(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:

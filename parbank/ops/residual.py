@@ -42,31 +42,32 @@ def _times(x: Tensor, w: Tensor, c: Tensor | None = None) -> Tensor:
     return rows.view(*x.shape[:-1], w.shape[1])
 
 
-def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
+def _without_repeats(*tensors: Tensor | None) -> list[Tensor | None]:
     """A compiler accepts no tensor twice, but the first block's x is x0 itself and may be the skip. So repeated tensors
     become views."""
-    found: list[Tensor | None] = []
+    distinct: list[Tensor | None] = []
     for x in tensors:
-        again = x is not None and torch.compiler.is_compiling() and any(x is y for y in found)
-        found.append(x.view_as(x) if again and x is not None else x)
-    return found
+        again = x is not None and torch.compiler.is_compiling() and any(x is y for y in distinct)
+        distinct.append(x.view_as(x) if again and x is not None else x)
+    return distinct
 
 
 # --- into attention ---------------------------------------------------------------------------------------------------
 
 
-class _Enter(torch.autograd.Function):
+class _StreamQKV(torch.autograd.Function):
     """The stream and its queries, keys and values; or, with FlashAttention 3, the output of attention.
 
     A compiler writes and reads zeros for the gradients of unused outputs. So only requested outputs are returned: x
-    (`handed_on`), and the values beside attention's output (`with_values`).
+    (`return_x`), and the values beside attention's output (`with_values`).
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, skip: Tensor | None, x0: Tensor | None, skip_gain: Tensor | None, a: Tensor | None,
-        b: Tensor | None, w: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, extra: Tensor | None, heads: int,
-        kv_heads: int, scale: float, eps: float, attends: bool, handed_on: bool, with_values: bool,
+        b: Tensor | None, w: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, extra: Tensor | None,
+        lengths: Tensor | None, window: int, heads: int, kv_heads: int, scale: float, eps: float, attends: bool,
+        return_x: bool, with_values: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         if a is None or b is None or x0 is None:
             m, inverse = x, _row_norms(x, eps)
@@ -74,29 +75,29 @@ class _Enter(torch.autograd.Function):
             _, m, _, inverse = _mix_rms_norm(x, None, skip, x0, skip_gain, a, b, scale, eps, True)
         row = _times(m, w.t())
         q, k, v = _split_qkv(row, heads, kv_heads, gain, cos, sin, inverse, extra, scale, eps)
-        kept: tuple[Tensor, ...] = ()
-        found: tuple[Tensor, ...] = (q, k, v)
+        kept: tuple[Tensor | None, ...] = ()
+        outputs: tuple[Tensor, ...] = (q, k, v)
         if attends:
-            y, lse = flash._attention(q, k, v)
-            kept, found = (q, k, v, y, lse), (y, v) if with_values else (y,)
+            y, lse = flash._attention(q, k, v, lengths, window)
+            kept, outputs = (q, k, v, y, lse, lengths), (y, v) if with_values else (y,)
         ctx.save_for_backward(x, m, skip, x0, skip_gain, a, b, w, gain, cos, sin, extra, inverse, row, *kept)
-        ctx.sizes, ctx.mixed, ctx.handed_on = (heads, kv_heads, scale, eps), a is not None, handed_on
-        ctx.attends, ctx.with_values = attends, with_values
+        ctx.sizes, ctx.mixed, ctx.return_x = (heads, kv_heads, scale, eps), a is not None, return_x
+        ctx.attends, ctx.with_values, ctx.window = attends, with_values, window
         stream = m if ctx.mixed else x.view_as(x)
-        return (*((x.view_as(x),) if handed_on else ()), stream, *found)
+        return (*((x.view_as(x),) if return_x else ()), stream, *outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return differentiate_once("stream_qkv (or stream_attention)", _leave, ctx, *grads)
+        return differentiate_once("stream_qkv (or stream_attention)", _stream_qkv_backward, ctx, *grads)
 
 
-def _leave(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def _stream_qkv_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, m, skip, x0, skip_gain, a, b, w, gain, cos, sin, extra, inverse, row, *kept = ctx.saved_tensors
     heads, kv_heads, scale, eps = ctx.sizes
-    dtotal, (dm, *rest) = (grads[0], grads[1:]) if ctx.handed_on else (None, grads)
+    dtotal, (dm, *rest) = (grads[0], grads[1:]) if ctx.return_x else (None, grads)
     more = None
     if ctx.attends:
-        dq, dk, dv = flash._backward(rest[0], *kept)
+        dq, dk, dv = flash._backward(rest[0], *kept, ctx.window)
         more = rest[1] if ctx.with_values else None
     else:
         dq, dk, dv = rest[0], rest[1][None], rest[2][None]
@@ -113,19 +114,19 @@ def _leave(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dskip, dskip_gain = (None, None) if skip is None else (dskip, sums[2].to(skip_gain.dtype))
     of_gain = None if gain is None else dgain.to(gain.dtype)
     of_extra = None if extra is None else dextra
-    return dx, dskip, dx0, dskip_gain, da, db, dw, of_gain, None, None, of_extra, *[None] * 7
+    return dx, dskip, dx0, dskip_gain, da, db, dw, of_gain, None, None, of_extra, *[None] * 9
 
 
-def _enter(
+def _run_stream_qkv(
     op: str, x: Tensor, weights: tuple[Tensor, Tensor, Tensor], heads: int, gain: Tensor | None, cos: Tensor, sin: Tensor,
-    entry: BlockInput, to_attention: bool, with_values: bool,
+    block_input: BlockInput, to_attention: bool, with_values: bool, lengths: Tensor | None = None, window: int = 0,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
-    """Checks the arguments and calls `_Enter`, always with x as the first result; None where the kernels do not apply.
+    """Checks the arguments and calls `_StreamQKV`, always with x as the first result; None where the kernels do not apply.
 
     With `to_attention` it may still return queries, keys and values, where the attention library is missing or has no
     kernel for them.
     """
-    (x0, a, b), (old, old_gain) = entry.mix or (None, None, None), entry.skip or (None, None)
+    (x0, a, b), (old, old_gain) = block_input.mix or (None, None, None), block_input.skip or (None, None)
     check_channels(op, x, a=a, b=b, gain=old_gain)
     check_like(op, x, **{name: y for name, y in (("x0", x0), ("skip", old)) if y is not None})
     check_projections(op, x, *weights, heads)
@@ -137,21 +138,26 @@ def _enter(
             "they cannot be shared out to; query heads must be a multiple of kv heads"
         )
     check_rotation(op, x.shape[1], heads, width, gain, cos, sin)
-    everything = (x, x0, old, a, b, old_gain, *weights, gain, cos, sin, entry.extra)
+    everything = (x, x0, old, a, b, old_gain, *weights, gain, cos, sin, block_input.extra)
     same_device(op, *everything)
-    _check_extra(op, x, entry.extra, (*x.shape[:2], kv_heads, width))
+    _check_extra(op, x, block_input.extra, (*x.shape[:2], kv_heads, width))
+    flash.check_limits(op, x, lengths, window)
     if not takes_kernel(*everything) or not fits(max(heads, 2 * kv_heads), width, cos, sin) or x.shape[-1] > MAX_WIDTH:
         return None
-    handed_on, total = entry.handed_on and a is not None, x
+    return_x, total = block_input.return_x and a is not None, x
     if old is not None and old_gain is not None and a is None:
         x, old, old_gain = (x.float() + old_gain * old.float()).to(x.dtype), None, None
-    attends = to_attention and flash.AVAILABLE and flash.fits(x.dtype, width, x.numel())
-    tensors = _apart(x, old, x0, old_gain, a, b, torch.cat(weights), gain, cos, sin, entry.extra)
-    found = _Enter.apply(*tensors, heads, kv_heads, entry.scale, entry.eps, attends, handed_on, with_values)
-    if handed_on:
-        return found
+    attends = to_attention and flash.AVAILABLE and flash.fits(x.dtype, width) and x.numel() > 0
+    tensors = _without_repeats(
+        x, old, x0, old_gain, a, b, torch.cat(weights), gain, cos, sin, block_input.extra, lengths
+    )
+    outputs = _StreamQKV.apply(
+        *tensors, window, heads, kv_heads, block_input.scale, block_input.eps, attends, return_x, with_values
+    )
+    if return_x:
+        return outputs
     # Without a mix the stream is x: later readers read that, and its gradient is summed as well.
-    return (found[0] if a is None and entry.skip is None else total, *found)
+    return (outputs[0] if a is None and block_input.skip is None else total, *outputs)
 
 
 def _check_extra(op: str, x: Tensor, extra: Tensor | None, shape: tuple[int, ...]) -> None:
@@ -170,15 +176,15 @@ def stream_qkv(
     gain: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    entry: BlockInput = PLAIN,
+    block_input: BlockInput = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A block's way into attention: (x, m, q, k, v). m is the stream that `entry` makes of x (B, T, width). Queries,
+    """A block's way into attention: (x, m, q, k, v). m is the stream that `block_input` makes of x (B, T, width). Queries,
     keys and values are those of `qkv_norm_rope` on m's norm; the other arguments are those of `qkv_norm_rope`."""
-    arguments = (x, (w_query, w_key, w_value), heads, gain, cos, sin, entry)
-    found = _enter("stream_qkv", *arguments, False, True)
-    if found is None:
-        return reference.stream_qkv(x, w_query, w_key, w_value, heads, gain, cos, sin, entry)
-    total, m, q, k, v = found
+    arguments = (x, (w_query, w_key, w_value), heads, gain, cos, sin, block_input)
+    outputs = _run_stream_qkv("stream_qkv", *arguments, False, True)
+    if outputs is None:
+        return reference.stream_qkv(x, w_query, w_key, w_value, heads, gain, cos, sin, block_input)
+    total, m, q, k, v = outputs
     return total, m, q, k, v
 
 
@@ -191,17 +197,22 @@ def stream_attention(
     gain: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    entry: BlockInput = PLAIN,
+    block_input: BlockInput = PLAIN,
     with_values: bool = True,
+    lengths: Tensor | None = None,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`stream_qkv`, then `causal_attention`: (x, m, y, v) with y (B, T, heads, D). Without `with_values` v is None."""
-    arguments = (x, (w_query, w_key, w_value), heads, gain, cos, sin, entry)
-    found = _enter("stream_attention", *arguments, True, with_values)
-    if found is None:
-        return reference.stream_attention(x, w_query, w_key, w_value, heads, gain, cos, sin, entry, with_values)
-    total, m, *rest = found
+    """`stream_qkv`, then `causal_attention`, which explains `lengths` and `window`: (x, m, y, v) with y (B, T, heads, D).
+    Without `with_values` v is None."""
+    arguments = (x, (w_query, w_key, w_value), heads, gain, cos, sin, block_input)
+    outputs = _run_stream_qkv("stream_attention", *arguments, True, with_values, lengths, window)
+    if outputs is None:
+        weights, limits = (w_query, w_key, w_value), (lengths, window)
+        return reference.stream_attention(x, *weights, heads, gain, cos, sin, block_input, with_values, *limits)
+    total, m, *rest = outputs
     if len(rest) == 3:
-        return total, m, causal_attention(*rest), rest[2] if with_values else None
+        q, k, v = rest
+        return total, m, causal_attention(q, k, v, lengths, window), v if with_values else None
     return total, m, rest[0], rest[1] if with_values else None
 
 
@@ -235,7 +246,7 @@ def add_linear(c: Tensor, x: Tensor, w: Tensor) -> Tensor:
             f"add_linear: c is {c.dtype}, x {x.dtype} and w {w.dtype}; cast them to one floating type first"
         )
     same_device("add_linear", c, x, w)
-    return _AddLinear.apply(*_apart(c, x, w)) if takes_kernel(c, x, w) else reference.add_linear(c, x, w)
+    return _AddLinear.apply(*_without_repeats(c, x, w)) if takes_kernel(c, x, w) else reference.add_linear(c, x, w)
 
 
 class _ResidualMLP(torch.autograd.Function):
@@ -273,4 +284,4 @@ def residual_mlp(
         )
     if not takes_mlp(x, w_up, w_down) or x.shape[-1] > MAX_WIDTH:
         return reference.residual_mlp(x, w_up, w_down, slope, scale, eps)
-    return _ResidualMLP.apply(*_apart(x, w_up, w_down), slope, scale, eps)
+    return _ResidualMLP.apply(*_without_repeats(x, w_up, w_down), slope, scale, eps)

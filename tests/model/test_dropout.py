@@ -5,6 +5,7 @@ import torch
 
 from parbank.errors import ConfigError
 from parbank.model import GPT
+from parbank.model.gpt import UNKNOWN_ID
 from parbank.recipes import get_recipe
 from parbank.training.config import TrainConfig
 from parbank.training.passes import Passes
@@ -46,10 +47,27 @@ def test_gradients_pass_and_the_mean_output_stays() -> None:
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
+def test_token_dropout_hides_inputs_in_training_and_spares_the_starts_of_documents() -> None:
+    model, batch = make_model()
+    ids = batch[:, :-1].clamp(min=2)
+    ids[:, 0] = model.config.bos_id
+    hidden = torch.full_like(ids, UNKNOWN_ID).masked_fill(ids == model.config.bos_id, model.config.bos_id)
+    everything_hidden = model.features(hidden)
+    model.token_dropout = 0.999999
+    torch.testing.assert_close(model.features(ids), everything_hidden)
+    model.token_dropout = 0.3
+    assert not torch.equal(model.features(ids), model.features(ids))
+    model.eval()
+    evaluated = model.features(ids)
+    model.token_dropout = 0.0
+    assert torch.equal(model.features(ids), evaluated)
+
+
+@pytest.mark.parametrize("name", ["dropout", "token_dropout"])
 @pytest.mark.parametrize("share", [-0.1, 1.0])
-def test_a_share_that_makes_no_sense_is_refused(share: float) -> None:
-    with pytest.raises(ConfigError, match=r"train\.dropout is a share"):
-        TrainConfig(dropout=share)
+def test_a_share_that_makes_no_sense_is_refused(share: float, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.{name} is a share"):
+        TrainConfig(**{name: share})
 
 
 @pytest.mark.gpu

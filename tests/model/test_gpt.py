@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from parbank.model import GPT, ModelConfig
-from parbank.model.attention import attend
-from parbank.ops import remove_own_value
+from parbank.model.attention import pad_lengths
+from parbank.model.gpt import document_lengths
+from parbank.ops import causal_attention, flash, remove_own_value
 from parbank.ops.backend import INTERPRETED, use_backend
 from parbank.recipes import GOLF_MODEL
 
@@ -59,6 +61,11 @@ OPTIONS: dict[str, ModelConfig] = {
     "softcap": replace(BASE, softcap=15.0),
     "untied": replace(BASE, tied=False),
     "isolated": replace(BASE, isolate_documents=True),
+    "dense": replace(BASE, dense=True, unet_skips=True),
+    "parallel": replace(BASE, parallel_layers=2),
+    "smear by input": replace(BASE, smear=True, smear_input=5),
+    "windows": replace(BASE, window=4, window_layers=(1, 2)),
+    "everything, isolated, windows": replace(EVERYTHING, isolate_documents=True, window=6, window_layers=(0, 3)),
 }
 
 
@@ -111,6 +118,52 @@ def test_an_isolated_document_is_scored_as_if_it_stood_alone() -> None:
     model, ids = random_model(config), random_ids(config)
     ids[:, 10] = config.bos_id
     torch.testing.assert_close(model(ids)[:, 10:], model(ids[:, 10:]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["isolated", "everything, isolated", "everything, isolated, windows"])
+def test_documents_by_their_lengths_are_those_of_the_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a GPU in training, in float64: the loss, and every gradient, and through the blocks' fused halves."""
+    config = OPTIONS[name]
+    model, ids = random_model(config).double(), random_ids(config)
+    ids[0, [0, 5, 6, 17]] = ids[1, [11, 23]] = config.bos_id
+    lengths = document_lengths(ids.numpy(), config.bos_id, ids.shape[1])
+    assert lengths.tolist() == [0, 5, 6, 17, 24, 35, 47, 48, 48]
+
+    def both_ways(lengths: torch.Tensor | None) -> list[torch.Tensor]:
+        loss = model(ids, ids.roll(-1, 1), lengths=lengths)
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    expected = both_ways(None)
+    monkeypatch.setattr(
+        flash, "takes_varlen", lambda x, width: x.dim() == 3
+    )  # the model asks, and not the op, of a CPU
+    for a, b in zip(both_ways(lengths), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    wrong = both_ways(document_lengths(ids.roll(1, 1).numpy(), config.bos_id, ids.shape[1]))
+    assert not torch.allclose(wrong[0], expected[0], rtol=1e-9), "the lengths must matter"
+
+
+def test_empty_documents_fill_up_to_a_power_of_two() -> None:
+    assert pad_lengths([0], 9) == [0, 9]
+    assert pad_lengths([0, 4], 9) == [0, 4, 9]
+    assert pad_lengths([0, 4, 5], 9) == [0, 4, 5, 9, 9]
+    assert len(pad_lengths(range(129), 1000)) == 257
+
+
+def test_a_cut_window_starts_its_own_documents() -> None:
+    ids = np.array([[1, 5, 5, 5, 5, 5, 1, 5], [5] * 8])
+    assert document_lengths(ids, 1, 4).tolist() == [0, 4, 6, 8, 12, 16, 16, 16, 16]
+    assert document_lengths(ids, 1, 8).tolist() == [0, 6, 8, 16, 16]
+
+
+def test_a_layer_with_a_window_sees_so_many_tokens() -> None:
+    config = replace(BASE, layers=2, window=4, window_layers=(0, 1))
+    model, ids = random_model(config), random_ids(config)
+    changed = ids.clone()
+    changed[:, 3] = (changed[:, 3] - 2 + 7) % (config.vocab_size - 2) + 2
+    before, after = model(ids), model(changed)
+    moved = (before - after).abs().amax((0, 2)) > 0
+    assert moved.nonzero().flatten().tolist() == list(range(3, 10)), "two layers of four tokens reach six further"
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -170,7 +223,13 @@ def check_kernels(config: ModelConfig, length: int, device: str, compiler: str |
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton to interpret the kernels; on a GPU the next test runs them")
 @pytest.mark.parametrize(
     ("base", "layers", "compiler"),
-    [("everything", 3, "aot_eager"), ("everything", 5, None), ("everything", 4, None), ("unet_skips", 3, None)],
+    [
+        ("everything", 3, "aot_eager"),
+        ("everything", 5, None),
+        ("everything", 4, None),
+        ("unet_skips", 3, None),
+        ("dense", 3, None),
+    ],
 )
 def test_the_kernels_compute_what_the_plain_path_does(base: str, layers: int, compiler: str | None) -> None:
     """Sums between blocks with and without skips and mix, for an odd and an even number of layers."""
@@ -254,8 +313,8 @@ def test_relu_squared_is_nothing_below_zero_whatever_the_slope() -> None:
 
 def test_grouped_attention_equals_attention_with_repeated_keys() -> None:
     q, k, v = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
-    repeated = attend(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), None)
-    torch.testing.assert_close(attend(q, k, v, None), repeated)
+    repeated = causal_attention(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))
+    torch.testing.assert_close(causal_attention(q, k, v), repeated)
 
 
 @pytest.mark.gpu

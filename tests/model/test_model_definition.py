@@ -21,8 +21,10 @@ CONFIGS = {
     "even layers": EVERYTHING,
     "odd layers": replace(EVERYTHING, layers=5, value_layers=(1,), xsa_layers=3),
     "isolated": replace(EVERYTHING, isolate_documents=True),
+    "windows": replace(EVERYTHING, isolate_documents=True, window=5, window_layers=(0, 2)),
     "untied, relu": replace(EVERYTHING, tied=False, activation="relu_squared", block_gains=False),
     "gelu": replace(EVERYTHING, activation="gelu", smear=False, residual_mix=False),
+    "dense, parallel": replace(EVERYTHING, dense=True, parallel_layers=2, smear_input=5),
 }
 LENGTH = 24
 
@@ -63,16 +65,25 @@ def define(config: ModelConfig, w: dict[str, Tensor], ids: Tensor) -> Tensor:
     rows = [31 if start else (40_499 * now ^ 25_033 * before) % 31 for now, before, start in pairs]  # of 32 buckets
     bigrams = w["bigram.embedding.weight"][torch.tensor(rows)].view(*ids.shape, -1)
     x = norm(x + w["bigram.scale"] * bigrams @ w["bigram.projection"].T)
-    if c.smear:
+    if c.smear_input:
+        first_of_document = starts | (ids == c.bos_id)
+        before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1).masked_fill(first_of_document[..., None], 0.0)
+        x = x + w["smear.scale"] * torch.sigmoid(x[..., :5] @ w["smear.gate"])[..., None] * before
+    elif c.smear:
         before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1).masked_fill(starts[..., None], 0.0)
         gate = torch.sigmoid(w["smear.gate"])
         x = (1 - gate) * x + gate * before
     documents = starts.cumsum(1)
     seen = torch.ones(LENGTH, LENGTH).tril().bool() & (documents[:, :, None] == documents[:, None, :])
     values = w["value_embedding.embedding.weight"][ids] @ w["value_embedding.projection"].T * w["value_embedding.scale"]
-    first_input, first_values, outputs = x, None, list[Tensor]()
+    first_input, first_values, outputs, history = x, None, list[Tensor](), list[Tensor]()
     for layer in range(c.layers):
         own = {name.removeprefix(f"blocks.{layer}."): t for name, t in w.items() if name.startswith(f"blocks.{layer}.")}
+        if c.dense:
+            history.append(x)
+            x = sum(gain * past for gain, past in zip(w["dense_gains"][layer], history))
+        if layer:
+            outputs.append(x)  # of the block before, as this one reads it
         mirrored = c.layers - 1 - layer
         if mirrored < c.layers // 2:  # the second half: the output of block i reaches the block as far from the end
             x = x + w["skip_gains"][mirrored] * outputs[mirrored]
@@ -90,20 +101,19 @@ def define(config: ModelConfig, w: dict[str, Tensor], ids: Tensor) -> Tensor:
             v = own["attention.value_mix"][0] * v + own["attention.value_mix"][1] * first_values
         q = rotate(norm(q), c) * own["attention.gain"][:, None]
         k = rotate(norm(k), c)
-        y = attend(q, k, v, seen)
+        y = attend(q, k, v, seen & torch.ones(LENGTH, LENGTH).triu(-4).bool() if layer in c.window_layers else seen)
         if layer >= c.layers - c.xsa_layers:
             shared = v.repeat_interleave(c.heads // c.kv_heads, dim=2)
             y = y - (y * shared).sum(-1, keepdim=True) / shared.square().sum(-1, keepdim=True) * shared
         y = y * (2 * torch.sigmoid(read @ own["attention.gate"].T))[..., None]
-        x = x + own.get("attention_gain", 1.0) * (y.flatten(2) @ own["attention.output.weight"].T)
-        hidden = norm(x, scale) @ own["mlp.up.weight"].T
+        attended = own.get("attention_gain", 1.0) * (y.flatten(2) @ own["attention.output.weight"].T)
+        hidden = norm(x if layer >= c.layers - c.parallel_layers else x + attended, scale) @ own["mlp.up.weight"].T
         if c.activation == "gelu":
             hidden = F.gelu(hidden)
         else:
             slope = 0.5 if c.activation == "leaky_relu_squared" else 0.0
             hidden = torch.where(hidden > 0, hidden, slope * hidden).square()
-        x = x + own.get("mlp_gain", 1.0) * (hidden @ own["mlp.down.weight"].T)
-        outputs.append(x)
+        x = x + attended + own.get("mlp_gain", 1.0) * (hidden @ own["mlp.down.weight"].T)
     logits = norm(x) @ w["token_embedding.weight" if c.tied else "head.weight"].T
     return c.softcap * torch.tanh(logits / c.softcap)
 

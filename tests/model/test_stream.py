@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parbank.model import GPT, ModelConfig
-from parbank.model.attention import Context, attend
+from parbank.model.attention import Context
 from parbank.model.stream import Reach, Segment, Stream, _attend_flash, attend_window, find_runs
+from parbank.ops import causal_attention, flash
 from tests.model.test_gpt import EVERYTHING, OPTIONS, random_model
 
 LENGTH = 41
@@ -144,6 +145,14 @@ def test_the_losses_are_those_of_the_logits() -> None:
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_reach_without_runs_never_takes_the_varlen_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adaptation reads many rows with one lower end, and differentiates: it has no runs to give."""
+    monkeypatch.setattr(flash, "fits_varlen", lambda x, width: True)
+    low = torch.zeros(3, dtype=torch.int32)
+    past, own = (tuple(torch.randn(2, n, 2, 8) for _ in range(2)) for n in (4, 3))
+    assert attend_window(torch.randn(2, 3, 4, 8), past, own, 5, Reach(low, low, low)).shape == (2, 3, 4, 8)
+
+
 def test_runs_say_the_same_as_the_mask() -> None:
     """What varlen attention is told, read back into a mask, is the mask."""
     tokens = text(EVERYTHING)
@@ -177,7 +186,8 @@ def test_attention_has_the_window_it_is_told(heads: int, kv_heads: int, isolated
             segment = cut(tokens, start, start + length)
             runs = find_runs(replace(segment, ids=segment.ids.to(cuda)), window, isolated=isolated)
             reach = Reach.spread(*runs, length)
-            assert reach.flash
+            assert reach.varlen
+            assert flash.fits_varlen(q, width)
             k[:, : int(reach.low[0])] = float("nan")  # what must not be read
             past, own = (tuple(x.split([window - 1, length], dim=1)[half] for x in (k, v)) for half in (0, 1))
             found = attend_window(q, past, own, window, reach)
@@ -216,7 +226,7 @@ def test_a_window_as_long_as_the_text_is_plain_attention() -> None:
     q, k, v = torch.randn(1, 50, 4, 8), torch.randn(1, 50, 2, 8), torch.randn(1, 50, 2, 8)
     reach = Reach(torch.full((50,), 49), torch.tensor([0, 50]), torch.tensor([49, 99]))
     empty = torch.zeros(1, 49, 2, 8)
-    torch.testing.assert_close(attend_window(q, (empty, empty), (k, v), 50, reach), attend(q, k, v, None))
+    torch.testing.assert_close(attend_window(q, (empty, empty), (k, v), 50, reach), causal_attention(q, k, v))
 
 
 def test_the_flash_call_fits_the_operator() -> None:

@@ -1,6 +1,6 @@
 """Every test of this folder runs the kernels: on the GPU, or where there is none through Triton's interpreter.
 
-Triton reads TRITON_INTERPRET when a kernel is decorated, so tests/conftest.py sets it before any room is imported.
+Triton reads TRITON_INTERPRET when a kernel is decorated, so tests/conftest.py sets it before any module of parbank is imported.
 """
 
 import ctypes

@@ -31,6 +31,7 @@ def calls(device: torch.device) -> dict[str, Call]:
     targets = torch.tensor([0, 4, -100, 2], device=device)
     tables = {"cos": made(4, 2), "sin": made(4, 2)}
     keys = {name: made(1, 4, 1, 16) for name in ("past_k", "past_v", "k", "v")}
+    documents = {"lengths": torch.tensor([0, 1, 4], dtype=torch.int32, device=device)}
     weights = {"w_query": made(16, 8), "w_key": made(8, 8), "w_value": made(8, 8)}
     return {
         "xxt": ({"x": made(3, 5)}, {}),
@@ -50,11 +51,11 @@ def calls(device: torch.device) -> dict[str, Call]:
         "qkv_norm_rope": ({"x": made(1, 4, 8), **weights, "gain": made(2), **tables}, {"heads": 2}),
         "remove_own_value": ({"y": made(1, 4, 2, 8), "v": made(1, 4, 1, 8)}, {}),
         "stream_qkv": ({"x": made(1, 4, 8), **weights, "gain": made(2), **tables}, {"heads": 2}),
-        "stream_attention": ({"x": made(1, 4, 8), **weights, "gain": made(2), **tables}, {"heads": 2}),
+        "stream_attention": ({"x": made(1, 4, 8), **weights, "gain": made(2), **tables, **documents}, {"heads": 2}),
         "fan_out": ({"x": made(4, 8)}, {"copies": 3}),
         "add_linear": ({"c": made(4, 8), "x": made(4, 5), "w": made(8, 5)}, {}),
         "residual_mlp": ({"x": made(4, 8), "w_up": made(16, 8), "w_down": made(8, 16)}, {"slope": 0.5}),
-        "causal_attention": ({"q": made(1, 4, 2, 16), "k": made(1, 4, 1, 16), "v": made(1, 4, 1, 16)}, {}),
+        "causal_attention": ({"q": made(1, 4, 2, 16), "k": made(1, 4, 1, 16), "v": made(1, 4, 1, 16), **documents}, {}),
         "window_attention": ({"q": made(1, 4, 2, 16), **keys, "low": torch.zeros_like(targets)}, {"window": 3}),
     }
 

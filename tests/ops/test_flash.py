@@ -4,6 +4,7 @@ that the ops around it hand over the right things and take back the right gradie
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import flash_stand_in
 import pytest
@@ -27,6 +28,132 @@ def made(batch: int, length: int, heads: int, kv_heads: int, width: int, device,
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_matches_the_reference(shape, dtype, installed):
     assert_matches(causal_attention, reference.attention, made(*shape, installed, dtype))
+
+
+LIMITS = {
+    "documents": (
+        [0, 4, 4, 5, 9, 14, 18, 18, 18],
+        0,
+    ),  # of two rows of 9: one is empty, one has one token, then padding
+    "a window": (None, 3),
+    "documents and a window": ([0, 1, 9, 18], 2),
+    "a window of one": ([0, 9, 18], 1),
+    "a window longer than a row": ([0, 9, 12, 18, 18], 50),
+}
+
+
+@pytest.fixture(params=LIMITS)
+def limits(request) -> tuple[list[int] | None, int]:
+    return LIMITS[request.param]
+
+
+def limited(op, limits: tuple[list[int] | None, int]):
+    """`op` with these limits, as a function of q, k and v."""
+    lengths, window = limits
+    return lambda q, k, v: op(
+        q, k, v, None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=q.device), window
+    )
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, limits: tuple[list[int] | None, int]) -> Tensor:
+    """The definition: every document alone."""
+    lengths, window = limits
+    places = [0, 9, 18] if lengths is None else lengths
+    parts = []
+    for a, b in pairwise(places):
+        place = torch.arange(b - a, device=q.device)
+        behind = place[:, None] - place
+        mask = (behind >= 0) & (behind < (window or 99))
+        if a < b:
+            parts.append(reference.attention(*(x.flatten(0, 1)[None, a:b] for x in (q, k, v)), mask)[0])
+    return torch.cat(parts).view(q.shape)
+
+
+def test_documents_and_windows_by_definition(limits, device):
+    """In float64, both directions."""
+    tensors = made(2, 9, 4, 2, 8, device, torch.float64)
+    found, expected = ([x.requires_grad_() for x in (t.clone() for t in tensors)] for _ in range(2))
+    y, definition = limited(causal_attention, limits)(*found), one_by_one(*expected, limits)
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(y, definition, rtol=1e-12, atol=1e-12)
+    grads = (torch.autograd.grad(out, leaves, dy) for out, leaves in ((y, found), (definition, expected)))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=["two calls", "one call"])
+def test_documents_and_windows_through_the_library(limits, heads, installed, poison):
+    tensors = made(2, 9, *heads, 16, installed)
+    assert_matches(limited(causal_attention, limits), limited(reference.causal_attention, limits), tensors)
+
+
+def test_documents_and_windows_compile_once(installed):
+    torch._dynamo.reset()
+    counters.clear()
+    leaves = [x.requires_grad_() for x in made(2, 9, 4, 2, 16, installed)]
+    compiled = torch.compile(causal_attention, fullgraph=True, backend="aot_eager")
+    for places in ([0, 4, 9, 18, 18], [0, 9, 10, 11, 18]):
+        lengths = torch.tensor(places, dtype=torch.int32, device=installed)
+        y = compiled(*leaves, lengths, 3)
+        torch.autograd.grad(y.sum(), leaves)
+        torch.testing.assert_close(y, causal_attention(*leaves, lengths, 3), rtol=2e-3, atol=2e-3)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_pytorchs_own_is_told_the_same(limits, monkeypatch):
+    """On tensors without memory: PyTorch accepts the arguments, and gives gradients of the right shapes."""
+    monkeypatch.setattr(flash, "takes_varlen", lambda x, width: True)
+    monkeypatch.setattr(flash, "AVAILABLE", False)
+    tensors = [x.requires_grad_() for x in made(2, 9, 4, 2, 16, torch.device("meta"))]
+    y = limited(causal_attention, limits)(*tensors)
+    assert y.shape == tensors[0].shape
+    found = torch.autograd.grad(y, tensors, torch.empty_like(y))
+    assert [x.shape for x in found] == [x.shape for x in tensors]
+
+
+def test_wrong_limits_are_named(device):
+    tensors = made(1, 6, 4, 2, 8, device)
+    with pytest.raises(ParbankError, match="a window of -1 keys"):
+        causal_attention(*tensors, window=-1)
+    for wrong in (torch.tensor([0, 6]), torch.tensor([[0, 6]]).int(), torch.tensor([6]).int()):
+        with pytest.raises(ParbankError, match=r"lengths is .* it must be a contiguous int32"):
+            causal_attention(*tensors, wrong.to(device))
+    with pytest.raises(ParbankError, match="move them to one device"):
+        causal_attention(*tensors, torch.tensor([0, 6]).int().to("meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", [False, True], ids=["PyTorch's", "the library's"])
+@pytest.mark.parametrize("window", [0, 100])
+def test_documents_at_length_on_a_gpu(library, window, monkeypatch):
+    """Against the mask in float64, with rounding of bfloat16, and as a CUDA graph that is given other documents."""
+    if library and not flash.AVAILABLE:
+        pytest.skip("needs FlashAttention 3")
+    monkeypatch.setattr(flash, "AVAILABLE", library)
+    cuda = torch.device("cuda")
+    leaves = [x.requires_grad_() for x in made(4, 512, 8, 4, 64, cuda, torch.bfloat16)]
+    dy = torch.randn(4, 512, 8, 64, device=cuda, dtype=torch.bfloat16)
+    rows = [0, 512, 1024, 1536]
+    many = [sorted([*rows, 5, 6, 700, 701]), sorted([*rows, 100, 1500, 2000, 2047])]
+    lengths = [torch.tensor([*places, 2048, 2048], dtype=torch.int32, device=cuda) for places in many]
+    held = lengths[0].clone()
+
+    def both_ways() -> tuple[Tensor, ...]:
+        y = causal_attention(*leaves, held, window)
+        return (y, *torch.autograd.grad(y, leaves, dy))
+
+    both_ways()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both_ways()
+    for places in lengths:
+        held.copy_(places)
+        graph.replay()
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        y = reference.causal_attention(*exact, places, window)
+        expected = (y, *torch.autograd.grad(y, exact, dy.double()))
+        for a, b in zip(found, expected, strict=True):
+            assert (a.double() - b).norm() < 0.01 * b.norm()
 
 
 def test_a_query_sees_no_later_key(installed):

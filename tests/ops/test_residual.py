@@ -22,9 +22,9 @@ class Case:
     """One way to call stream_qkv or stream_attention, as a function of tensors alone."""
 
     def __init__(
-        self, *, mixed: bool = True, skipped: bool = False, extra: bool = False, handed_on: bool = True
+        self, *, mixed: bool = True, skipped: bool = False, extra: bool = False, return_x: bool = True
     ) -> None:
-        self.mixed, self.skipped, self.extra, self.handed_on = mixed, skipped, extra, handed_on
+        self.mixed, self.skipped, self.extra, self.return_x = mixed, skipped, extra, return_x
 
     def inputs(
         self, batch: int, time: int, channels: int, device: torch.device, dtype: torch.dtype
@@ -44,10 +44,12 @@ class Case:
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
             angles = torch.arange(x.shape[1] * half, device=x.device, dtype=wide).view(x.shape[1], half)
             mix = (x0, a, b) if self.mixed else None
-            entry = BlockInput(mix, (skip, skip_gain) if self.skipped else None, extra, 0.7, handed_on=self.handed_on)
-            found = op(x, query, key, value, HEADS, gain, angles.cos(), angles.sin(), entry, **more)
+            block_input = BlockInput(
+                mix, (skip, skip_gain) if self.skipped else None, extra, 0.7, return_x=self.return_x
+            )
+            found = op(x, query, key, value, HEADS, gain, angles.cos(), angles.sin(), block_input, **more)
             outputs = [y for y in found if y is not None]
-            return outputs if self.handed_on else outputs[1:]
+            return outputs if self.return_x else outputs[1:]
 
         return call
 
@@ -55,7 +57,7 @@ class Case:
 CASES = {
     "mix": Case(),
     "mix, skip and more for the values": Case(skipped=True, extra=True),
-    "nothing handed on": Case(skipped=True, handed_on=False),
+    "x not returned": Case(skipped=True, return_x=False),
     "no mix": Case(mixed=False),
     "no mix, skip": Case(mixed=False, skipped=True, extra=True),
 }
@@ -72,18 +74,26 @@ def test_the_way_into_attention_matches_the_reference(case, shape, dtype, device
     assert_matches(case.through(ops.stream_qkv), case.through(reference.stream_qkv), made)
 
 
+def documents(device: torch.device) -> dict[str, Any]:
+    """Limits of attention in two rows of 9 tokens."""
+    return {"lengths": torch.tensor([0, 4, 9, 18, 18], dtype=torch.int32, device=device), "window": 3}
+
+
+@pytest.mark.parametrize("limited", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("with_values", [False, True])
-def test_with_attention_it_matches_the_reference(case, with_values, installed, poison):
+def test_with_attention_it_matches_the_reference(case, with_values, limited, installed, poison):
     """FlashAttention 3's own, whose gradients come in parts, or a definition of it."""
     made = case.inputs(2, 9, 24, installed, torch.float16)
-    ours, theirs = (case.through(module.stream_attention, with_values=with_values) for module in (ops, reference))
+    more = {"with_values": with_values, **(documents(installed) if limited else {})}
+    ours, theirs = (case.through(module.stream_attention, **more) for module in (ops, reference))
     assert_matches(ours, theirs, made)
 
 
-def test_without_the_library_attention_is_pytorchs(case, device, monkeypatch):
+@pytest.mark.parametrize("limited", [False, True], ids=["", "documents"])
+def test_without_the_library_attention_is_pytorchs(case, limited, device, monkeypatch):
     monkeypatch.setattr(flash, "AVAILABLE", False)
-    made = case.inputs(2, 9, 24, device, torch.float32)
-    assert_matches(case.through(ops.stream_attention), case.through(reference.stream_attention), made)
+    made, more = case.inputs(2, 9, 24, device, torch.float32), documents(device) if limited else {}
+    assert_matches(*(case.through(module.stream_attention, **more) for module in (ops, reference)), made)
 
 
 def spread(x: Tensor | None) -> Tensor | None:
@@ -168,7 +178,7 @@ def test_eps_reaches_the_norms(device):
 
 @pytest.mark.parametrize("unused", [0, 1])
 @pytest.mark.parametrize("skipped", [False, True])
-def test_what_is_handed_on_may_go_unused(unused, skipped, device):
+def test_a_returned_x_may_go_unused(unused, skipped, device):
     case = Case(skipped=skipped, extra=True)
 
     def some(op: Callable[..., Any]) -> Callable[..., list[Tensor]]:
@@ -221,8 +231,8 @@ def test_one_tensor_in_several_places_compiles(installed):
     one, angle = torch.randn(16, device=installed), torch.rand(5, 2, device=installed)
 
     def call(x: Tensor, other: Tensor, one: Tensor, query: Tensor) -> list[Tensor]:
-        entry = BlockInput((other, one, one), (other, one))
-        total, m, y, v = ops.stream_attention(x, query, key, value, HEADS, None, angle, angle, entry)
+        block_input = BlockInput((other, one, one), (other, one))
+        total, m, y, v = ops.stream_attention(x, query, key, value, HEADS, None, angle, angle, block_input)
         square = query[:16]
         return [total, y, v, ops.add_linear(m, m, square), ops.residual_mlp(m, square, square, 0.5)]
 
@@ -305,9 +315,9 @@ def test_a_wrong_entry_is_named(op, change, said, device):
 
     weights = [torch.randn(n * WIDTH, 8, device=device) for n in (HEADS, KV, KV)]
     cos = torch.ones(3, 2, device=device)
-    entry = BlockInput(**{name: moved(y) for name, y in change.items()})
+    block_input = BlockInput(**{name: moved(y) for name, y in change.items()})
     with pytest.raises(ParbankError, match=said):
-        op(torch.randn(1, 3, 8, device=device), *weights, HEADS, None, cos, cos, entry)
+        op(torch.randn(1, 3, 8, device=device), *weights, HEADS, None, cos, cos, block_input)
 
 
 @pytest.mark.parametrize("kv_heads", [0, 3])
