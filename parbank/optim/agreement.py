@@ -1,8 +1,9 @@
-"""Whether all ranks train the same thing, asked once, at the first step.
+"""Whether all ranks train the same thing, asked at the first step; their options again every `INTERVAL` steps.
 
 Ranks with other weights, options or another order of parameters would train on without an error, each towards its own
 model. One all-gather of two numbers compares a digest of everything. Only if it differs do ranks exchange the facts,
-and the error names the rank and the parameter.
+and the error names the rank and the parameter. Options may part later: ReduceLROnPlateau, for instance, given the loss
+of each rank.
 """
 
 import hashlib
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 Fact = tuple[str, str, str]
 """(what is compared, its value on this rank, what to do if ranks differ in it)"""
 
+INTERVAL = 128  # steps; a comparison waits for the device
+
 BUILD_ALIKE = "build the optimizer with the same groups, options and order of parameters on every rank"
+SCHEDULE_ALIKE = "let schedules write the same numbers on every rank: give ReduceLROnPlateau the mean loss of all ranks"
 SAME_WEIGHTS = "give every rank the same seed, or broadcast the weights of rank 0 before the first step"
 SAME_GRADIENTS = (
     "reduce_gradients=False says that gradients are equal on all ranks: wrap the model in DistributedDataParallel, or "
@@ -32,30 +36,45 @@ SAME_GRADIENTS = (
 )
 
 
-def check_agreement(optimizer: "ParallelMuon", ranks: Ranks) -> None:
+class Agreement:
+    """Compares ranks now and then."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def look(self, optimizer: "ParallelMuon", ranks: Ranks) -> None:
+        """Called before each step, on every rank."""
+        if self._steps % INTERVAL == 0:
+            check_agreement(optimizer, ranks, options_only=self._steps > 0)
+        self._steps += 1
+
+
+def check_agreement(optimizer: "ParallelMuon", ranks: Ranks, options_only: bool = False) -> None:
     """Raises RankError, on every rank, if the ranks differ. Collective."""
-    facts = _find_facts(optimizer)
+    facts = _find_facts(optimizer, options_only)
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
     numbers = [int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:])]
     device = optimizer.param_groups[0]["params"][0].device
-    found = ranks.share(torch.tensor(numbers, dtype=torch.int64, device=device))
-    if bool((found == found[0]).all()):
+    digests = ranks.share(torch.tensor(numbers, dtype=torch.int64, device=device))
+    if bool((digests == digests[0]).all()):
         return
     everything: list[Any] = [None] * ranks.world
     dist.all_gather_object(everything, facts, group=ranks.group)
     raise RankError(_describe(everything))
 
 
-def _find_facts(optimizer: "ParallelMuon") -> list[Fact]:
+def _find_facts(optimizer: "ParallelMuon", options_only: bool) -> list[Fact]:
     groups, claims_equal = optimizer.param_groups, not optimizer.reduce_gradients
+    options_remedy = SCHEDULE_ALIKE if options_only else BUILD_ALIKE
     facts = [("the number of parameters", str([len(group["params"]) for group in groups]), BUILD_ALIKE)]
     settings = {"max_norm": optimizer.max_norm, "reduce_gradients": optimizer.reduce_gradients}
+    settings["ranks.merged"] = optimizer.ranks.merged
     facts += [(name, repr(value), BUILD_ALIKE) for name, value in settings.items()]
     weights: list[tuple[str, Tensor]] = []
     for number, group in enumerate(groups):
         for key in optimizer.defaults:
             value = group[key].item() if isinstance(group[key], Tensor) else group[key]
-            facts.append((f"{key} of group {number}", repr(value), BUILD_ALIKE))
+            facts.append((f"{key} of group {number}", repr(value), options_remedy))
         for position, param in enumerate(group["params"]):
             name = name_of(group, position) + ("" if "param_names" in group else f" (group {number})")
             facts.append(
@@ -63,6 +82,8 @@ def _find_facts(optimizer: "ParallelMuon") -> list[Fact]:
             )
             if not is_sharded(param):
                 weights.append((name, param))
+    if options_only:  # later, devices of several kinds may round weights differently
+        return facts
     facts += _digest("weight", weights, SAME_WEIGHTS)
     if claims_equal:
         facts += _digest("gradient", [(n, p.grad) for n, p in weights if p.grad is not None], SAME_GRADIENTS)

@@ -22,7 +22,7 @@ from torch import Tensor
 from parbank.config import choose, require
 from parbank.errors import ConfigError
 from parbank.optim.dtensor import local_of
-from parbank.optim.master import join_master, split_master
+from parbank.optim.master import LIKE_THE_WEIGHT, check_dtype, check_fit, join_master, split_master, wide_dtype
 from parbank.optim.memory import arrange, make_dense, overlaps
 
 if TYPE_CHECKING:
@@ -82,8 +82,13 @@ class ElementwiseAlgorithm(Algorithm, ABC):
         """Creates the missing state of a parameter."""
 
     def prepare_state(self, state: dict[str, Any], param: Tensor) -> None:
-        """`init_state`, and the missing bits of a bfloat16 weight (see `master`)."""
+        """`init_state`, and the missing bits of a bfloat16 weight (see `master`). Follows a weight to another dtype."""
         self.init_state(state, param)
+        for key in LIKE_THE_WEIGHT:
+            if (value := state.get(key)) is not None:
+                check_fit(param, value.shape)
+                if value.is_floating_point() and value.dtype != wide_dtype(param.dtype):
+                    state[key] = value.to(wide_dtype(param.dtype))
         if param.dtype == torch.bfloat16 and "low_bits" not in state:
             state["low_bits"] = torch.zeros_like(param, dtype=torch.int16)
 
@@ -140,7 +145,7 @@ class Work:
     """Per piece: its blocks (count, rows, cols), as stored. Not yet multiplied by the factor in `control`."""
     control: "Control"
     state: Callable[[str], list[Tensor]]
-    """By the name of a state: its blocks, per piece, as stored."""
+    """For each name of a state, its blocks per piece, as stored."""
     tables: "Tables"
     captured: bool
     """A CUDA graph captures the step, so that launches are free."""
@@ -190,7 +195,7 @@ class MatrixAlgorithm(Algorithm, ABC):
 
 
 ALGORITHMS: dict[str, Algorithm] = {}
-"""By name; `algorithms/__init__.py` fills it."""
+"""Algorithms by name; `algorithms/__init__.py` fills the table."""
 
 
 def find_algorithm(group: Group) -> Algorithm:
@@ -204,6 +209,7 @@ def is_matrix_group(group: Group) -> bool:
 
 def _whole_weight(param: Tensor, state: dict[str, Any]) -> Tensor:
     """The weight in float32 and without gaps in memory: the parameter itself, or a copy."""
+    check_dtype(param, "a parameter")
     if not param.is_contiguous() and overlaps(param):
         raise ConfigError(
             f"a parameter of shape {tuple(param.shape)} has strides {param.stride()} now: several of its numbers share memory "

@@ -69,7 +69,7 @@ class Reductions:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Starts what is left, after backward."""
+        """Starts the remaining reductions, after backward."""
         self.cancel()
         while self._next < len(self._parts):
             self._start()

@@ -87,23 +87,23 @@ def collect(
     """
     if ranks.world > 1 and reduce:
         return _reduce(groups, batches, pieces, ranks, constant, staging, early, begun)
-    found = Collected(small=_find_small(groups))
+    collected = Collected(small=_find_small(groups))
     for batch, mine in zip(batches, pieces):
         blocks = {m: _place_blocks(m, staging) for m in batch.members}
-        found.pieces.append([p.take(blocks[p.member]) for p in mine])
+        collected.pieces.append([p.take(blocks[p.member]) for p in mine])
         # All parts of a weight with `split_sizes` have one gradient: it counts once.
-        found.shared += [m.param.grad for m in batch.members if m.param.grad is not None and m.part == 0]
-    found.shared += [grad for small in found.small for grad in small.grads if not is_sharded(grad)]
+        collected.shared += [m.param.grad for m in batch.members if m.param.grad is not None and m.part == 0]
+    collected.shared += [grad for small in collected.small for grad in small.grads if not is_sharded(grad)]
     for param in [param for group in groups for param in group["params"] if is_sharded(param)]:
-        held = found.copied.setdefault(
+        held = collected.copied.setdefault(
             count_copies(param, ranks.world), []
         )  # by parameters: ranks must agree on the keys
         if param.grad is not None and local_of(param.grad).numel():
             held.append(local_of(param.grad))
     if ranks.world > 1:
-        found.active = constant(_flags(groups, matrices=True)).clone()
-        ranks.sum(found.active)
-    return found
+        collected.active = constant(_flags(groups, matrices=True)).clone()
+        ranks.sum(collected.active)
+    return collected
 
 
 def _reduce(
@@ -116,7 +116,7 @@ def _reduce(
     early: bool,
     begun: Reductions | None,
 ) -> Collected:
-    found = Collected(divisor=ranks.world)
+    collected = Collected(divisor=ranks.world)
     rest = [(n, param) for n, group in enumerate(groups) if not is_matrix_group(group) for param in group["params"]]
     matrices = sum(len(group["params"]) for group in groups if is_matrix_group(group))
     device = groups[0]["params"][0].device
@@ -135,32 +135,32 @@ def _reduce(
     flats: list[Tensor] = []
     for batch in batches if begun is None else ():  # the largest first
         flats.append(flatten_batch(batch, staging))
-        found.flying += ranks.reduce(flats[-1], batch)
+        collected.flying += ranks.reduce(flats[-1], batch)
     wait(summing)
     sizes = [p.numel() for _, p in rest]
     *grads, active, present, spoilt = flat.split([*sizes, matrices, len(rest), int(early)])
-    found.active = active.float()  # kernels read float32; a float64 gradient makes the sum float64
+    collected.active = active.float()  # kernels read float32; a float64 gradient makes the sum float64
     small_ones = flat[: sum(sizes)]
     if early:
-        found.squares = _sum_of_squares([small_ones] if rest else [], device)
-        found.spoilt = (spoilt[0] > 0) | ~torch.isfinite(found.squares)
+        collected.squares = _sum_of_squares([small_ones] if rest else [], device)
+        collected.spoilt = (spoilt[0] > 0) | ~torch.isfinite(collected.squares)
     by_group: dict[int, Small] = {}
     for position, ((number, param), grad) in enumerate(zip(rest, grads)):
         small = by_group.setdefault(number, Small(number))
         small.params.append(param)
         small.grads.append(grad.view(param.shape))
         small.flags.append(present[position] if param.grad is None else None)
-    found.small = list(by_group.values())
-    found.shared = [small_ones] if rest and not early else []
+    collected.small = list(by_group.values())
+    collected.shared = [small_ones] if rest and not early else []
     if begun is not None:
-        found.flying += begun.works
-        found.pieces = [[p.take(begun.blocks[p.member]) for p in mine] for mine in pieces]
+        collected.flying += begun.works
+        collected.pieces = [[p.take(begun.blocks[p.member]) for p in mine] for mine in pieces]
     for mine, summed in zip(pieces, flats):
-        found.pieces.append(
+        collected.pieces.append(
             [summed[p.slot : p.slot + p.count].view(p.count, p.member.rows, p.member.cols) for p in mine]
         )
-    found.split = [blocks for mine in found.pieces for blocks in mine]
-    return found
+    collected.split = [blocks for mine in collected.pieces for blocks in mine]
+    return collected
 
 
 def _is_spoilt(groups: Sequence[dict[str, Any]], device: torch.device) -> Tensor:
@@ -211,14 +211,21 @@ def grad_of(member: Member) -> Tensor:
 
 
 def _find_small(groups: Sequence[dict[str, Any]]) -> list[Small]:
-    found = []
+    """AdamW writes to gradients: parameters that share one get copies."""
+    small: list[Small] = []
+    seen: set[int] = set()
     for number, group in enumerate(groups):
         if is_matrix_group(group):
             continue
         params = [param for param in group["params"] if param.grad is not None]
         if params:
-            found.append(Small(number, params, [param.grad for param in params], [None] * len(params)))
-    return found
+            grads = []
+            for param in params:
+                grad, place = param.grad, local_of(param.grad).data_ptr()
+                grads.append(grad.clone() if place in seen else grad)
+                seen.add(place)
+            small.append(Small(number, params, grads, [None] * len(params)))
+    return small
 
 
 def _flags(groups: Sequence[dict[str, Any]], *, matrices: bool) -> list[float]:
@@ -228,27 +235,27 @@ def _flags(groups: Sequence[dict[str, Any]], *, matrices: bool) -> list[float]:
 
 
 def measure(
-    found: Collected, ranks: Ranks, max_norm: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
+    collected: Collected, ranks: Ranks, max_norm: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The global gradient norm, and (1 or 0 for a step taken or skipped, factor on every gradient), both on the device."""
-    wait(found.flying)
+    wait(collected.flying)
     device = max_norm.device
-    total = _sum_of_squares(found.split, device)
-    found.split = []  # its gradients are freed batch by batch
-    for copies, grads in sorted(found.copied.items()):
+    total = _sum_of_squares(collected.split, device)
+    collected.split = []  # its gradients are freed batch by batch
+    for copies, grads in sorted(collected.copied.items()):
         total = total + _sum_of_squares(grads, device) / copies
     if ranks.world > 1:
         ranks.sum(total)
-    total = total + (_sum_of_squares(found.shared, device) if found.squares is None else found.squares)
-    factor = torch.full((), 1.0 / found.divisor, dtype=torch.float32, device=device)
+    total = total + (_sum_of_squares(collected.shared, device) if collected.squares is None else collected.squares)
+    factor = torch.full((), 1.0 / collected.divisor, dtype=torch.float32, device=device)
     if grad_scale is not None:
         factor = factor / grad_scale.squeeze()
     norm = total.sqrt() * factor
     taken = torch.isfinite(norm)
     if found_inf is not None:
         taken = taken & (found_inf.squeeze() == 0)
-    if found.spoilt is not None:
-        taken = taken & ~found.spoilt
+    if collected.spoilt is not None:
+        taken = taken & ~collected.spoilt
     clip = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
     return norm, torch.stack([taken.float(), clip * factor])
 
@@ -290,5 +297,9 @@ def check_gradients(groups: Sequence[dict[str, Any]]) -> torch.device:
                 raise ConfigError(
                     f"{name_of(group, position)} has a sparse gradient; use nn.Embedding(..., sparse=False)"
                 )
+    if device is not None and device.type == "meta":
+        raise ConfigError(
+            "the parameters are on the meta device and have no values; call model.to_empty(device=...) and set its weights first"
+        )
     assert device is not None  # an optimizer without parameters is refused by PyTorch
     return device

@@ -5,9 +5,10 @@ branch.
 
 Per batch of B blocks over W ranks, the even part takes two collectives in place: a reduce-scatter of gradients and an
 all-gather of updates. Each of the B mod W remaining blocks is reduced to its owner and broadcast from it: exactly its
-bytes. Padding to a multiple of W would send up to W - 1 empty blocks and copy every gradient first. Gradients keep
-their dtype. Updates travel in Newton-Schulz's 16 bits (32 on a CPU), and every rank applies all of them; gathering
-float32 weights would move twice the bytes.
+bytes. Padding to a multiple of W would send up to W - 1 empty blocks and copy every gradient first. With many ranks
+and small blocks, so many operations run far below the link's bandwidth: `Ranks.merged` makes them one all-reduce a
+batch, of up to twice the bytes (docs/design/communication.md). Gradients keep their dtype. Updates travel in Newton-Schulz's
+16 bits (32 on a CPU), and every rank applies all of them; gathering float32 weights would move twice the bytes.
 
 Sums are not divided by W here: the mean is part of the factor that multiplies every gradient.
 """
@@ -30,6 +31,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Ranks:
     """This process's rank in the group, and the collectives of a step."""
 
+    merged = False
+    """One all-reduce for all remaining blocks of a batch. Set it on every rank, before the first step. Off: the gain is
+    modelled, not measured."""
+
     def __init__(self, group: Any = None) -> None:
         self.group = group
         here = dist.is_available() and dist.is_initialized()
@@ -51,6 +56,8 @@ class Ranks:
         if even:
             mine = flat[self.rank * even : (self.rank + 1) * even]
             works.append(_reduce_scatter(mine, flat[: even * self.world], group=self.group, async_op=True))  # in place
+        if self.merged and batch.leftover:
+            return [*works, dist.all_reduce(flat[even * self.world :], group=self.group, async_op=True)]
         for slot, owner in batch.leftover:
             works.append(dist.reduce(flat[slot], group_dst=owner, group=self.group, async_op=True))
         return works
@@ -68,10 +75,16 @@ class Ranks:
         even = batch.even
         if even:
             works.append(_all_gather(everything[: even * self.world], local[:even], group=self.group, async_op=True))
+        merged = everything[even * self.world :] if self.merged and batch.leftover else None
+        if merged is not None:
+            merged.zero_()  # the terms of the other ranks: x + 0 is exact
         for slot, owner in batch.leftover:
             if owner == self.rank:
                 everything[slot].copy_(local[even])
-            works.append(dist.broadcast(everything[slot], group_src=owner, group=self.group, async_op=True))
+            if merged is None:
+                works.append(dist.broadcast(everything[slot], group_src=owner, group=self.group, async_op=True))
+        if merged is not None:
+            works.append(dist.all_reduce(merged, group=self.group, async_op=True))
         return everything, works
 
     def share(self, numbers: Tensor) -> Tensor:

@@ -12,8 +12,10 @@ class Rates:
     """The values of the schedules at one step."""
 
     lr_share: float
-    """Of every group's peak learning rate."""
+    """The share of every group's peak learning rate."""
     momentum: float
+    decay_share: float = 1.0
+    """The share of every group's weight decay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,15 @@ class OptimConfig:
     """Steps over which the momentum rises."""
     matrix_weight_decay: float = 0.04
     """Muon's decoupled weight decay."""
+    cautious_decay: bool = False
+    """Decay a matrix's weights only where the update shrinks them too (Chen et al. 2025)."""
+    decay_taper: bool = False
+    """Let the weight decay fall with the learning rate. The weights shrink by their product: without this it falls too,
+    with this it falls as the square."""
     newton_schulz_steps: int = 5
     """Iterations of the orthogonalisation."""
+    coefficients: str = "quintic"
+    """Polynomials of the orthogonalisation: quintic (Muon's usual one) or polar_express."""
     lr_scale: str = "spectral"
     """Muon's factor for a matrix's shape: spectral, rms (an update as large per number as AdamW's) or none."""
     normuon: bool = False
@@ -77,6 +86,11 @@ class OptimConfig:
         choose(SCHEDULES, self.schedule, "optim.schedule")
         scales = ("spectral", "rms", "none")
         require(self.lr_scale in scales, f"optim.lr_scale must be one of {', '.join(scales)}, got {self.lr_scale!r}")
+        known = ("quintic", "polar_express")
+        require(
+            self.coefficients in known,
+            f"optim.coefficients must be one of {', '.join(known)}, got {self.coefficients!r}",
+        )
         require(self.tuned_width >= 0, f"optim.tuned_width must be 0 (off) or a width, got {self.tuned_width}")
         for name in ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr"):
             require(getattr(self, name) >= 0, f"optim.{name} must not be negative, got {getattr(self, name)}")
@@ -93,7 +107,9 @@ class OptimConfig:
     def rates(self, progress: float, step: int) -> Rates:
         """The values at a step, from the share of the budget spent and the step number."""
         warm = ramp(step + 1, self.warmup_steps, 0.0, 1.0)
+        share = SCHEDULES[self.schedule](progress, self.warmdown, self.final_lr)
         return Rates(
-            lr_share=SCHEDULES[self.schedule](progress, self.warmdown, self.final_lr) * warm,
+            lr_share=share * warm,
+            decay_share=share if self.decay_taper else 1.0,
             momentum=ramp(step, self.momentum_steps, self.momentum_start, self.momentum),
         )

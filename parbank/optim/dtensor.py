@@ -40,7 +40,7 @@ def place_gradient(param: Any) -> None:
 
 
 def count_copies(tensor: Any, world: int) -> int:
-    """How many of the ranks hold the same part of a DTensor."""
+    """The number of ranks that hold the same part of a DTensor."""
     mesh = tensor.device_mesh
     cuts = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return world // math.prod(cuts)

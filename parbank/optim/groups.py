@@ -8,12 +8,12 @@ from torch import Tensor
 
 from parbank.config import require
 from parbank.optim.algorithm import MatrixAlgorithm, find_algorithm
-from parbank.optim.dtensor import is_sharded
+from parbank.optim.dtensor import is_sharded, local_of
 from parbank.optim.layout import block_shape, name_of
+from parbank.optim.master import check_dtype
 from parbank.optim.memory import overlaps
 
 LR_SCALES = ("spectral", "rms", None)
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 ADDED = {"maximize": False, "split_sizes": None, "equilibrate": False}
 """Options that optimizers pickled by earlier versions lack."""
 UNAVAILABLE = {
@@ -48,16 +48,16 @@ def check_group(group: dict[str, Any]) -> None:
     algorithm = find_algorithm(group)
     require(group["lr_scale"] in LR_SCALES, f"lr_scale must be 'spectral', 'rms' or None, got {group['lr_scale']!r}")
     for key in ("lr", "weight_decay"):
-        require(isinstance(group[key], Tensor) or group[key] >= 0, f"{key} must not be negative, got {group[key]}")
+        value = group[key]
+        known = not isinstance(value, Tensor) or value.device.type == "cpu"  # a GPU's would have to be waited for
+        require(not isinstance(value, Tensor) or value.numel() == 1, f"{key} must be one number, got {value}")
+        require(not known or value >= 0, f"{key} must not be negative, got {value}")
     for key, reason in UNAVAILABLE.items():
         require(not group.get(key), f"{key}={group.get(key)} is not an option of ParallelMuon: {reason}; leave it out")
     algorithm.check_options(group)
     for position, param in enumerate(group["params"]):
         name = name_of(group, position)
-        require(
-            param.dtype in DTYPES,
-            f"{name} is {param.dtype}; ParallelMuon updates float32, bfloat16 and float64 weights: convert it, e.g. model.float()",
-        )
+        check_dtype(param, name)
         require(
             not overlaps(param),
             f"{name} has shape {tuple(param.shape)} and strides {param.stride()}: several of its numbers share memory and "
@@ -73,8 +73,28 @@ def follow_schedulers(groups: Sequence[dict[str, Any]]) -> None:
     """Lets OneCycleLR and CyclicLR cycle Muon's momentum.
 
     They write `betas` where an optimizer has that option, which Muon does not read. They also leave "max_momentum" in a
-    group whose momentum they cycle.
+    group whose momentum they cycle. A momentum that the user writes meanwhile stays.
     """
     for group in groups:
-        if "max_momentum" in group and group["algorithm"] == "muon":
-            group["momentum"] = float(group["betas"][0])
+        cycled = "max_momentum" in group and isinstance(find_algorithm(group), MatrixAlgorithm)
+        if cycled and group["momentum"] == group.get("cycled_momentum", group["momentum"]):
+            group["momentum"] = group["cycled_momentum"] = float(group["betas"][0])
+
+
+def find_raised(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """The gradients of groups with `maximize`, to be negated in place: shared ones and expanded ones become copies first."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    for param in [p for group in groups if group["maximize"] for p in group["params"] if p.grad is not None]:
+        place = local_of(param.grad).data_ptr()
+        if place in seen or overlaps(local_of(param.grad)):
+            param.grad = param.grad.clone(memory_format=torch.contiguous_format)
+        seen.add(place)
+        found.append(param.grad)
+    return found
+
+
+def negate(tensors: list[Tensor]) -> None:
+    """In place."""
+    if tensors:
+        torch._foreach_neg_(tensors)

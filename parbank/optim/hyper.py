@@ -47,7 +47,7 @@ class HyperTable:
 
 def send(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copies host numbers to the device without waiting for it."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     if torch.cuda.is_current_stream_capturing():  # a replay would copy the host memory's contents of that time
         raise RuntimeError("host numbers are sent to the device inside the capture")

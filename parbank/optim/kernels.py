@@ -217,7 +217,7 @@ def prepare(
     control: Control,
     tables: Tables,
 ) -> Tensor:
-    """As `update.prepare`."""
+    """`update.prepare` in Triton."""
     local = sum(piece.count for piece in pieces)
     device = control.values.device
     X = torch.empty(local, batch.rows, batch.cols, dtype=working_dtype(control.values), device=device)
@@ -238,7 +238,7 @@ def follow(
     control: Control,
     tables: Tables,
 ) -> None:
-    """As `update.follow`, by the kernel that `prepare` uses: the same bits."""
+    """`update.follow` by the kernel of `prepare`, with the same bits."""
     if pieces:
         _move(batch, pieces, grads, buffers, control, tables, "follow")
 
@@ -275,7 +275,7 @@ def apply(
     control: Control,
     tables: Tables,
 ) -> None:
-    """As `update.apply`."""
+    """`update.apply` in Triton."""
     entries = [(member, member.first, member.count) for member in batch.members]
     table, owner, aligned = tables.get((id(batch), "apply"), entries, params, low_bits)
     _muon_apply_kernel[(owner.numel(),)](

@@ -1,4 +1,4 @@
-"""Which matrices are orthogonalised together, and which rank owns which.
+"""The layout: which matrices are orthogonalised together, and which rank owns each.
 
 A parameter is a stack of blocks, (count, rows, cols): a 2-D weight is one block, a bank as many as it has matrices, a
 convolution one flattened block, a weight with `num_heads` one block per head. Blocks of one shape, or of one shape up
@@ -25,6 +25,7 @@ from torch import Tensor
 from parbank.errors import ConfigError
 from parbank.optim.algorithm import MatrixAlgorithm, find_algorithm
 from parbank.optim.dtensor import is_sharded
+from parbank.optim.master import check_dtype
 
 LAYOUT_OPTIONS = ("cautious", "num_heads", "split_sizes", "transposed", "flatten", "lr_scale")
 """Options of a group that a layout depends on, besides those of its algorithm."""
@@ -37,9 +38,9 @@ class MatrixParam:
     param: Tensor
     name: str
     group: int
-    """Which parameter group: the row of the hyperparameters."""
+    """The number of the parameter group: the row of the hyperparameters."""
     index: int
-    """Which of all these parameters: the row of the flags that say whether any rank has a gradient for it."""
+    """The number of the parameter: the row of the flags that say whether any rank has a gradient for it."""
     algorithm: MatrixAlgorithm
 
 
@@ -75,9 +76,11 @@ class Member:
     """Per block: whether the logical matrix is the transpose of the stored one."""
     lr_scale: str | None
     part: int = 0
-    """Which of the parameter's members, counted over all batches."""
+    """The number of the parameter's member, counted over all batches."""
     offset: int = 0
     """The elements of the parameter that lie before this part."""
+    shape: tuple[int, ...] = ()
+    """The parameter's shape when the layout was planned."""
 
     def blocks(self, tensor: Tensor) -> Tensor:
         """This part of a tensor of the parameter's shape as (count, rows, cols); a view, if it lies in memory as the
@@ -133,7 +136,7 @@ class Batch:
     """The result of `algorithm.batch_options` for a group: the same for all blocks."""
     cautious: bool
     dtype: torch.dtype
-    """Of the weights."""
+    """The dtype of the weights."""
     world: int
     whole: bool
     """Every rank holds the state of all blocks, not only of those it owns."""
@@ -253,6 +256,7 @@ def plan_batches(
 
 def find_members(item: MatrixParam, group: dict[str, Any]) -> list[Member]:
     """The parts of a parameter: one, or one for each run of equal heights in `split_sizes`, for each matrix of a stack."""
+    check_dtype(item.param, item.name)  # a model may have been converted since the group was added
     count, rows, cols, order = block_shape(item.param, group, item.name)
     flags = tuple(group["transposed"] or (False,) * count)
     flags = tuple(not flag for flag in flags) if order == (1, 0) else flags
@@ -261,10 +265,10 @@ def find_members(item: MatrixParam, group: dict[str, Any]) -> list[Member]:
     if group["split_sizes"]:
         flags = (False,) * max(blocks for blocks, _ in runs)
     members: list[Member] = []
-    offset = 0
+    offset, shape = 0, tuple(item.param.shape)
     for part, (blocks, height) in enumerate(runs):
         place = (item.group, item.index, 0, blocks, height, cols, height > cols, order)
-        members.append(Member(item.param, *place, flags[:blocks], group["lr_scale"], part, offset))
+        members.append(Member(item.param, *place, flags[:blocks], group["lr_scale"], part, offset, shape))
         offset += blocks * height * cols
     return members
 

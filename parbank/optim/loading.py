@@ -1,11 +1,14 @@
 """Checkpoints before they are loaded: PyTorch's own optimizers are translated, missing options kept, misfits refused."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from parbank.config import require
+from parbank.errors import ConfigError
 from parbank.optim.layout import name_of
+from parbank.optim.master import LIKE_THE_WEIGHT
 
 if TYPE_CHECKING:
     from parbank.optim.parallel_muon import ParallelMuon
@@ -13,8 +16,8 @@ if TYPE_CHECKING:
 IMPLEMENTATIONS = ("foreach", "fused", "capturable", "decoupled_weight_decay")
 """Options of PyTorch's optimizers that choose an implementation, or that are always so here."""
 UNAVAILABLE = ("amsgrad", "differentiable")
-LIKE_THE_WEIGHT = ("momentum_buffer", "exp_avg", "exp_avg_sq", "low_bits")
-"""States with one number for each weight."""
+MARKS = {"adjust_lr_fn": "muon", "amsgrad": "adamw", "dampening": "sgd"}
+"""Options that show which of PyTorch's optimizers wrote a group."""
 
 
 def prepare(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -22,6 +25,7 @@ def prepare(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> dict[str, 
     values = dict(state_dict["state"])
     own = optimizer.param_groups
     saved = state_dict["param_groups"]
+    _check_order(saved, own)
     groups = [_complete(group, own[n], values) if n < len(own) else group for n, group in enumerate(saved)]
     return {**state_dict, "state": values, "param_groups": groups}
 
@@ -30,6 +34,18 @@ def _complete(saved: dict[str, Any], group: dict[str, Any], values: dict[Any, An
     """A saved group with every option of ours; translates and checks its states in `values`."""
     for key in UNAVAILABLE:
         require(not saved.get(key), f"the checkpoint was written with {key}=True, which ParallelMuon does not have")
+    written = saved.get("algorithm") or next((MARKS[mark] for mark in MARKS if mark in saved), group["algorithm"])
+    require(
+        written == group["algorithm"],
+        f"the checkpoint's group was written by {written}, and the group here has algorithm={group['algorithm']!r}, for which "
+        "its learning rate and its state mean nothing; make the groups as they were, or load the weights only",
+    )
+    coupled = saved.get("decoupled_weight_decay") is False and saved.get("weight_decay")
+    require(
+        not coupled,
+        f"the checkpoint was written by Adam with weight_decay={saved.get('weight_decay')}, which Adam adds to gradients and "
+        "AdamW subtracts from weights; set its weight_decay to 0 before loading, and choose AdamW's after",
+    )
     translated = _translate_muon(saved, values) if "adjust_lr_fn" in saved else saved
     for position, (key, param) in enumerate(zip(saved["params"], group["params"])):
         _check_shapes(values.get(key, {}), param, name_of(group, position))
@@ -48,6 +64,17 @@ def _translate_muon(saved: dict[str, Any], values: dict[Any, Any]) -> dict[str, 
             total = values[key]["momentum_buffer"].float() / (1 - saved["momentum"])
             values[key] = {**values[key], "momentum_buffer": total}
     return own
+
+
+def _check_order(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]) -> None:
+    """Refuses the same names in another order. Other names pass: wrappers add prefixes."""
+    there, here = ([name for group in groups for name in group.get("param_names", ())] for groups in (saved, own))
+    if there != here and sorted(there) == sorted(here):
+        a, b = next((a, b) for a, b in zip(there, here) if a != b)
+        raise ConfigError(
+            f"the checkpoint has {a} where the optimizer has {b}: states are matched by their order; give the optimizer the "
+            "parameters in the order of the checkpoint"
+        )
 
 
 def _check_shapes(held: dict[str, Any], param: Tensor, name: str) -> None:

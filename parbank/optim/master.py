@@ -9,8 +9,16 @@ truncated one would be biased towards zero. Weight and remainder take 4 bytes, n
 If other code changes a weight, its remainder is stale but still less than half a unit: nothing breaks.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from parbank.errors import ConfigError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+LIKE_THE_WEIGHT = ("momentum_buffer", "exp_avg", "exp_avg_sq", "low_bits")
+"""States with one number for each weight."""
 
 _HALF = 0x8000  # half a unit in the last place of the upper 16 bits
 
@@ -18,6 +26,23 @@ _HALF = 0x8000  # half a unit in the last place of the upper 16 bits
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of a weight's state and arithmetic."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_dtype(param: Tensor, name: str) -> None:
+    """Refuses a weight whose dtype no algorithm updates."""
+    if param.dtype not in DTYPES:
+        raise ConfigError(
+            f"{name} is {param.dtype}; ParallelMuon updates float32, bfloat16 and float64 weights: convert it, e.g. model.float()"
+        )
+
+
+def check_fit(param: Tensor, shape: Sequence[int]) -> None:
+    """Refuses a weight whose state was made for another shape."""
+    if tuple(param.shape) != tuple(shape):
+        raise ConfigError(
+            f"a parameter had shape {tuple(shape)} at an earlier step and has {tuple(param.shape)} now, which its state does not "
+            "fit; make a new optimizer, or start its state anew with optimizer.state.pop(param)"
+        )
 
 
 def join_master(weight: Tensor, low_bits: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class Meeting:
     """The ranks at one kind of call."""
 
     _calls: ClassVar[dict[str, int]] = {}
-    """How often this process has made each call."""
+    """The number of times this process has made each call."""
 
     def __init__(self, ranks: Ranks, call: str, remedy: str) -> None:
         self._ranks, self._call, self._remedy = ranks, call, remedy

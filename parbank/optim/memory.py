@@ -1,4 +1,4 @@
-"""How a tensor lies in memory. Kernels walk weight, gradient and state together, so all must be dense and in one order."""
+"""Memory layout of tensors. Kernels walk weight, gradient and state together: all must be dense and in one order."""
 
 from collections.abc import Callable, Hashable, Sequence
 

@@ -65,6 +65,10 @@ def orthogonalize(
     """
     if G.ndim < 2:
         raise ConfigError(f"orthogonalize takes matrices (..., rows, cols), got a tensor of shape {tuple(G.shape)}")
+    if not G.is_floating_point():
+        raise ConfigError(
+            f"orthogonalize takes real floating-point matrices, got {G.dtype}; convert them, e.g. G.float()"
+        )
     if steps < 1:
         raise ConfigError(f"orthogonalize needs at least one step, got {steps}")
     triples = resolve_coefficients(coefficients, steps)

@@ -26,7 +26,7 @@ from torch import Tensor
 from parbank.config import require
 from parbank.errors import ConfigError
 from parbank.optim import backward, kernels, loading, state, update
-from parbank.optim.agreement import check_agreement
+from parbank.optim.agreement import Agreement
 from parbank.optim.algorithm import ElementwiseAlgorithm, MatrixAlgorithm, Settings, Work, find_algorithm
 from parbank.optim.algorithms import ALGORITHMS
 from parbank.optim.banking import zero_bank_grads
@@ -34,7 +34,7 @@ from parbank.optim.collect import SCALES_DIFFER, Collected, Small, check_gradien
 from parbank.optim.communication import Ranks, wait
 from parbank.optim.dtensor import is_sharded
 from parbank.optim.graph import GraphedStep
-from parbank.optim.groups import check_group, complete_group, follow_schedulers
+from parbank.optim.groups import check_group, complete_group, find_raised, follow_schedulers, negate
 from parbank.optim.hyper import DECAY, LR, HyperTable, send
 from parbank.optim.layout import LAYOUT_OPTIONS, Batch, Piece, plan_batches
 from parbank.optim.memory import Views
@@ -168,7 +168,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self._staging: dict[int, Tensor] = {}
         self._views = Views()
         self._layouts = 0
-        self._agreed = False
+        self._agreement = Agreement()
         self.begun: backward.Reductions | None = None
         self._watch = SkipWatch()
         self.last_grad_norm = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -254,6 +254,7 @@ class ParallelMuon(torch.optim.Optimizer):
         return backward.reducing(self)
 
     def __getstate__(self) -> dict[str, Any]:
+        state.warn_of_copy(self)
         kept = {key: getattr(self, key) for key in ("_adam_lr", "max_norm", "reduce_gradients", "_cuda_graph")}
         return {**super().__getstate__(), **kept}
 
@@ -285,6 +286,9 @@ class ParallelMuon(torch.optim.Optimizer):
         key = (self.layout_key(), self.reduce_gradients, None if params is None else tuple(map(id, params)))
         if self._layout is None or self._layout[0] != key:
             old = self._layout
+            for group in self.param_groups:  # its options may have changed
+                check_group(group)
+            state.check_shapes(self, old[1] if old else [])
             moved = state.gather(self, old[1]) if old and self.state and self._ranks.world > 1 else {}
             self.forget_layout()
             equal = not self.reduce_gradients
@@ -300,7 +304,7 @@ class ParallelMuon(torch.optim.Optimizer):
             algorithm = find_algorithm(group)
             if isinstance(algorithm, MatrixAlgorithm):
                 options = tuple(group[name] for name in (*LAYOUT_OPTIONS, *algorithm.layout_options))
-                key.append((algorithm, options, tuple((id(p), p.dtype, p.stride()) for p in group["params"])))
+                key.append((algorithm, options, tuple((id(p), p.dtype, p.shape, p.stride()) for p in group["params"])))
             else:
                 key.append(len(group["params"]))
         return tuple(key)
@@ -331,20 +335,19 @@ class ParallelMuon(torch.optim.Optimizer):
         kinds = {is_sharded(param) for group in self.param_groups for param in group["params"]}
         if len(kinds) == 2 and self.reduce_gradients and self._ranks.world > 1:
             raise ConfigError(
-                "some parameters are sharded by FSDP2, which reduces their gradients, and some are plain tensors, which nobody "
-                "reduces; call fully_shard on the whole model, or reduce the others yourself and pass reduce_gradients=False"
+                "some parameters are sharded by FSDP2, which reduces their gradients, and some are plain tensors, whose gradients "
+                "are not reduced; call fully_shard on the whole model, or reduce them yourself and pass reduce_gradients=False"
             )
         return True in kinds
 
     def _agree(self) -> None:
-        """Compares ranks, once."""
-        if self._ranks.world > 1 and not self._agreed:
-            check_agreement(self, self._ranks)
-            self._agreed = True
+        """Compares ranks, at the first step and now and then."""
+        if self._ranks.world > 1:
+            self._agreement.look(self, self._ranks)
 
     @property
     def _captured(self) -> bool:
-        """Whether this step is captured, or one that prepares for it."""
+        """Whether this step is captured or prepares a capture."""
         return self._graph is not None and self._graph.active
 
     def _settle(self) -> None:
@@ -383,12 +386,10 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def run(self) -> None:
         """The step itself, on the current gradients and hyperparameters: the part that a CUDA graph captures."""
-        raised = [p.grad for g in self.param_groups if g["maximize"] for p in g["params"] if p.grad is not None]
-        if raised:
-            torch._foreach_neg_(raised)
+        raised = find_raised(self.param_groups)
+        negate(raised)
         self._run()
-        if raised:
-            torch._foreach_neg_(raised)  # exact: gradients are as if nothing had been done
+        negate(raised)  # exact: gradients are as if nothing had been done
         if self.extra_captured is not None and self._cuda_graph is True:
             self.extra_captured()
 
@@ -403,17 +404,17 @@ class ParallelMuon(torch.optim.Optimizer):
         early = self.max_norm is None
         others = [batch.others(self._ranks.rank) for batch in batches]
         needed = [mine + rest for mine, rest in zip(pieces, others)]
-        begun = backward.take(self, batches)
-        found = collect(self.param_groups, batches, needed, self._ranks, reduce, self._constant, staging, early, begun)
-        require(getattr(self, "grad_scale", None) is None or found.divisor == 1, SCALES_DIFFER)
-        if found.spoilt is not None:
-            factor = torch.full((), 1 / found.divisor, dtype=torch.float32, device=self._device)
-            values = torch.stack([1 - found.spoilt.float(), factor])
-            self._step_small(found, values)
-        control = self._measure(found)
+        options = (self._ranks, reduce, self._constant, staging, early, backward.take(self, batches))
+        collected = collect(self.param_groups, batches, needed, *options)
+        require(getattr(self, "grad_scale", None) is None or collected.divisor == 1, SCALES_DIFFER)
+        if collected.spoilt is not None:
+            factor = torch.full((), 1 / collected.divisor, dtype=torch.float32, device=self._device)
+            values = torch.stack([1 - collected.spoilt.float(), factor])
+            self._step_small(collected, values)
+        control = self._measure(collected)
         flying: list[tuple[Batch, Tensor, list[Any]]] = []
         for number, (batch, mine, rest) in enumerate(zip(batches, pieces, others)):
-            grads, found.pieces[number] = found.pieces[number], []  # freed with this batch
+            grads, collected.pieces[number] = collected.pieces[number], []  # freed with this batch
             flying.append((batch, *self._share_updates(batch, mine, grads[: len(mine)], control)))
             if batch.whole and batch.world > 1:
                 batch.algorithm.follow(self._work(batch, rest, grads[len(mine) :], control))
@@ -421,22 +422,22 @@ class ParallelMuon(torch.optim.Optimizer):
             # One batch in flight while the next is worked on; on one rank, none.
             while len(flying) > (self._ranks.world > 1):
                 self._apply(*flying.pop(0), control)
-        if found.spoilt is None:
-            self._step_small(found, control.values)
+        if collected.spoilt is None:
+            self._step_small(collected, control.values)
         if sharded:
             step_dtensors(self.param_groups, self.state, control)
         for batch, updates, works in flying:
             self._apply(batch, updates, works, control)
 
-    def _measure(self, found: Collected) -> Control:
+    def _measure(self, collected: Collected) -> Control:
         """The global norm, the clip, and whether the step is taken: all on the device."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        norm, values = measure(found, self._ranks, self._hyper.max_norm, grad_scale, found_inf)
+        norm, values = measure(collected, self._ranks, self._hyper.max_norm, grad_scale, found_inf)
         skipped = values[0] == 0
         self.last_grad_norm.copy_(norm)
         self.last_skipped.copy_(skipped)
         self.skipped_in_a_row.add_(1).mul_(skipped)
-        active = found.active
+        active = collected.active
         if active is None:
             active = self._constant([1.0] * sum(len(group["params"]) for group in self.param_groups))
         return Control(values, self._hyper.values, active)
@@ -456,9 +457,9 @@ class ParallelMuon(torch.optim.Optimizer):
 
         return Work(batch, pieces, grads, control, blocks, self._tables, captured=self._captured)
 
-    def _step_small(self, found: Collected, values: Tensor) -> None:
+    def _step_small(self, collected: Collected, values: Tensor) -> None:
         """The groups of element-wise algorithms; `values` as in Control."""
-        for small in found.small:
+        for small in collected.small:
             self._step_group(small, values)
 
     def _step_group(self, small: Small, values: Tensor) -> None:

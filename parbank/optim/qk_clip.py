@@ -59,11 +59,11 @@ class Attention:
         q, k = q.detach(), k.detach()
         if k.shape[-3] != q.shape[-3]:
             k = k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3)
-        found = _find_largest(q, k) if exact else _find_length(q) * _find_length(k)
-        self.largest = torch.maximum(self.largest, found * scale, out=self.largest)
+        bound = _find_largest(q, k) if exact else _find_length(q) * _find_length(k)
+        self.largest = torch.maximum(self.largest, bound * scale, out=self.largest)
 
     def factors(self, largest: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-        """Of each query head and of each key head."""
+        """The factor of each query head and of each key head."""
         wanted = (threshold / largest.clamp(min=1e-20)).clamp(max=1.0).view(self.kv_heads, -1)
         keys = wanted.amin(dim=1).sqrt()
         return (wanted / keys[:, None]).clamp(max=1.0).flatten(), keys
@@ -117,5 +117,7 @@ def _find_length(x: Tensor) -> Tensor:
 
 def _find_largest(q: Tensor, k: Tensor) -> Tensor:
     """(heads,): the largest product in magnitude."""
-    found = [(tile @ k.mT).abs().amax(dim=(-2, -1)).reshape(-1, q.shape[-3]).amax(dim=0) for tile in q.split(TILE, -2)]
-    return torch.stack(found).amax(dim=0).float()
+    by_tile = [
+        (tile @ k.mT).abs().amax(dim=(-2, -1)).reshape(-1, q.shape[-3]).amax(dim=0) for tile in q.split(TILE, -2)
+    ]
+    return torch.stack(by_tile).amax(dim=0).float()

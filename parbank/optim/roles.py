@@ -150,24 +150,29 @@ def role_of_module(item: Found) -> str:
             param.shape[1:]
         ):  # no stack of matrices: XLNet's (inputs, heads, channels), for instance
             return "packed"
-        return "transposed" if _stores_inputs_first(param, owner) else "matrix"
+        return "transposed" if _stores_inputs_first(item) else "matrix"
     if param.ndim == 2 and (final in MATRIX_NAMES or final.endswith(("_weight", "_proj", "_bank"))):
         return "matrix"
     return f"?a bare parameter of {type(owner).__name__}"
 
 
-def _stores_inputs_first(param: Tensor, owner: nn.Module) -> bool:
+def _stores_inputs_first(item: Found) -> bool:
     """Whether experts are stored as (N, in, out): by the module's own flag, or because the first stack's inputs are the
-    outputs of the next one of another shape."""
+    outputs of the next one of another shape. Where that holds both ways, the router's inputs are the first stack's."""
+    owner, count = item.owners[0], item.param.shape[0]
     flag = getattr(owner, "is_transposed", None)
     if flag is not None:
         return bool(flag)
-    stacks = [p for p in owner.parameters(recurse=False) if p.ndim == 3 and p.shape[0] == param.shape[0]]
+    stacks = [p for p in owner.parameters(recurse=False) if p.ndim == 3 and p.shape[0] == count]
     others = [p for p in stacks if p.shape != stacks[0].shape]
     if not others:
         return False
     (_, a, b), (_, c, d) = stacks[0].shape, others[0].shape
-    return a == d and b != c
+    if (a, b) != (d, c):
+        return a == d and b != c
+    around = item.parents[0] or owner
+    widths = [p.shape[1] for p in around.parameters() if p.ndim == 2 and p.shape[0] == count and p.shape[1] in (a, b)]
+    return bool(widths) and widths[0] == a
 
 
 def check_last_linear(found: list[Found], roles: dict[str, str], chosen: Mapping[str, str]) -> None:

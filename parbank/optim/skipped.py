@@ -65,4 +65,4 @@ def _find_culprit(groups: Sequence[dict[str, Any]]) -> str:
         for position, param in enumerate(group["params"]):
             if param.grad is not None and not torch.isfinite(local_of(param.grad)).all():
                 return f"that of {name_of(group, position)} of shape {tuple(param.shape)}"
-    return "that of another rank, or of a step before this one"
+    return "that of another rank or of an earlier step, or all are finite and their norm is too large for float32"

@@ -55,6 +55,8 @@ def split_parameters(
         adamw embeddings and heads ['0.weight', '2.weight']
         adamw norms, biases, gates and scalars ['1.bias', '2.bias']
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"split_parameters takes the model, a torch.nn.Module, got a {type(model).__name__}")
     overrides = dict(overrides or {})
     found = [item for item in _find(model) if item.param.requires_grad]
     chosen = {item.name: algorithm for item in found if (algorithm := _override(item, overrides)) is not None}

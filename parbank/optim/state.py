@@ -10,6 +10,7 @@ every parameter into equal chunks along its first dimension, which does not matc
 device mesh to be read. No arithmetic changes a value on the way.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,14 @@ from torch import Tensor
 from parbank.optim.communication import wait
 from parbank.optim.dtensor import is_sharded
 from parbank.optim.layout import Batch, Member, Piece
-from parbank.optim.master import wide_dtype
+from parbank.optim.master import LIKE_THE_WEIGHT, check_fit, wide_dtype
 from parbank.optim.meeting import Meeting
 
 if TYPE_CHECKING:
     from parbank.optim.parallel_muon import ParallelMuon
 
+
+_log = logging.getLogger("parbank")
 
 SAVE_ON_ALL = (
     "every rank holds a part of the momentum: call state_dict() on every rank and write the file on one, or use DDP with "
@@ -79,6 +82,14 @@ def _zeros(member: Member, pieces: Sequence[Piece], whole: bool, shape: tuple[in
         return torch.zeros_like(member.param, dtype=wide_dtype(member.param.dtype))
     owned = member.count if whole else sum(piece.count for piece in pieces if piece.member is member)
     return torch.zeros(owned, *shape, dtype=wide_dtype(member.param.dtype), device=member.param.device)
+
+
+def warn_of_copy(optimizer: "ParallelMuon") -> None:
+    """Says what a copy of an optimizer lacks: what it was given of the program around it."""
+    if optimizer.extra_captured is not None or optimizer.ranks.group is not None:
+        _log.warning(
+            "a copy of a ParallelMuon has neither its extra_captured nor its process_group: give them to it again"
+        )
 
 
 def complete(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> None:
@@ -172,7 +183,7 @@ def scatter(optimizer: "ParallelMuon", whole: dict[Tensor, dict[str, Any]]) -> N
             mine = [piece for piece in pieces if piece.member is member]
             for name, shape in batch.state_shapes[member].items():
                 value = whole[member.param].get(key_of(member, name, shape, whole=True))
-                if value is None:
+                if value is None or not _fits(value, member, shape):
                     continue
                 rows = member.blocks(value) if len(shape) == 2 else value
                 parts = [rows[piece.block : piece.block + piece.count] for piece in mine]
@@ -182,13 +193,32 @@ def scatter(optimizer: "ParallelMuon", whole: dict[Tensor, dict[str, Any]]) -> N
         optimizer.state[param] = kept[param]
 
 
+def _fits(value: Tensor, member: Member, shape: tuple[int, ...]) -> bool:
+    """Whether a state of fewer dimensions than a block was made for these blocks: other heads have other moments."""
+    return len(shape) == 2 or value.shape == (member.count, *shape)
+
+
+def check_shapes(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> None:
+    """Refuses weights that have a state and another shape than in their layout."""
+    for member in [member for batch in batches for member in batch.members]:
+        if optimizer.state.get(member.param):
+            check_fit(member.param, member.shape)
+
+
 def arrange_state(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> None:
-    """Follows weights whose memory order has changed: blocks must be views of weight and state."""
+    """Follows weights whose memory order has changed: blocks must be views of weight and state. Moments that no longer fit
+    begin anew."""
     for batch in batches:
         for member in batch.members:
             if member.param in optimizer.state:
                 held = optimizer.state[member.param]
+                for name, shape in batch.state_shapes[member].items() if batch.whole else ():
+                    key = key_of(member, name, shape, whole=True)
+                    if key in held and not _fits(held[key], member, shape):
+                        del held[key]
                 for key, value in held.items():
+                    if batch.whole and key in LIKE_THE_WEIGHT:
+                        check_fit(member.param, value.shape)
                     if value.shape == member.param.shape and not value.permute(member.order).is_contiguous():
                         held[key] = torch.empty_like(member.param, dtype=value.dtype).copy_(value)
 

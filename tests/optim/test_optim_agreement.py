@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parbank.errors import RankError
-from parbank.optim import ParallelMuon, meeting, split_parameters
+from parbank.optim import ParallelMuon, agreement, meeting, split_parameters
 from tests.distributed import run_distributed_test
 
 WORLD = 3
@@ -106,7 +106,22 @@ def _run() -> dict[str, Any]:
             said[scenario.__name__] = None
         except RankError as error:
             said[scenario.__name__] = str(error)
+    said["parted"] = _part_later(rank)
     return {"said": said, "dtypes": _default_dtypes(rank), "alone": _save_alone(rank), "warned": _save_too_soon(rank)}
+
+
+def _part_later(rank: int) -> str:
+    """A schedule that looks at the loss of each rank, not at the mean of all."""
+    agreement.INTERVAL = 4
+    optimizer = _alike(rank)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    try:
+        for step in range(9):
+            optimizer.step()
+            schedule.step(-step if rank == 1 else 1.0)
+    except RankError as error:
+        return f"{error} after {step} steps"
+    return "trained on"
 
 
 def _save_alone(rank: int) -> dict[str, Any]:
@@ -179,6 +194,14 @@ def test_ranks_that_disagree_are_told_at_the_first_step(ranks: list[Any], scenar
         else:
             assert said is not None, "trained on"
             assert re.search(message, said), said
+
+
+def test_ranks_whose_schedules_part_are_told_later(ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        said = result["said"]["parted"]
+        assert re.search("rank 1 differs from rank 0 in lr of group 0: .*mean loss of all ranks after 4 steps", said), (
+            said
+        )
 
 
 def test_the_default_dtype_does_not_reach_the_state(ranks: list[dict[str, Any]]) -> None:

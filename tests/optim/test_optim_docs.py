@@ -1,12 +1,9 @@
 """The pages on the optimizer: every example runs on two ranks, and the figures they state are those of the code."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 
 from parbank.optim.coefficients import resolve_coefficients
@@ -33,37 +30,6 @@ def _run_blocks() -> int:
 
 def test_examples_run() -> None:
     assert run_distributed_test(_run_blocks, 2) == [len(_blocks())] * 2
-
-
-@pytest.fixture
-def communication(benchmark: Callable[[str], ModuleType]) -> ModuleType:
-    return benchmark("communication")
-
-
-def test_the_published_intensity(communication: ModuleType) -> None:
-    assert round(communication.intensity(768, 3072, 8)) == 1234
-
-
-def test_the_model_of_communication(communication: ModuleType) -> None:
-    banks = communication.merge_shapes([(22, 512, 512), (22, 256, 512), (11, 1536, 512), (11, 512, 1536)])
-    assert sorted(banks) == [(22, 256, 512), (22, 512, 512), (22, 512, 1536)]
-    device = communication.Device(300e12, 4e12, "given")
-    links = communication.LINKS
-    steps = {
-        (key, world): communication.model_step(banks, world, link, device)
-        for key, link in links.items()
-        for world in (1, 2, 4, 8)
-    }
-    assert all(steps["nvlink", world].limit == "compute" for world in (1, 2, 4))
-    assert steps["nvlink", 8].limit == "communication"
-    assert all(steps[key, world].limit == "communication" for key in ("infiniband", "ethernet") for world in (2, 4, 8))
-    alone = steps["nvlink", 1]
-    assert alone.reduce == alone.exposed == 0
-    total = sum(count * communication.ns_flops(rows, cols) for count, rows, cols in banks)
-    assert round(total / 1e9) == 314, "the FLOP floor of the golf banks"
-    for step in steps.values():
-        assert step.exposed <= step.gather + 1e-12
-        assert step.total == pytest.approx(step.reduce + step.compute + step.exposed + step.apply)
 
 
 def test_costs_and_ends_as_stated() -> None:

@@ -226,6 +226,16 @@ def test_experts_that_are_stored_inputs_first_are_marked(inputs_first: bool) -> 
     ParallelMuon(groups)
 
 
+@pytest.mark.parametrize(("width", "hidden"), [(16, 24), (24, 16)])
+@pytest.mark.parametrize("inputs_first", [False, True])
+def test_a_router_shows_how_experts_of_two_layers_are_stored(inputs_first: bool, width: int, hidden: int) -> None:
+    """Each of the two weights is shaped like the other's transpose."""
+    up, down = ((width, hidden), (hidden, width)) if inputs_first else ((hidden, width), (width, hidden))
+    experts = nn.ParameterDict({"w1": torch.zeros(4, *up), "w2": torch.zeros(4, *down), "w3": torch.zeros(4, *up)})
+    found = roles(split_parameters(nn.ModuleDict({"router": nn.Linear(width, 4), "experts": experts})))
+    assert {found[f"experts.w{n}"] for n in (1, 2, 3)} == {"transposed matrices" if inputs_first else "matrices"}
+
+
 def test_experts_may_say_how_they_are_stored() -> None:
     """Square stacks: only the module knows."""
     for flag, expected in ((True, "transposed matrices"), (False, "matrices")):

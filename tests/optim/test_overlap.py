@@ -15,7 +15,7 @@ from parbank.optim import ParallelMuon
 from parbank.optim.algorithms import muon
 from tests.distributed import run_distributed_test
 
-PATIENCE_SECONDS = 20.0  # beside other work on the machine; the other rank needs milliseconds
+PATIENCE_SECONDS = 60.0  # beside other work on the machine; the other rank needs milliseconds
 # Two batches each, the larger first. Even: both ranks own blocks of both batches, and an all-gather shares the updates. Left
 # over: each batch is one block, owned by one rank, which broadcasts its update; the ranks own one batch each.
 CASES = {"even": ((4, 8, 8), (4, 6, 6)), "left over": ((8, 8), (6, 6))}
