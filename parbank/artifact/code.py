@@ -10,25 +10,28 @@ bytes. Compressed together with bzip2 they take less than with lzma, and far les
 
 import ast
 import functools
+import hashlib
 import io
 import json
 import sys
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import resolve_name
 from pathlib import Path
 
 import parbank
-from parbank.files import write_file
+from parbank.errors import FileError
+from parbank.files import default_cache, write_file, write_json
 
 ROOTS = ("parbank.program",)
-"""Where the walk over the imports begins: training and scoring."""
+"""The modules from which imports are followed: training and scoring."""
 
 LEFT_OUT = {
-    "parbank.api": "the doors of `import parbank` for other programs; parbank.program takes their place",
+    "parbank.api": "the public Python API for other programs; parbank.program takes its place",
 }
-"""What the walk would reach and training and scoring do without, modules or whole packages, with the reason. Nothing reaches
-the commands."""
+"""Imported modules and packages that training and scoring do not need, each with the reason. No import reaches the
+commands."""
 
 SOURCE = "source.json"  # {path: text of the module}
 
@@ -50,8 +53,24 @@ with tempfile.TemporaryDirectory(prefix="parbank-") as folder:
 
 @functools.cache
 def code_bytes() -> int:
-    """The size of the archive. Counting takes under a second, once in a process."""
-    return len(pack_code())
+    """The size of the archive. Packing takes a second, so the size is kept in the cache with a hash of the source."""
+    kept, source = default_cache() / "code-bytes.json", _hash_source()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(kept.read_text(encoding="utf-8"))
+        if found["source"] == source:
+            return int(found["bytes"])
+    size = len(pack_code())
+    with suppress(OSError, FileError):  # a cache that cannot be written costs a second the next time
+        write_json(kept, {"source": source, "bytes": size})
+    return size
+
+
+def _hash_source() -> str:
+    """Of everything that the archive depends on: the source of the package, and the Python that packs it."""
+    digest, home = hashlib.sha256(sys.version.encode()), Path(parbank.__file__).parent
+    for path in sorted(home.rglob("*.py")):
+        digest.update(f"\0{path.relative_to(home)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def pack_code() -> bytes:
@@ -68,9 +87,12 @@ def collect() -> dict[str, ast.Module]:
     """Path below the package's folder and stripped source of every counted module, in the order of their paths."""
     home = Path(parbank.__file__).parents[1]
     found: dict[str, ast.Module] = {}
-    waiting = [*ROOTS]
+    waiting, seen = [*ROOTS], set[str]()
     while waiting:
         name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
         path = _find(home, name)
         if path is None or is_left_out(name) or (key := path.relative_to(home).as_posix()) in found:
             continue

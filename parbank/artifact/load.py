@@ -1,5 +1,6 @@
 """Loads a model from its artifact alone."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from parbank.artifact.container import Artifact, read_artifact
 from parbank.artifact.contents import read_specs
 from parbank.artifact.pack import each_tensor
 from parbank.config import from_dict
+from parbank.data.sources import is_public
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ParbankError, enough_memory
 from parbank.model import GPT, ModelConfig
@@ -33,12 +35,20 @@ class LoadedModel:
     """The file it came from."""
 
 
-def load_artifact(path: Path, device: torch.device) -> LoadedModel:
+Shaped = Callable[[ModelConfig, int], None]
+"""Called with the config and the context of a model before its weights are decoded, which takes a second."""
+
+
+def ignore_shape(config: ModelConfig, context: int) -> None:
+    """Does nothing."""
+
+
+def load_artifact(path: Path, device: torch.device, shaped: Shaped = ignore_shape) -> LoadedModel:
     """Reads, verifies and rebuilds. Any mismatch is an ArtifactError that names the file."""
     artifact = read_artifact(path)
     try:
         with enough_memory(ArtifactError, path):
-            return _rebuild(artifact, device)
+            return _rebuild(artifact, device, shaped)
     except ArtifactError:
         raise
     except KeyError as error:
@@ -48,7 +58,7 @@ def load_artifact(path: Path, device: torch.device) -> LoadedModel:
         raise _unusable(artifact, lines[0] if lines else type(error).__name__) from error
 
 
-def _rebuild(artifact: Artifact, device: torch.device) -> LoadedModel:
+def _rebuild(artifact: Artifact, device: torch.device, shaped: Shaped) -> LoadedModel:
     meta = artifact.meta
     if meta.get("kind") != KIND:
         raise ArtifactError(
@@ -74,25 +84,19 @@ def _rebuild(artifact: Artifact, device: torch.device) -> LoadedModel:
         name = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))[0]
         here, there = (table.get(name, "absent") for table in (found, expected))
         raise _unusable(artifact, f"the shape of {name} is {here}, its config makes it {there}")
-    _allocate(model, device)
-    model.fill_tables()
+    shaped(config, context)
+    model.allocate(device)
     weights = model.state_dict()  # views of the model's memory: one tensor at a time is held twice
     for name, tensor in each_tensor(artifact):
         weights[name].copy_(tensor)
     return LoadedModel(
-        model=model, tokenizer=tokenizer, context=context, data=data, meta=meta, source=Path(artifact.source)
+        model=model,
+        tokenizer=tokenizer,
+        context=context,
+        data=data if data is not None and is_public(data) else None,  # a file must not choose what is read here
+        meta=meta,
+        source=Path(artifact.source),
     )
-
-
-def _allocate(model: GPT, device: torch.device) -> None:
-    """Gives a model that was built on "meta" memory of its own. `Module.to_empty` does the same, but it copies meta tensors,
-    for which PyTorch imports its symbolic shapes and SymPy: a third of a second."""
-    for module in model.modules():
-        for name, tensor in module.named_parameters(recurse=False):
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            module.register_parameter(name, torch.nn.Parameter(empty, requires_grad=tensor.requires_grad))
-        for name, table in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty(table.shape, dtype=table.dtype, device=device))
 
 
 def _unusable(artifact: Artifact, reason: str) -> ArtifactError:

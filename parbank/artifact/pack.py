@@ -61,7 +61,7 @@ class TensorRow:
 class Packed:
     """An artifact in memory, and how it was made."""
 
-    data: bytes
+    data: bytes = field(repr=False)
     """The whole file."""
     matrix_q: int
     """The integer range -q..q the matrices got."""

@@ -1,8 +1,9 @@
-"""What packing did to each tensor, recorded when the file is read back: its bytes, its error, and what that error costs.
+"""The bytes, the error and the estimated loss of each packed tensor, recorded when the file is read back.
 
 The file is decoded once, for the weights that are scored and for this record.
 """
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ _ROWS = 4096  # of an error, multiplied by the Hessian at a time: a bound on mem
 
 def read_back(
     path: Path, weights: Mapping[str, Tensor], calibration: Calibration | None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The float32 tensors of an artifact, and its record, given the weights it was packed from."""
+) -> tuple[dict[str, Tensor], dict[str, Any], float]:
+    """The float32 tensors of an artifact; its record, given the weights it was packed from; the record's seconds."""
     artifact = read_artifact(path)
-    tensors, rows = {}, []
+    tensors, rows, seconds = {}, [], 0.0
     for stored in read_contents(artifact):
         name, content = stored.spec.name, stored.content
         if isinstance(content, Quantised):
@@ -32,8 +33,10 @@ def read_back(
         else:
             values, entropy = content.astype(np.float32), 0.0
         tensors[name] = torch.from_numpy(values.reshape(stored.spec.shape))
+        began = time.perf_counter()
         rows.append(_describe(stored, entropy) | _measure(name, tensors[name], weights.get(name), calibration))
-    return tensors, {"tensors": rows, "sections": artifact.sizes}
+        seconds += time.perf_counter() - began
+    return tensors, {"tensors": rows, "sections": artifact.sizes}, seconds
 
 
 def _describe(stored: Stored, entropy: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@ multiples of one float16 number per row. An import finds the multiples again, so
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,16 @@ def export_model(loaded: LoadedModel, target: Path, dtype: str = "float32") -> t
         raise ConfigError(f"--dtype {dtype!r} is not known; choose {', '.join(DTYPES)}")
     if target.suffix != ".safetensors":
         raise ConfigError(f"--out {target} should end in .safetensors: other programs go by that")
+    try:
+        target.name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"the name {target.name!a} is not UTF-8, which safetensors needs; choose another --out"
+        ) from None
+    if os.path.lexists(target) and not _is_exported(target):
+        raise ConfigError(
+            f"{target} exists and was not exported by parbank; choose another --out, or delete it yourself"
+        )
     tensors = loaded.model.state_dict()
     converted = {name: tensor.to("cpu", DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
     for name, tensor in converted.items():
@@ -72,6 +83,14 @@ def export_model(loaded: LoadedModel, target: Path, dtype: str = "float32") -> t
     write_file(target, _safetensors().torch.save(converted, metadata=about))
     write_file(beside, pieces)
     return beside, len(tensors)
+
+
+def _is_exported(path: Path) -> bool:
+    try:
+        with _safetensors().safe_open(path, framework="pt") as file:
+            return META in (file.metadata() or {})
+    except Exception:  # the library's own error type, or OSError
+        return False
 
 
 def import_model(

@@ -96,7 +96,7 @@ def check_fits(
         advice += ", or set quant.method=solver, which goes lower"
     raise ConfigError(
         f"a model of {parameters:,} parameters cannot be promised to fit {max_bytes:,} bytes: it may need {need}, "
-        f"{fixed:,} of them for what is not weights; {advice}"
+        f"{fixed:,} of them besides the weights; {advice}"
     )
 
 

@@ -45,7 +45,7 @@ class Split:
     shared: dict[str, str]
     """Name -> the name that its tensor is stored under."""
     shapes: dict[str, list[int]]
-    """Of the tensors that are stored with another shape."""
+    """The shapes of tensors that are stored with another shape."""
     transposed: list[str]
 
     @property

@@ -55,17 +55,24 @@ class Bank:
 
     @classmethod
     def stack(
-        cls, names: tuple[str, ...], weights: Tensor, hessians: Tensor, sensitivity: Tensor, damping: float
+        cls,
+        names: tuple[str, ...],
+        weights: Tensor,
+        hessians: Tensor,
+        sensitivity: Tensor,
+        damping: float,
+        activation_order: bool = True,
     ) -> "Bank":
         floor = _FLOOR * sensitivity.mean(1, keepdim=True)
         sensitivity = torch.maximum(sensitivity, floor.clamp(min=torch.finfo(torch.float32).tiny))
-        return cls(names, weights, hessians, sensitivity, factorise(hessians, damping=damping))
+        factors = factorise(hessians, damping=damping, activation_order=activation_order)
+        return cls(names, weights, hessians, sensitivity, factors)
 
-    def rotated(self, damping: float) -> "Bank":
+    def rotated(self, damping: float, activation_order: bool = True) -> "Bank":
         """The same tensors with rotated columns: outlying columns are spread, and curvatures evened."""
         block = block_size(self.weights.shape[2])
         weights, hessians = rotate(self.weights, block), rotate_hessian(self.hessians, block)
-        turned = Bank.stack(self.names, weights, hessians, self.sensitivity, damping)
+        turned = Bank.stack(self.names, weights, hessians, self.sensitivity, damping, activation_order)
         return replace(turned, rotation=block, low_rank=self.low_rank, pruning=self.pruning)
 
     def lowered(self, rank: int) -> "Bank":

@@ -18,6 +18,8 @@ class QuantConfig:
     """Training tokens for measuring the curvature of the loss; 0 packs by the weights alone."""
     damping: float = 0.01
     """Added to the Hessians' diagonals, as a share of their mean."""
+    activation_order: bool = True
+    """Let the solver round the columns of the largest curvature first; else from left to right."""
     rotation: bool = True
     """Let the solver rotate tensors (Hadamard) where that pays."""
     pruning: float = 1.0

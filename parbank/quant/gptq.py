@@ -28,16 +28,17 @@ class Factors:
     """The factorised Hessians of a bank. They depend on the Hessians alone, so many roundings share them."""
 
     order: Tensor
-    """(N, cols): columns in the order they are rounded, the largest curvature first (activation order)."""
+    """(N, cols): columns in the order they are rounded."""
     upper: Tensor
     """(N, cols, cols), float32: U above in that order."""
     curvature: Tensor
     """(N, cols): 1 / U_jj^2, in that order."""
 
 
-def factorise(hessians: Tensor, *, damping: float = 0.01) -> Factors:
+def factorise(hessians: Tensor, *, damping: float = 0.01, activation_order: bool = True) -> Factors:
     """(N, cols, cols), symmetric and positive semidefinite, of any rank.
 
+    In activation order the columns of the largest curvature are rounded first, while many others can still compensate.
     `damping` times the mean of the diagonal is added. It makes the factorisation exist, and prevents corrections that
     only the noise of few tokens supports. Matrices of one input (query, key and value) often come as one expanded
     tensor. An H of zeros counts as the identity, which gives plain rounding.
@@ -46,8 +47,10 @@ def factorise(hessians: Tensor, *, damping: float = 0.01) -> Factors:
     diagonal = wide.diagonal(dim1=1, dim2=2)
     level = diagonal.mean(1)
     level = torch.where(level > 0, level, torch.ones_like(level))
-    order = torch.argsort(diagonal, dim=1, descending=True, stable=True)
     cols = wide.shape[1]
+    order = torch.argsort(diagonal, dim=1, descending=True, stable=True)
+    if not activation_order:
+        order = torch.arange(cols, device=wide.device).repeat(len(wide), 1)
     ordered = wide.gather(1, order[:, :, None].expand(-1, -1, cols)).gather(2, order[:, None, :].expand(-1, cols, -1))
     ordered.diagonal(dim1=1, dim2=2).add_(damping * level[:, None] + torch.finfo(torch.float32).tiny)
     # torch factorises into lower times upper; flipping rows and columns turns that into upper times lower

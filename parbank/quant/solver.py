@@ -167,7 +167,8 @@ class Solver:
 
     def _ways(self, bank: Bank) -> list[Bank]:
         ways = [bank] + ([bank.lowered(self.config.low_rank)] if self.config.low_rank else [])
-        return ways + [way.rotated(self.config.damping) for way in ways if self.config.rotation]
+        config = self.config
+        return ways + [way.rotated(config.damping, config.activation_order) for way in ways if config.rotation]
 
 
 class _Search:
@@ -248,7 +249,7 @@ class _Search:
 
 
 def describe_uncalibrated(names: tuple[str, ...]) -> str:
-    """One line for the person who packs."""
+    """One line that names the uncalibrated tensors."""
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return (
         f"calibration found no Hessian for {len(names)} tensors, which are packed as if every error in them mattered alike: "
@@ -273,7 +274,7 @@ def _stack_banks(
         weights = torch.stack([tensors[name].detach().float().to(device) for name in names])
         hessians = torch.stack([calibration.hessians.get(name, eye).to(device) for name in names])
         sensitivity = torch.stack([calibration.sensitivity.get(name, ones).to(device) for name in names])
-        bank = Bank.stack(tuple(names), weights, hessians, sensitivity, config.damping)
+        bank = Bank.stack(tuple(names), weights, hessians, sensitivity, config.damping, config.activation_order)
         banks.append(replace(bank, pruning=config.pruning))
     return banks
 

@@ -159,3 +159,36 @@ def test_size_is_that_of_the_file(archive: Path) -> None:
     package = Path(code.__file__).parents[1]
     everything = b"".join(path.read_bytes() for path in package.rglob("*.py"))
     assert code_bytes() < 0.7 * len(lzma.compress(everything, preset=9))
+
+
+def test_the_size_is_kept_for_this_source_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    packed: list[int] = []
+
+    def pack() -> bytes:
+        packed.append(len(packed))
+        return bytes(1000 + len(packed))
+
+    monkeypatch.setenv("PARBANK_CACHE", str(tmp_path))
+    monkeypatch.setattr(code, "pack_code", pack)
+    count = code_bytes.__wrapped__
+    monkeypatch.setattr(code, "_hash_source", lambda: "one")
+    assert [count(), count()] == [1001, 1001]
+    monkeypatch.setattr(code, "_hash_source", lambda: "other")
+    assert count() == 1002, "another source is packed again"
+    (tmp_path / "code-bytes.json").write_text('{"source": "other", "bytes": null}')
+    assert count() == 1003, "and so it is after damage"
+    (tmp_path / "code-bytes.json").unlink()
+    (tmp_path / "code-bytes.json").mkdir()
+    assert count() == 1004, "a cache that cannot be written is no obstacle"
+
+
+def test_the_hash_sees_every_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    for name in ("__init__.py", "inner/a.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    monkeypatch.setattr(code.parbank, "__file__", str(tmp_path / "__init__.py"))
+    before = code._hash_source()
+    (tmp_path / "inner" / "a.py").write_text("x = 2\n")
+    changed = code._hash_source()
+    (tmp_path / "inner" / "a.py").rename(tmp_path / "inner" / "b.py")
+    assert len({before, changed, code._hash_source()}) == 3

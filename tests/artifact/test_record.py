@@ -19,7 +19,7 @@ def test_the_record_says_what_packing_did(tmp_path: Path) -> None:
     x = torch.randn(500, 32)
     hessian, sensitivity = x.T @ x / 500, torch.rand(24)
     calibration = Calibration(hessians={"a.weight": hessian}, sensitivity={"a.weight": sensitivity}, tokens=500)
-    tensors, record = read_back(tmp_path / "model.pbk", weights, calibration)
+    tensors, record, seconds = read_back(tmp_path / "model.pbk", weights, calibration)
     expected = unpack_tensors(packed.artifact)
     assert all(torch.equal(tensors[name], expected[name]) for name in weights)
     rows = {row["name"]: row for row in record["tensors"]}
@@ -35,3 +35,4 @@ def test_the_record_says_what_packing_did(tmp_path: Path) -> None:
     assert rows["a.weight"]["error"] == pytest.approx(float(error.norm() / weights["a.weight"].norm()), rel=1e-4)
     assert "cost_nats" not in rows["norm.gain"], "nothing was measured for it"
     assert sum(record["sections"].values()) < packed.size
+    assert seconds > 0

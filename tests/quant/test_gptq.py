@@ -32,10 +32,10 @@ def error_in(hessians: Tensor, weights: Tensor, values: Tensor, scales: Tensor) 
     return ((d @ hessians.double()) * d).sum(2)
 
 
-def plain_gptq(weights: Tensor, step: Tensor, q: int, hessian: Tensor, damping: float) -> Tensor:
+def plain_gptq(weights: Tensor, step: Tensor, q: int, hessian: Tensor, damping: float, ordered: bool = True) -> Tensor:
     """One matrix, column by column, each time solving for the best move of the columns that are left."""
     cols = weights.shape[1]
-    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True) if ordered else torch.arange(cols)
     h = hessian[order][:, order].double() + damping * hessian.diagonal().mean() * torch.eye(cols, dtype=torch.float64)
     work, out = weights[:, order].double().clone(), torch.zeros_like(weights, dtype=torch.float64)
     for j in range(cols):
@@ -50,14 +50,15 @@ def plain_gptq(weights: Tensor, step: Tensor, q: int, hessian: Tensor, damping: 
     return back
 
 
+@pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("cols", [1, 5, 24])
-def test_equals_the_plain_algorithm(cols: int) -> None:
+def test_equals_the_plain_algorithm(cols: int, ordered: bool) -> None:
     hessians = random_hessians(2, cols, 3 * cols, seed=cols)
     weights = torch.randn(2, 7, cols, generator=torch.Generator().manual_seed(1))
     scales = torch.full((2, 7, 1), 0.25).half()
-    values, _ = round_bank(weights, scales, 7, factorise(hessians, damping=0.01))
+    values, _ = round_bank(weights, scales, 7, factorise(hessians, damping=0.01, activation_order=ordered))
     for i in range(2):
-        expected = plain_gptq(weights[i], torch.full((7,), 0.25, dtype=torch.float64), 7, hessians[i], 0.01)
+        expected = plain_gptq(weights[i], torch.full((7,), 0.25, dtype=torch.float64), 7, hessians[i], 0.01, ordered)
         assert torch.equal(values[i].double(), expected)
 
 

@@ -21,6 +21,7 @@ matrices = hnp.arrays(
 )
 
 
+@settings(deadline=None)
 @given(weights=matrices, q=st.sampled_from(RANGES))
 def test_unclipped_error_is_within_half_a_step(weights, q):
     quantised = quantise_rows(weights, q)
@@ -33,6 +34,7 @@ def test_unclipped_error_is_within_half_a_step(weights, q):
     assert quantised.scales.dtype == np.float16
 
 
+@settings(deadline=None)
 @given(weights=matrices, q=st.sampled_from(RANGES))
 def test_clip_search_never_raises_the_error_of_a_row(weights, q):
     def row_errors(fractions):
@@ -51,6 +53,7 @@ def test_clip_search_pays_on_a_row_with_an_outlier():
     assert ((dequantise(searched) - row) ** 2).sum() < 0.95 * ((dequantise(plain) - row) ** 2).sum()
 
 
+@settings(deadline=None)
 @given(weights=matrices, q=st.sampled_from(RANGES))
 def test_quantising_what_was_quantised_changes_nothing(weights, q):
     weights = np.where(
@@ -177,6 +180,7 @@ def test_low_rank_is_added_after_the_rotation_rank_by_rank():
     assert not np.array_equal(found, dequantise(Quantised(values, scales, 7, rotation=8)))
 
 
+@settings(deadline=None)
 @given(weights=matrices, q=st.sampled_from(RANGES))
 def test_integers_are_found_again_in_the_weights_they_made(weights, q):
     made = dequantise(quantise_rows(weights, q))
@@ -220,6 +224,7 @@ def test_weights_that_no_integers_made_are_not_recovered():
     assert recover(np.array([[1.0, np.pi]], np.float32)) is None
 
 
+@settings(deadline=None)
 @given(weights=matrices, q=st.sampled_from(RANGES), data=st.data())
 def test_groups_are_rows_of_their_own(weights, q, data):
     groups = data.draw(st.sampled_from([n for n in range(1, weights.shape[1] + 1) if weights.shape[1] % n == 0]))
@@ -229,6 +234,7 @@ def test_groups_are_rows_of_their_own(weights, q, data):
     assert np.array_equal(dequantise(found), dequantise(rows).reshape(weights.shape))
 
 
+@settings(deadline=None)
 @given(weights=matrices, q=st.sampled_from(RANGES))
 def test_exponents_are_the_next_powers_of_two(weights, q):
     plain, found = quantise_rows(weights, q), None

@@ -95,6 +95,18 @@ def test_costs_less_than_rows_of_equal_size_and_what_it_says() -> None:
     assert len(solved.builds) == sum("bytes of" in line for line in lines)
 
 
+@pytest.mark.parametrize("rotation", [True, False])
+def test_the_order_of_columns_is_a_setting(rotation: bool) -> None:
+    """Either order reads back as what it costs; the file without rotation is another one by the order alone."""
+    files = []
+    for ordered in (True, False):
+        config = QuantConfig(activation_order=ordered, rotation=rotation)
+        solved = Solver(TENSORS, ROLES, CALIBRATION, config).solve(build, 25_000)
+        assert loss_of(unpack_tensors(decode_artifact(solved.data))) == pytest.approx(solved.expected_loss, rel=0.1)
+        files.append(solved.data)
+    assert files[0] != files[1]
+
+
 def test_low_rank_is_taken_where_it_pays_and_read_back() -> None:
     """Weights that are two strong directions and noise: factors are far cheaper than fine steps."""
     generator = torch.Generator().manual_seed(0)

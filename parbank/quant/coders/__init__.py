@@ -7,4 +7,4 @@ from parbank.quant.coders.lzma import LZMA
 
 CODERS: dict[str, Coder] = {coder.name: coder for coder in (ANS, LZMA)}
 READERS: dict[int, Coder] = {coder.tag: coder for coder in (*CODERS.values(), FIXED)}
-"""By the first byte of a stream. `FIXED` cannot be selected: it is the fallback of a stream."""
+"""Readers by the first byte of a stream. `FIXED` cannot be selected: it is the fallback of a stream."""

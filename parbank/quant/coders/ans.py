@@ -225,7 +225,7 @@ def _push(pieces: list[Piece]) -> bytes:
 
 @contextmanager
 def _popping(stream: bytes, source: str) -> Iterator[tuple[Pull, Callable[[], int]]]:
-    """Reads a stream: gives a function that takes symbols off it, and one that says how many bits are left."""
+    """Opens a stream. Returns a function that pops symbols, and a function that counts the remaining bits."""
     stack, model = _load()
     if len(stream) % 4:
         raise ArtifactError.damaged(source, f"its coded data is {len(stream):,} bytes, not whole words of 4")

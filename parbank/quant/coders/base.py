@@ -25,7 +25,7 @@ class Coder:
     """One way to code the integers of all tensors. A coder is a file here, and a line in `CODERS`."""
 
     name: str
-    """As `quant.coder` names it."""
+    """The name in `quant.coder`."""
     tag: int
     """The first byte of its streams, 0 to 255: part of the file format, never given to another coder."""
     margin: float = 1.0
@@ -38,7 +38,7 @@ class Coder:
 
 
 def count_values(values: npt.NDArray[np.integer], size: int) -> npt.NDArray[np.int64]:
-    """How often each of 0..size-1 occurs."""
+    """The count of each value from 0 to size - 1."""
     flat, counts = values.ravel(), np.zeros(size, np.int64)
     for start in range(0, flat.size, _CHUNK):
         counts += np.bincount(flat[start : start + _CHUNK], minlength=size)

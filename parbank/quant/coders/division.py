@@ -150,7 +150,7 @@ def _choose(ways: list[_Classes], only_decay: bool) -> Division:
 
 
 def _codes(spread: npt.NDArray[np.float64]) -> Array:
-    """Whole numbers from 0 for the least spread; the least ones share a number if the range is too wide."""
+    """Whole numbers from 0, for the least spread. If the range is too wide, the least spreads share a number."""
     codes = np.rint(spread * _STEPS).astype(np.int64)
     codes = np.maximum(codes - codes.max() + CODES - 1, 0)
     return codes - codes.min()
