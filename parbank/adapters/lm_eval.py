@@ -3,7 +3,7 @@
     pip install 'parbank[lm-eval]'
     python -m parbank.adapters.lm_eval --model parbank --model_args model=runs/demo --tasks lambada_openai
 
-That command is the harness's own `lm_eval`, which does not know parbank by itself. From Python:
+The command is the harness's own `lm_eval`, with parbank registered. From Python:
 
     import lm_eval
     from parbank.adapters.lm_eval import ParbankLM
@@ -112,9 +112,9 @@ class ParbankLM(LM):
             self.cache_hook.add_partial(kind, request.args, answer)
         return answers
 
-    def _encode(self, text: str) -> list[int]:
-        """The tokens of a text, proved to stand for exactly its bytes."""
-        tokens = self.model.tokenizer.encode(text)
+    def _encode(self, text: str, *, continued: bool = False) -> list[int]:
+        """The tokens of a text, proved to stand for exactly its bytes. `continued`: those of another text follow."""
+        tokens = self.model.tokenizer.encode(text, continued=continued)
         check_tokens(self.model.tokenizer, tokens, text.encode("utf-8"), "the text of a request")
         return [int(token) for token in tokens]
 
@@ -128,6 +128,7 @@ class ParbankLM(LM):
         kept = context.rstrip()
         before, whole = self._encode(kept), self._encode(context + continuation)
         if whole[: len(before)] != before:
+            before = self._encode(kept, continued=True)
             whole = before + self._encode(context[len(kept) :] + continuation)
         if len(whole) == len(before):
             raise ConfigError("a request has an empty continuation: there is nothing to score")

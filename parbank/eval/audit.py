@@ -4,6 +4,8 @@ At a sample of positions of every pass, the model gives the logits of the whole 
 with the weights of that moment. The score gives the nats of the target. If these nats are right, the normaliser that they
 imply fits the other logits too: sum over v of exp(logit_v - logit_target - nats) is 1, here in float64. A loss that is too
 low anywhere makes the sum larger than 1.
+
+A method that mixes these predictions with others audits its mixture too (`Method.audit`).
 """
 
 import math
@@ -26,7 +28,7 @@ TOLERANCE_FLOAT32 = 1e-3
 
 
 class Audit:
-    """What was checked so far, on this rank."""
+    """The checks so far, on this rank."""
 
     def __init__(self) -> None:
         self._positions = 0
@@ -38,10 +40,15 @@ class Audit:
         wide = logits.double()
         own = wide.gather(-1, targets[:, None])
         sums = (wide - own - nats.double()[:, None]).exp().sum(-1)
-        deviation = float((sums - 1).abs().max())
-        self._worst = max(self._worst, float("inf") if math.isnan(deviation) else deviation)
         self._tolerance = max(self._tolerance, TOLERANCE.get(dtype, 0.0))
-        self._positions += len(targets)
+        for total in sums.tolist():
+            self.add(total)
+
+    def add(self, total: float) -> None:
+        """One more position, with the sum of its probabilities."""
+        deviation = abs(total - 1)
+        self._worst = max(self._worst, math.inf if math.isnan(deviation) else deviation)
+        self._positions += 1
 
     def finish(self, runtime: Runtime) -> dict[str, Any]:
         """Over all ranks: how many positions, and the worst deviation. Beyond the tolerance, the score is refused."""

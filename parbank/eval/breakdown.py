@@ -1,5 +1,6 @@
 """Bits by document, by context, and by position in a document."""
 
+import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,9 +12,12 @@ from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ConfigError
 from parbank.eval.methods.base import Method, place_in_document
 from parbank.eval.score import Scored
+from parbank.files import write_file
 from parbank.model import ModelConfig
 
 OPENING_TOKENS = 24  # of a document: enough to know it by
+# What a picture says of its maker, by format: parbank replaces only pictures that say so.
+_SIGNED = {".png": {"Software": "parbank"}, ".svg": {"Creator": "parbank"}, ".pdf": {"Creator": "parbank"}}
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Part:
     bytes: int
     bits: float
     opening: str = ""
-    """How a document begins."""
+    """The first characters of a document."""
 
     @property
     def bpb(self) -> float | None:
@@ -117,8 +121,15 @@ def draw(breakdown: Breakdown, title: str, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=130, format=path.suffix[1:].lower(), metadata=_SIGNED.get(path.suffix.lower()))
     pyplot.close(figure)
+    write_file(path, picture.getvalue())
+
+
+def is_picture(path: Path) -> bool:
+    """Whether parbank drew this file."""
+    return path.is_file() and path.suffix.lower() in _SIGNED and b"parbank" in path.read_bytes()
 
 
 def _curve(axes: Any, parts: Sequence[Part], label: str, style: str) -> None:

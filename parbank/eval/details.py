@@ -1,6 +1,7 @@
 """A score with everything that a page shows of it: by context, by place, by document, token by token, and samples."""
 
 import codecs
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from parbank.data.shards import TokenSet
-from parbank.data.tokenizer import Tokenizer
+from parbank.data.tokenizer import DecodeState, Tokenizer
 from parbank.eval.breakdown import by_octave, find_documents
 from parbank.eval.methods.base import place_in_document
 from parbank.eval.sampling import sample_text, sample_tokens, write_text
@@ -34,6 +35,10 @@ class Examined:
     score: Score
     details: dict[str, Any] = field(default_factory=dict)
     """Empty on all ranks but the first, and where none were asked for."""
+    sample_seconds: float = 0.0
+    """Seconds of the first sample, which a run prints."""
+    detail_seconds: float = 0.0
+    """Seconds of all other details, which only its page shows."""
 
 
 def examine(
@@ -52,12 +57,16 @@ def examine(
     score = scored.total(tokenizer)
     if not (detailed and runtime.is_main):
         return Examined(score)
-    details: dict[str, Any] = {"samples": write_samples(model, tokenizer, scored.tokens, context)}
+    began = time.perf_counter()
+    samples = [{"prompt": "", "text": sample_text(model, tokenizer, tokens=SAMPLE_TOKENS, context=context)}]
+    sampled = time.perf_counter()
+    details: dict[str, Any] = {"samples": samples}
     try:
+        samples += continue_text(model, tokenizer, scored.tokens, context)
         details |= describe(scored, tokenizer, context, isolated=model.config.isolate_documents)
     except Exception as error:
         say(f"warning: the score could not be described ({type(error).__name__}: {error}); the run's page will lack it")
-    return Examined(score, details)
+    return Examined(score, details, sampled - began, time.perf_counter() - sampled)
 
 
 def describe(scored: Scored, tokenizer: Tokenizer, context: int, *, isolated: bool = False) -> dict[str, Any]:
@@ -99,14 +108,14 @@ def _histogram(bits: np.ndarray) -> dict[str, Any]:
 
 
 def _surprise(tokens: np.ndarray, bits: np.ndarray, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Tokens that share a character are one piece: only together are they text."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    """Tokens that share a character are one piece: only together are they text. So are case operators and the next token."""
+    decoder, state = codecs.getincrementaldecoder("utf-8")(errors="replace"), DecodeState(int(tokens[0]))
     pieces, costs, size, cost = [], [], 0, 0.0
-    for n in range(min(len(bits), SHOWN_BYTES)):  # a token has a byte at least
+    for n in range(min(len(bits), SHOWN_BYTES)):  # most tokens have a byte at least
         if size >= SHOWN_BYTES:
             break
         token = int(tokens[n + 1])
-        data = tokenizer.decode_bytes([token], previous=int(tokens[n]))
+        data = tokenizer.decode_bytes([token], state=state)
         text = decoder.decode(data) or (END if token == tokenizer.bos_id else "")
         size, cost = size + len(data), cost + float(bits[n])
         if text:
@@ -116,13 +125,12 @@ def _surprise(tokens: np.ndarray, bits: np.ndarray, tokenizer: Tokenizer) -> dic
     return {"pieces": pieces, "bits": costs, "bytes": size}
 
 
-def write_samples(model: GPT, tokenizer: Tokenizer, tokens: np.ndarray, context: int) -> list[dict[str, str]]:
-    """A document that the model begins, and one that it continues."""
+def continue_text(model: GPT, tokenizer: Tokenizer, tokens: np.ndarray, context: int) -> list[dict[str, str]]:
+    """A sample after the beginning of a text; none if the text begins with an empty document."""
     prompt = tokens[1 : 1 + PROMPT_TOKENS]
     prompt = prompt[: int(np.argmax(prompt == tokenizer.bos_id)) if tokenizer.bos_id in prompt else len(prompt)]
-    found = [{"prompt": "", "text": sample_text(model, tokenizer, tokens=SAMPLE_TOKENS, context=context)}]
-    if len(prompt):
-        more = sample_tokens(model, tokenizer, prompt, tokens=SAMPLE_TOKENS, context=context)
-        given = tokenizer.decode_bytes(prompt).decode("utf-8", errors="replace")
-        found.append({"prompt": given, "text": "".join(write_text(tokenizer, prompt, more))})
-    return found
+    if not len(prompt):
+        return []
+    more = sample_tokens(model, tokenizer, prompt, tokens=SAMPLE_TOKENS, context=context)
+    given = tokenizer.decode_bytes(prompt).decode("utf-8", errors="replace")
+    return [{"prompt": given, "text": "".join(write_text(tokenizer, prompt, more))}]

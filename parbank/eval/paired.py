@@ -54,7 +54,7 @@ class ModelDifference:
     high: float | None = None
     """The interval, corrected for the number of models; None with fewer than FEWEST documents."""
     p: float | None = None
-    """Of the paired t test, uncorrected."""
+    """The p value of the paired t test, uncorrected."""
     verdict: str = "too few documents"
     """better, worse, no difference, or too few documents."""
 

@@ -84,10 +84,13 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def _in_effect(adapt: dict[str, Any]) -> dict[str, Any]:
-    """Without the settings that its adapter does not have, or that change rounding only."""
+    """Without the settings that its adapter does not have, or that change rounding only, and without what it says of
+    documents: that follows from the adapter, and older results lack it."""
     adapter = ADAPTERS.get(str(adapt.get("adapter")))
     if adapter is None:
         return adapt
     own = {field.name for field in fields(adapter)} - adapter.rounding
     others = {field.name for config in ADAPTERS.values() for field in fields(config)}
-    return {key: value for key, value in adapt.items() if key in own or key not in others}
+    kept = {key: value for key, value in adapt.items() if key in own or key not in others}
+    kept.pop("documents", None)
+    return kept

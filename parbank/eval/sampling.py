@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parbank.config import require
-from parbank.data.tokenizer import Tokenizer
+from parbank.data.tokenizer import DecodeState, Tokenizer
 from parbank.model import GPT
 from parbank.model.protocol import PlainModel
 from parbank.model.stream import Stream
@@ -132,13 +132,14 @@ def write_text(tokenizer: Tokenizer, prompt: Prompt, tokens: Iterable[int], stop
     """The text of tokens that follow a prompt, piece by piece, as soon as it is certain.
 
     It ends before the first complete stop string, so a possible beginning of one is held back, and so are the first
-    bytes of a character. A tokenizer that drops the space before a document must not drop it after a prompt.
+    bytes of a character. The bytes of a token may depend on the prompt: a space before a document is none after a prompt,
+    and a case operator at the prompt's end changes the first letters.
     """
-    previous = int(prompt[-1]) if len(prompt) else None
+    state = DecodeState()
+    tokenizer.decode_bytes(prompt, state=state)
     decoder, held = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
     for token in tokens:
-        held += decoder.decode(tokenizer.decode_bytes([token], previous=previous))
-        previous = token
+        held += decoder.decode(tokenizer.decode_bytes([token], state=state))
         if (end := _find_stop(held, stop)) is not None:
             yield held[:end]
             return
@@ -158,7 +159,7 @@ def _find_stop(text: str, stop: Sequence[str]) -> int | None:
 
 
 def _partial_stop(text: str, stop: Sequence[str]) -> int:
-    """How many characters at the end of the text may be the beginning of a stop string."""
+    """The number of characters at the end of the text that may begin a stop string."""
     lengths = (n for word in stop for n in range(1, min(len(word), len(text) + 1)) if text.endswith(word[:n]))
     return max(lengths, default=0)
 
@@ -173,8 +174,8 @@ def extend(
     choose: Callable[[Tensor], int],
     end: int = -1,
 ) -> Iterator[int]:
-    """Yields up to `tokens` tokens after those of `window`, each as `choose` picks it from its logits, up to the token
-    `end`."""
+    """Yields up to `tokens` tokens after the tokens of `window`, up to the token `end`. `choose` picks each from its
+    logits."""
     training = model.training
     model.eval()
     read = _read_stream(model, end, context) if isinstance(model, GPT) else _read_window(model, context)

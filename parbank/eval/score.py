@@ -119,7 +119,7 @@ class Scorer(Protocol):
 
 
 def tokens_together(vocab_size: int, runtime: Runtime) -> int:
-    """How many tokens go through the model at once by default."""
+    """The default number of tokens that go through the model together."""
     return max(1, (_LOGITS_CUDA if runtime.is_cuda else _LOGITS_CPU) // vocab_size)
 
 

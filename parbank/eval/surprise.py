@@ -1,4 +1,4 @@
-"""The bits of a text, token by token and piece by piece: what a page needs to colour it while it is scored."""
+"""The bits of a text, token by token and piece by piece, so that a page can colour the text while it is scored."""
 
 import math
 from collections.abc import Iterator

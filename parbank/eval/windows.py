@@ -46,7 +46,7 @@ def plan_windows(first: int, last: int, context: int, stride: int) -> np.ndarray
 
 
 def find_window_reach(pieces: Iterable[tuple[int, int]], targets: int, context: int, stride: int) -> np.ndarray:
-    """(targets,) how many tokens of its window precede the one that each target follows, for a text scored in pieces."""
+    """(targets,) context of each target, for a text scored in pieces: the tokens of its window before its predecessor."""
     width = min(context, targets)
     plans = [plan_windows(first, last, width, min(stride, width)) for first, last in pieces]
     start, begin, end = np.concatenate(plans).T
@@ -68,7 +68,7 @@ class WindowScorer:
 
     @property
     def captures(self) -> int:
-        """How many graphs were made."""
+        """The number of captured graphs."""
         return self._graphs.captures
 
     @torch.inference_mode()

@@ -1,6 +1,9 @@
 """The audit finds probabilities that do not sum to 1, and passes every method whose probabilities do."""
 
 import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,18 +13,34 @@ from torch import Tensor
 from parbank import ops
 from parbank.data.shards import TokenSet
 from parbank.errors import ParbankError
+from parbank.eval.adaptation.documents import DocumentReader
 from parbank.eval.audit import POSITIONS, audited
-from parbank.eval.methods import make_method
+from parbank.eval.methods import METHODS as registered
+from parbank.eval.methods import adaptive, make_method
+from parbank.eval.mixing import audit as mixture
+from parbank.eval.mixing.ngrams import Counts, Prediction
+from parbank.eval.score import Scored
 from parbank.model import GPT
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
+from tests.eval.sizes import TOKENIZER
 
 PLACE = Runtime(device=torch.device("cpu"))
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "chunked": {},
     "sliding": {"stride": 16},
     "streaming": {"segment": 100},
     "ttt": {"chunk": 64, "epochs": 1, "lr": 0.05},
+    "adaptive": {
+        "chunk": 16,
+        "lr": 0.01,
+        "rank": 8,
+        "rows": 2,
+        "orders": (1, 2),
+        "mix_block": 8,
+        "mix_rate": 0.2,
+        "allowance": 0.5,
+    },
 }
 
 
@@ -37,19 +56,32 @@ def model() -> GPT:
 
 @pytest.fixture
 def tokens() -> TokenSet:
-    return TokenSet([np.random.default_rng(1).integers(2, 320, 400).astype(np.uint16)])
+    """Random documents, each with a passage that comes twice, so that n-grams take part."""
+    rng = np.random.default_rng(1)
+    parts = [
+        np.concatenate([[1], passage, rng.integers(2, 320, 20), passage]) for passage in rng.integers(2, 320, (4, 39))
+    ]
+    return TokenSet([np.concatenate(parts).astype(np.uint16)])
+
+
+def audit_score(name: str, model: GPT, tokens: TokenSet, **settings: Any) -> tuple[Scored, dict[str, Any]]:
+    """A score, and what its audit says. A failed audit raises."""
+    method = make_method(name, **{"context": 64, "graphed": False, **METHODS[name], **settings})
+    with audited(model) as audit:
+        found = method.score(model, tokens, PLACE, tokenizer=TOKENIZER)
+    method.audit(audit, model, found, PLACE, tokenizer=TOKENIZER)
+    return found, audit.finish(PLACE)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_scores_by_probabilities_and_the_audit_changes_nothing(
     model: GPT, tokens: TokenSet, method: str
 ) -> None:
-    scoring = make_method(method, context=64, graphed=False, **METHODS[method])
-    plain = scoring.score(model, tokens, PLACE)
-    with audited(model) as audit:
-        found = scoring.score(model, tokens, PLACE)
+    plain = make_method(method, context=64, graphed=False, **METHODS[method]).score(
+        model, tokens, PLACE, tokenizer=TOKENIZER
+    )
+    found, result = audit_score(method, model, tokens)
     assert np.array_equal(found.nats, plain.nats)
-    result = audit.finish(PLACE)
     assert result["worst_deviation"] < 1e-4
     assert POSITIONS <= result["positions"] < 400
     assert "read_out" not in vars(model), "nothing is left on the model"
@@ -66,10 +98,64 @@ def test_a_loss_that_is_too_low_is_found(
         return honest(logits, targets, softcap, reduction=reduction) - 0.01
 
     monkeypatch.setattr(ops, "softcap_cross_entropy", cheap)
-    with audited(model) as audit:
-        make_method(method, context=64, graphed=False, **METHODS[method]).score(model, tokens, PLACE)
     with pytest.raises(ParbankError, match=r"sum to 1 only within 0\.0101"):
-        audit.finish(PLACE)
+        audit_score(method, model, tokens)
+
+
+def test_every_method_is_audited() -> None:
+    assert set(METHODS) == set(registered)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"rank": 0}, {"orders": ()}, {"orders": (0, 3)}, {"scopes": ("text",)}, {"temperatures": (1.0,)}]
+)
+def test_every_part_of_a_mixture_is_summed(model: GPT, tokens: TokenSet, settings: dict[str, Any]) -> None:
+    method = make_method("adaptive", **{"context": 64, "graphed": False, **METHODS["adaptive"], **settings})
+    with audited(model) as audit:
+        found = method.score(model, tokens, PLACE, tokenizer=TOKENIZER)
+    passes = audit.finish(PLACE)["positions"]
+    method.audit(audit, model, found, PLACE, tokenizer=TOKENIZER)
+    result = audit.finish(PLACE)
+    assert result["positions"] == passes + mixture.POSITIONS
+    assert result["worst_deviation"] < 1e-4
+    assert "read_out" not in vars(model), "nothing is left on the model"
+
+
+def too_few_kinds(predict: Callable[..., Prediction]) -> Callable[..., Prediction]:
+    """n-grams that give away less for unseen tokens than they take off the seen ones."""
+
+    def wrong(base: np.ndarray, counts: Iterable[Counts], **settings: float) -> Prediction:
+        more = (replace(found, pair=np.where(found.pair > 0, found.pair + 1, 0)) for found in counts)
+        return predict(base, more, **settings)
+
+    return wrong
+
+
+def cheaper(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    return lambda *values, **settings: function(*values, **settings) - 0.01
+
+
+def temper_wrongly(self: DocumentReader, x: Tensor, targets: Tensor, nats: Tensor) -> Tensor:
+    """Forgets that the normaliser of a temperature is another one."""
+    return torch.stack([nats / t for t in self._temperatures], -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("mix_bayes", cheaper), ("mix_online", cheaper), ("guard", cheaper), ("predict", too_few_kinds)],
+)
+def test_a_fault_of_the_mixture_is_found(
+    model: GPT, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[[Any], Any]
+) -> None:
+    monkeypatch.setattr(adaptive, name, fault(getattr(adaptive, name)))
+    with pytest.raises(ParbankError, match="sum to 1 only within"):
+        audit_score("adaptive", model, tokens)
+
+
+def test_a_wrong_temperature_is_found(model: GPT, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DocumentReader, "_temper", temper_wrongly)
+    with pytest.raises(ParbankError, match="sum to 1 only within"):
+        audit_score("adaptive", model, tokens)
 
 
 def test_a_score_that_is_not_a_number_does_not_pass(model: GPT) -> None:

@@ -3,9 +3,11 @@
 import lzma
 import sys
 import zlib
+from pathlib import Path
 
 import pytest
 
+from parbank.eval import compression
 from parbank.eval.compression import compressor_bpb
 
 TEXT = "".join(f"line {i}: {i * i}\n" for i in range(2000)).encode()
@@ -26,3 +28,18 @@ def test_zstd_is_left_out_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_text_is_no_crash() -> None:
     assert set(compressor_bpb(b"")) == {"zlib -9", "xz -9", "zstd -19"}
+
+
+def test_a_result_is_kept_for_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARBANK_CACHE", str(tmp_path))
+    monkeypatch.setattr(compression, "LEAST_KEPT", 100)
+    calls: list[int] = []
+    real = compression._compress
+    monkeypatch.setattr(compression, "_compress", lambda text, by: calls.append(len(text)) or real(text, by))
+    found = compressor_bpb(TEXT)
+    assert [compressor_bpb(TEXT), compressor_bpb(TEXT[:50]), compressor_bpb(TEXT[:-1])][0] == found
+    assert calls == [len(TEXT), 50, len(TEXT) - 1], "one short text, which is not kept, and one other"
+    assert len(list((tmp_path / "compressors").iterdir())) == 2
+    for path in (tmp_path / "compressors").iterdir():
+        path.write_text('{"zlib -9": 1}')
+    assert compressor_bpb(TEXT) == found, "a damaged file is measured anew"

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,15 @@ from parbank.errors import ArtifactError, ConfigError, FileError, ParbankError
 from parbank.eval.compressor import archive, identity
 from parbank.eval.compressor.archive import compress, decompress
 from parbank.eval.compressor.coder import PRECISION, Coder, make_weights
-from parbank.eval.compressor.container import Header, write_end, write_header
+from parbank.eval.compressor.container import (
+    Block,
+    Header,
+    read_blocks,
+    read_header,
+    write_block,
+    write_end,
+    write_header,
+)
 from parbank.eval.compressor.pieces import PIECE, NotTokens, is_text, read_pieces, to_tokens
 from tests.data.test_tokenizer import train_foreign
 from tests.eval.test_score import make_model
@@ -121,9 +130,14 @@ def test_damage_anywhere_is_refused(loaded: LoadedModel, tmp_path: Path) -> None
 
 
 def test_another_model_is_refused_by_its_hash(loaded: LoadedModel, tmp_path: Path) -> None:
-    path = make_file(loaded, tmp_path)
+    """Before anything is written, even an empty file."""
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("some text", encoding="utf-8")
+    path = tmp_path / "both.pbz"
+    compress([tmp_path / "empty", tmp_path / "text"], loaded, path)
     with pytest.raises(ArtifactError, match="compressed with another model"):
         decompress(path, make_loaded(loaded.tokenizer, seed=4), tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def test_other_arithmetic_is_found_out(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +152,45 @@ def test_other_arithmetic_is_found_out(loaded: LoadedModel, tmp_path: Path, monk
     assert not list((tmp_path / "back").iterdir())
 
 
-@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", "", "a\0b", ".", ".."])
+Change = Callable[[Header, Block], tuple[Header, Block]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda header, block: (header, replace(block, payload=b"\xff" * len(block.payload))),
+            "cannot be decoded here",
+        ),
+        (lambda header, block: (header, replace(block, payload=bytes(len(block.payload)))), "cannot be decoded here"),
+        (lambda header, block: (header, replace(block, payload=b"")), "cannot be decoded here"),
+        (
+            lambda header, block: (header, replace(block, payload=block.payload + b"x")),
+            "damaged: a block of 2 segments",
+        ),
+        (lambda header, block: (header, replace(block, lanes=3)), "cannot be decoded here"),
+        (lambda header, block: (header, replace(block, lanes=5000, tokens=9000)), "damaged: a block of 5000 segments"),
+        (lambda header, block: (replace(header, context=30_000), block), "a window of 30,000 tokens, and m.pbk has 16"),
+    ],
+)
+def test_a_false_file_with_sound_checksums_is_refused(
+    loaded: LoadedModel, tmp_path: Path, change: Change, message: str
+) -> None:
+    """A decoder with other digits meets the same: the coder finds no token, or other ones. Nothing large is allocated."""
+    with open(make_file(loaded, tmp_path), "rb") as file:
+        header = read_header(file, "it")
+        (block,) = read_blocks(file, header.files[0][1], "it")
+    header, block = change(header, block)
+    with open(tmp_path / "false.pbz", "wb") as file:
+        write_header(file, header)
+        write_block(file, block)
+        write_end(file)
+    with pytest.raises(ArtifactError, match=message):
+        decompress(tmp_path / "false.pbz", loaded, tmp_path / "back")
+    assert not list((tmp_path / "back").glob("*"))
+
+
+@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", "", "a\0b", ".", "..", "a\ud800"])
 def test_an_unsafe_name_is_refused(loaded: LoadedModel, tmp_path: Path, name: str) -> None:
     path = tmp_path / "a.pbz"
     with open(path, "wb") as file:
@@ -263,10 +315,14 @@ def test_a_wrong_number_of_segments_is_refused(loaded: LoadedModel, tmp_path: Pa
         compress([tmp_path / "a"], loaded, tmp_path / "a.pbz", segments=segments)
 
 
-def test_a_header_of_nonsense_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "nonsense", [{"context": 0}, {"model": None}, {"made_with": []}, {"files": [("a", -1)]}, {"files": [(1, 1)]}]
+)
+def test_a_header_of_nonsense_is_refused(loaded: LoadedModel, tmp_path: Path, nonsense: dict[str, Any]) -> None:
     path = tmp_path / "a.pbz"
+    usual: dict[str, Any] = {"model": "m", "context": 16, "made_with": {}, "files": []}
     with open(path, "wb") as file:
-        write_header(file, Header(model="m", context=0, made_with={}, files=[]))
+        write_header(file, Header(**(usual | nonsense)))
     with pytest.raises(ArtifactError, match="its header cannot be read"):
         decompress(path, loaded, tmp_path / "back")
 

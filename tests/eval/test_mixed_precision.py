@@ -18,6 +18,7 @@ from parbank.model import GPT, ModelConfig
 from parbank.quant.config import QuantConfig
 from parbank.runtime import Runtime
 from parbank.training.passes import Passes
+from tests.eval.sizes import TOKENIZER
 
 CPU = Runtime(device=torch.device("cpu"))
 TOKENS = TokenSet([np.random.default_rng(0).integers(1, 40, 65).astype(np.uint16)])
@@ -30,7 +31,7 @@ def _train(model: GPT) -> None:
 
 
 def _score(method: str, **settings: Any) -> Callable[[GPT], object]:
-    return lambda model: make_method(method, context=16, **settings).score(model, TOKENS, CPU)
+    return lambda model: make_method(method, context=16, **settings).score(model, TOKENS, CPU, tokenizer=TOKENIZER)
 
 
 class _Letters:

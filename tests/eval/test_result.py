@@ -76,6 +76,18 @@ def test_settings_without_effect_do_not_make_scores_unlike() -> None:
             compare(result(**a), result(**b), "b")
 
 
+@pytest.mark.parametrize("adapter", ["sgd", "low-rank"])
+def test_a_score_that_adapts_says_what_becomes_of_documents(adapter: str) -> None:
+    """Older results did not, and compare: the adapter's name says as much."""
+    ours = RESULT | make_method("ttt", context=32, adapter=adapter).describe()
+    assert ours["adapt"]["documents"] == {"sgd": "in the order of the text"}.get(
+        adapter, "learnt one by one, each anew"
+    )
+    older = {name: value for name, value in ours["adapt"].items() if name != "documents"}
+    for mine, theirs in ((ours, ours | {"adapt": older}), (ours | {"adapt": older}, ours)):
+        assert compare(mine, theirs, "older")["difference_bpb"] == 0
+
+
 def test_what_is_not_known_yet_is_not_compared() -> None:
     refuse_unlike({"method": "ttt"}, RESULT, "b")
     with pytest.raises(ConfigError, match="the method is chunked here and ttt in b"):

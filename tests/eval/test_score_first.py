@@ -103,6 +103,9 @@ TRICKS: dict[str, Callable[[GPT], Any]] = {
     "a hook of a deep module": lambda model: model.token_embedding.register_forward_hook(_see),
     "a hook of backward": lambda model: model.blocks[0].register_full_backward_hook(_see),
     "a hook of a weight": lambda model: model.token_embedding.weight.register_hook(_see),
+    "a hook after a weight's gradient": lambda model: model.token_embedding.weight.register_post_accumulate_grad_hook(
+        _see
+    ),
     "a hook of every module": lambda model: torch_module.register_module_forward_hook(_see),
     "another forward": _replace_forward,
     "another module": _put_in_place,

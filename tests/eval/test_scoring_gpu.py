@@ -20,6 +20,7 @@ from parbank.eval.score import Text, run_scorer, silent
 from parbank.eval.windows import make_window_scorer, score_windows
 from parbank.model import GPT
 from parbank.runtime import Runtime
+from tests.eval.sizes import TOKENIZER
 from tests.eval.test_score import make_model
 
 CPU = Runtime(device=torch.device("cpu"))
@@ -31,7 +32,7 @@ METHODS = [
     make_method("ttt", context=64, chunk=512, scores="sliding", stride=16),
     make_method("ttt", context=64, chunk=128, adapter="low-rank"),
 ]
-ADAPTIVE = make_method("adaptive", context=64, chunk=16, rank=8, lr=0.003, rows=2, orders=())
+ADAPTIVE = make_method("adaptive", context=64, chunk=16, rank=8, lr=0.003, rows=2, orders=(), allowance=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +45,14 @@ def tokens(text_spec: str) -> np.ndarray:
 @pytest.mark.parametrize("method", [*METHODS, ADAPTIVE], ids=lambda method: method.name)
 def test_a_gpu_scores_what_a_cpu_does(method: Method, tokens: np.ndarray) -> None:
     cuda = Runtime(device=torch.device("cuda"))
-    expected = method.score(make_model(), TokenSet([tokens]), CPU).nats
+    expected = method.score(make_model(), TokenSet([tokens]), CPU, tokenizer=TOKENIZER).nats
     model: GPT = make_model().cuda()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    found = method.score(model, TokenSet([tokens]), cuda).nats
+    found = method.score(model, TokenSet([tokens]), cuda, tokenizer=TOKENIZER).nats
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())), "the weights are as they were"
     assert found.mean() == pytest.approx(expected.mean(), rel=5e-3)
     assert np.abs(found - expected).mean() < 0.1
-    again = method.score(model, TokenSet([tokens]), cuda).nats
+    again = method.score(model, TokenSet([tokens]), cuda, tokenizer=TOKENIZER).nats
     if method.name != "ttt":  # gradients of embeddings are added by atomics, in any order
         assert np.array_equal(found, again), "the same bits again"
 

@@ -26,6 +26,7 @@ from parbank.eval.windows import score_windows
 from parbank.model import GPT
 from parbank.runtime import Runtime
 from tests.distributed import run_distributed_test
+from tests.eval.sizes import TOKENIZER
 from tests.eval.test_score import make_model
 
 CPU = Runtime(device=torch.device("cpu"))
@@ -338,8 +339,8 @@ def rank_ttt(tokens: np.ndarray) -> list[np.ndarray]:
     world = dist.get_world_size() if dist.is_initialized() else 1
     place = Runtime(device=torch.device("cpu"), rank=dist.get_rank() if world > 1 else 0, world=world)
     found = [ttt(make_model(), tokens, runtime=place, adapter=a, scores=s) for a, s in KINDS]
-    adaptive = make_method("adaptive", context=CONTEXT, chunk=32, rank=2, rows=1, segment=20)
-    return [*found, adaptive.score(make_model(), TokenSet([tokens]), place).nats]
+    adaptive = make_method("adaptive", context=CONTEXT, chunk=32, rank=2, rows=1, segment=20, allowance=0.5)
+    return [*found, adaptive.score(make_model(), TokenSet([tokens]), place, tokenizer=TOKENIZER).nats]
 
 
 def test_two_ranks_adapt_to_the_same_last_bit(tokens: np.ndarray) -> None:

@@ -20,8 +20,8 @@ from parbank.runtime import Runtime
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptConfig(ABC):
-    """How a model adapts to the text it is scored on: the settings of every adapter. An adapter is a subclass in its own
-    file and a line in `ADAPTERS`."""
+    """Settings common to all adapters, which adapt a model to the text it is scored on. An adapter is a subclass in its
+    own file and a line in `ADAPTERS`."""
 
     name: ClassVar[str]
     help: ClassVar[str]
@@ -64,9 +64,11 @@ class AdaptConfig(ABC):
         """An adapter of `model` that learns through windows of `context` tokens."""
 
     def describe(self, context: int) -> dict[str, Any]:
-        """Every setting that changes scores, with the defaults that depend on others filled in."""
+        """Every setting that changes scores, with the defaults that depend on others filled in, and whether what one
+        document teaches goes on to the next."""
         names = (field.name for field in fields(self) if field.name not in self.rounding)
         about = {"adapter": self.name, **{name: getattr(self, name) for name in names}}
+        about["documents"] = "learnt one by one, each anew" if self.per_document else "in the order of the text"
         return about | {"chunk": self.chunk or context, "blocks": tuple(sorted(set(self.blocks)))}
 
     def learns(self, block: int) -> bool:
@@ -115,7 +117,7 @@ class StepwiseAdapter(ABC, Generic[C]):
 
     @property
     def captures(self) -> int:
-        """How many graphs were made."""
+        """The number of captured graphs."""
         return self._graphs.captures
 
     def _learn_from(self, tokens: Tensor) -> None:
@@ -133,7 +135,7 @@ class StepwiseAdapter(ABC, Generic[C]):
         self._optimizer.zero_grad()
 
     def _gradients(self, inputs: Tensor, targets: Tensor, count: int) -> list[Tensor]:
-        """Of the sum of the losses over `count`, by the model's weights."""
+        """Gradients of the sum of the losses over `count`, by the model's weights."""
         with torch.enable_grad(), autocast(self._runtime.device):
             value = self._model(inputs, targets, reduction="sum") / count
         grads = torch.autograd.grad(value, self._weights)

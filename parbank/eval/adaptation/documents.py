@@ -24,7 +24,7 @@ from parbank.eval.adaptation.factors import Adapted, Factors
 from parbank.eval.score import IGNORED
 from parbank.graphs import Graphs
 from parbank.model import GPT
-from parbank.model.gpt import Skips, _matrix_shapes, _of_layer
+from parbank.model.gpt import Dense, Skips, _matrix_shapes, _of_layer
 from parbank.model.stream import BEFORE, Past, Reach, _embed, _layer, _rotations
 from parbank.ops.backend import use_backend
 from parbank.precision import autocast
@@ -53,7 +53,7 @@ def find_documents(tokens: np.ndarray, bos_id: int) -> list[Document]:
 
 
 def group_documents(documents: list[Document], rows: int) -> list[list[Document]]:
-    """Longest first, so that documents of a group end at about the same time, and active ones are always the first."""
+    """Groups documents, longest first: those of a group end at about the same time, and active ones come first."""
     ordered = sorted(documents, key=lambda document: (-document.targets, document.first))
     return [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
 
@@ -72,9 +72,10 @@ class DocumentReader:
         window: int,
         lr: float,
         decay: int,
+        temperatures: tuple[float, ...] = (1.0,),
         graphed: bool,
     ) -> None:
-        self._model, self._device = model, runtime.device
+        self._model, self._device, self._temperatures = model, runtime.device, temperatures
         self._rows, self._chunk, self._window, self._lr, self._decay = rows, chunk, window, lr, decay
         c = model.config
         shapes = {name: shape for name, shape in _matrix_shapes(c).items() if name.split(".")[-2] in LEARNING}
@@ -89,8 +90,8 @@ class DocumentReader:
         self._graphs = Graphs(enabled=graphed and runtime.is_cuda)
 
     def read(self, ids: Tensor, group: list[Document]) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each chunk of all documents: the nats of its targets, and the targets' places in the text, both (rows,
-        chunk). The place of a target that is not scored is the number of targets, one past the last."""
+        """For each chunk of all documents: its targets' places in the text, (rows, chunk), and their nats at every
+        temperature, (rows, chunk, temperatures). The place of a target that is not scored is one past the last target."""
         self._factors.reset()
         for past in self._past:
             for tensor in past:
@@ -118,16 +119,29 @@ class DocumentReader:
     ) -> Tensor:
         """Scores a chunk of every row, and then learns from it."""
         left = {name: own[: len(ids)].detach().requires_grad_() for name, own in self._factors.left.items()}
-        with torch.enable_grad(), autocast(self._device), use_backend("reference"):
-            nats = self._score(ids, targets, start, left)
+        with autocast(self._device), use_backend("reference"):
+            with torch.enable_grad():
+                x = self._read(ids, start, left)
+                nats = self._model.read_out(x, targets, "none")
+            found = self._temper(x.detach(), targets, nats.detach())
         if learns:
             counts = (targets != IGNORED).sum(-1).clamp(min=1)
             grads = torch.autograd.grad((nats.sum(-1) / counts).sum(), list(left.values()))
             self._factors.step(dict(zip(left, grads)), rate, number)
-        return nats.detach()
+        return found
 
-    def _score(self, ids: Tensor, targets: Tensor, start: Tensor, left: dict[str, Tensor]) -> Tensor:
-        """As `Stream._read`, over rows, and with factors beside the matrices."""
+    @torch.no_grad()
+    def _temper(self, x: Tensor, targets: Tensor, nats: Tensor) -> Tensor:
+        """The nats of logits divided by each temperature, (rows, chunk, temperatures). `nats` are those at 1."""
+        if set(self._temperatures) == {1.0}:
+            return nats[..., None]
+        logits = self._model.read_out(x, None)
+        own = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        found = [nats if t == 1 else (logits / t).logsumexp(-1) - own / t for t in self._temperatures]
+        return torch.stack(found, -1)
+
+    def _read(self, ids: Tensor, start: Tensor, left: dict[str, Tensor]) -> Tensor:
+        """The normed output of the last block. As `Stream._read`, over rows, and with factors beside the matrices."""
         model, c = self._model, self._model.config
         dtype, length, rows = model._compute_dtype(ids.device), ids.shape[1] - BEFORE, len(ids)
         x, extras = _embed(model, ids, (BEFORE - start).clamp(min=0), dtype)
@@ -138,8 +152,9 @@ class DocumentReader:
         for name, own in left.items():
             matrices[name] = Adapted(matrices[name], own.to(dtype), self._factors.right[name].to(dtype))
         x0, value = x, None
-        skips = Skips(model.skip_gains, c.layers)
+        skips, dense = Skips(model.skip_gains, c.layers), Dense(model.dense_gains)
         for layer in range(c.layers):
+            x = dense.mix(x)
             skip = skips.take(layer, x)
             weights = _of_layer(matrices, layer)
             past = (self._past[layer][0][:rows], self._past[layer][1][:rows])
@@ -150,4 +165,4 @@ class DocumentReader:
                 for old, new in zip(past, kept):
                     old.copy_(new)
             value = values if value is None and c.value_residual else value
-        return model.read_out(ops.rms_norm(x), targets, "none")
+        return ops.rms_norm(x)

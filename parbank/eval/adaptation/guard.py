@@ -8,6 +8,7 @@ from torch import nn
 from parbank.errors import ParbankError
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+WEIGHT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Guard:
@@ -27,7 +28,7 @@ class Guard:
 
 
 def _find_code(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """By the name of each module and parameter: which object it is, its class, its hooks, and functions of its own."""
+    """For the name of each module and parameter: the object, its class, its hooks, and functions set on it."""
     found: dict[str, tuple[Any, ...]] = {
         "every module's hooks": tuple(tuple(getattr(torch_module, f"_global{kind}", ())) for kind in HOOKS)
     }
@@ -36,5 +37,6 @@ def _find_code(model: nn.Module) -> dict[str, tuple[Any, ...]]:
         own = ((key, id(value)) for key, value in vars(module).items() if callable(value))
         found[name or "the model"] = (id(module), type(module), *hooks, *own)
     for name, parameter in model.named_parameters():
-        found[name] = (id(parameter), type(parameter), tuple(parameter._backward_hooks or ()))
+        hooks = (tuple(getattr(parameter, kind) or ()) for kind in WEIGHT_HOOKS)
+        found[name] = (id(parameter), type(parameter), *hooks)
     return found

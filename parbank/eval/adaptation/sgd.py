@@ -28,7 +28,7 @@ class SgdConfig(AdaptConfig):
     chunk: int | None = 32_768
     """Tokens scored before they are learnt from; none takes the context."""
     momentum: float = 0.9
-    """Of the steps."""
+    """Momentum of the SGD steps."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,6 @@ its name only when all of its bytes are there and checked.
 """
 
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -154,23 +153,36 @@ def read_content(
     progress: Progress = lambda share: None,
     say: Say = lambda line: None,
 ) -> Iterator[bytes]:
-    """The content after a header, block by block; every block is checked before it is given."""
+    """The content after a header, block by block; every block is checked before it is given. Another model is refused at
+    once, before a caller has written anything."""
     if header.model != (ours := hash_model(loaded)):
         raise ArtifactError(
             f"{source} was compressed with another model ({header.model[:12]}) than {loaded.source} ({ours[:12]}); give that "
             "model with --model"
         )
+    if header.context != loaded.context:
+        raise ArtifactError(
+            f"{source} was compressed with a window of {header.context:,} tokens, and {loaded.source} has {loaded.context:,}; give "
+            "that model with --model"
+        )
     differs = find_differences(header.made_with, describe_machine(loaded.model.token_embedding.weight.device))
     if differs:
         say(f"note: made elsewhere ({'; '.join(differs)}): what does not decode exactly is refused")
+    return _decode(file, header, loaded, source, progress, differs)
+
+
+def _decode(
+    file: BinaryIO, header: Header, loaded: LoadedModel, source: str, progress: Progress, differs: list[str]
+) -> Iterator[bytes]:
+    """`differs`: phrases for what differs between this machine and the one that made the file."""
     total = sum(size for _, size in header.files)
     reader = BlockReader(loaded, header.context, source, share_of(total, progress))
     for block in read_blocks(file, total, source):
         data = reader.read(block)
         if data is None:
             raise ArtifactError(
-                f"{source} cannot be decoded here: the model gives other digits than where it was made "
-                f"({'; '.join(differs) or 'for no reason that the header knows'}); decompress it as it was compressed"
+                f"{source} cannot be decoded here: the model computes other probabilities than when it was compressed "
+                f"({'; '.join(differs) or 'the header shows no difference'}); use the machine and versions that compressed it"
             )
         yield data
 
@@ -189,15 +201,23 @@ def _write_files(targets: list[Path], sizes: list[int], content: Iterator[bytes]
 
 
 def place_inside(folder: Path, name: str, source: str) -> Path:
-    """Where a file of that name goes; a name that leads out of the folder is refused."""
+    """The path of a file inside the folder. A name that leads out of the folder is refused."""
     parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or re.search("[\0]", name):
+    if not parts or name.startswith("/") or ".." in parts or not _can_name(name):
         raise ArtifactError(f"{source} holds the unsafe name {name!a}; parbank does not write such names")
     target = folder.joinpath(*parts)
     root = folder.resolve()
     if root not in target.parent.resolve().joinpath(target.name).parents:  # a link inside the folder leads out of it
         raise ArtifactError(f"{name!a} of {source} would be written outside {folder}, through a link; remove the link")
     return target
+
+
+def _can_name(name: str) -> bool:
+    """Whether a file system has such names: without a zero byte, and encodable."""
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
 
 
 def share_of(total: int, progress: Progress) -> Callable[[float], None]:

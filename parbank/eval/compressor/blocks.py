@@ -9,7 +9,16 @@ from typing import BinaryIO
 import numpy as np
 
 from parbank.artifact.load import LoadedModel
-from parbank.eval.compressor.coder import Coder, check_lanes, choose_lanes
+from parbank.eval.compressor.coder import (
+    MOST_LANES,
+    STATE,
+    WORD,
+    CannotDecode,
+    Coder,
+    check_lanes,
+    choose_lanes,
+    find_least_bits,
+)
 from parbank.eval.compressor.container import BY_MODEL, BY_XZ, Block, damaged, write_block
 from parbank.eval.compressor.pieces import NotTokens, is_text, to_tokens
 
@@ -22,11 +31,11 @@ Advance = Callable[[float], None]
 
 @dataclass
 class Tally:
-    """What was written so far."""
+    """Counts of the blocks written so far."""
 
     tokens: int = 0
     bits: float = 0.0
-    """Of the tokens, by the model's own probabilities: the score of this segmentation."""
+    """Bits of the tokens, by the model's own probabilities: the score of this segmentation."""
     by_model: int = 0
     """Bytes of content in blocks of the model."""
     coded: int = 0
@@ -72,7 +81,7 @@ class BlockWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what was gathered as a block."""
+        """Writes the gathered bytes as a block."""
         data = b"".join(self._data)
         if not data:  # empty files leave a BOS and no byte: their sizes in the header say all
             self._tokens, self._data = [], []
@@ -103,14 +112,34 @@ class BlockReader:
     def __init__(self, loaded: LoadedModel, context: int, source: str, advance: Advance) -> None:
         self._coder = Coder(loaded.model, context)
         self._tokenizer, self._source, self._advance = loaded.tokenizer, source, advance
+        self._vocab = loaded.model.config.vocab_size
+        # The fewest bytes of each token: the space that a tokenizer puts before a document is no byte of the text.
+        self._least = np.maximum(loaded.tokenizer.byte_lengths - int(loaded.tokenizer.adds_prefix), 0)
 
     def read(self, block: Block) -> bytes | None:
-        """The bytes, or None where the model gave others than those that were written."""
+        """The bytes, or None if the model decodes other bytes than those that were written."""
         if block.kind == BY_XZ:
             self._advance(block.size)
             return self._expand(block)
-        each = block.size / block.tokens
-        tokens = self._coder.decode(block.payload, block.tokens, block.lanes, lambda done: self._advance(done * each))
+        if block.lanes > MOST_LANES or len(block.payload) % WORD:
+            raise damaged(self._source, f"a block of {block.lanes} segments and {len(block.payload):,} bytes")
+        least = find_least_bits(block.tokens, self._vocab) - STATE
+        if least > 8 * len(block.payload):  # before any work: decoding what a forged file claims would take hours
+            claim = f"a block claims {block.tokens:,} tokens in {len(block.payload):,} bytes"
+            raise damaged(self._source, f"{claim}, and they take at least {least / 8:,.0f}")
+        each, left = block.size / block.tokens, block.size
+
+        def seen(tokens: np.ndarray) -> None:
+            nonlocal left
+            left -= int(self._least[tokens].sum())
+            if left < 0:  # more bytes than the block stands for: the rest need not be decoded
+                raise CannotDecode
+            self._advance(len(tokens) * each)
+
+        try:
+            tokens = self._coder.decode(block.payload, block.tokens, block.lanes, seen)
+        except CannotDecode:
+            return None
         data = self._tokenizer.decode_bytes(tokens)
         return data if len(data) == block.size and zlib.crc32(data) == block.crc else None
 

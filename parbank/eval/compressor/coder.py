@@ -8,6 +8,7 @@ Probabilities become whole numbers before they are coded. All of a row's numbers
 any other type, so no rounding is left to the coder.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,13 +30,27 @@ CPU_LANES, GPU_LANES = 64, 512
 """Lanes unless the user chooses: enough to keep the products busy. More lanes are little faster and cost more starts."""
 CONTEXTS = 4  # a lane has at least so many windows of tokens: its first window has little context, and costs more
 
+WORD = 4  # bytes of the range coder's words: coded tokens are a whole number of them
+STATE = 64  # bits that the range coder holds beyond the words it has written: coded tokens may take so many bits less
+
 Step = Callable[[int], None]
+Seen = Callable[[np.ndarray], None]
+
+
+class CannotDecode(Exception):
+    """The coded bytes stand for no token by this model's probabilities."""
 
 
 def choose_lanes(tokens: int, context: int, device: torch.device, wanted: int | None = None) -> int:
-    """How many lanes code so many tokens. At most `wanted`; without it, few enough that each lane is long."""
+    """The number of lanes for so many tokens: at most `wanted`. Without it, few enough that each lane is long."""
     most = wanted or min(GPU_LANES if device.type == "cuda" else CPU_LANES, tokens // (CONTEXTS * context))
     return max(1, min(most, tokens))
+
+
+def find_least_bits(tokens: int, vocab: int) -> float:
+    """The fewest bits that so many tokens cost. Every token has a frequency of at least 1, so none has more than
+    2^24 - V + 1 of 2^24: at 1,024 tokens, 0.00009 bits each."""
+    return -tokens * math.log1p(-(vocab - 1) / (1 << PRECISION)) / math.log(2)
 
 
 def check_lanes(lanes: int | None) -> None:
@@ -70,8 +85,15 @@ class Coder:
                 step(rows)
         return coder.get_compressed().astype("<u4").tobytes(), float(nats) / np.log(2)
 
-    def decode(self, coded: bytes, count: int, lanes: int, step: Step = lambda done: None) -> np.ndarray:
-        """`count` tokens. From damaged bytes it gives other tokens: check them."""
+    def decode(self, coded: bytes, count: int, lanes: int, seen: Seen = lambda tokens: None) -> np.ndarray:
+        """`count` tokens. From damaged bytes, or with other digits than the encoder's, it gives other tokens, or raises
+        CannotDecode: check what comes back. `seen` gets the tokens of each step.
+
+        The tokens of an encoder cost no more bits than it wrote. A decoder whose tokens cost more has read past the end
+        of the bytes, and would go on to any count: it stops there."""
+        left = 8.0 * len(coded) + STATE
+        if find_least_bits(count, self._vocab) > left:
+            raise CannotDecode
         queue, family = _load()
         coder = queue.RangeDecoder(np.frombuffer(coded, "<u4").astype(np.uint32))
         found, held = np.zeros(count, np.uint16), np.full(lanes, self._bos, np.int64)
@@ -79,11 +101,19 @@ class Coder:
             previous = torch.full((lanes,), self._bos, device=self.device)
             for rows, places in _walk(count, lanes):
                 weights, _, _ = steps.take(previous)
-                symbols = coder.decode(family, weights[:rows].cpu().numpy())
+                table = weights[:rows].cpu().numpy()
+                try:
+                    symbols = coder.decode(family, table)
+                except AssertionError as error:  # constriction's only sign that no token has the number it read
+                    raise CannotDecode from error
                 found[places] = symbols
                 held[:rows] = symbols
+                frequencies = table[np.arange(rows), symbols].astype(np.float64) + 1
+                left -= PRECISION * rows - float(np.log2(frequencies).sum())
+                if left < 0:
+                    raise CannotDecode
+                seen(symbols)
                 previous = torch.from_numpy(held).to(self.device)
-                step(rows)
         return found
 
     @contextmanager

@@ -29,7 +29,7 @@ _BLOCK = struct.Struct("<cIIIHII")
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a reader needs before the first block."""
+    """The facts that a reader needs before the first block."""
 
     model: str
     """Hash of the model's weights, shape and tokenizer, in hex."""
@@ -93,6 +93,7 @@ def read_header(file: BinaryIO, source: str) -> Header:
         sound = (
             type(header.context) is int and 1 <= header.context <= MAX_POSITIONS and isinstance(header.made_with, dict)
         )
+        sound = sound and isinstance(header.model, str)
         sound = sound and all(isinstance(n, str) and type(size) is int and size >= 0 for n, size in files)
     except (zlib.error, ValueError, KeyError, TypeError, RecursionError):
         sound = False

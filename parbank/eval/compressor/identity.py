@@ -1,4 +1,4 @@
-"""Which model made a file, and on which machine: whether a file can be expected to decode here.
+"""Identifies the model and the machine that made a file, to tell whether the file can decode here.
 
 Sums of floating-point numbers differ in the last digit between machines, versions and numbers of threads. A decoder with
 one other digit gets other tokens. The header of a file therefore says what it was made with.

@@ -74,7 +74,7 @@ def _encode(text: str, tokenizer: Tokenizer) -> np.ndarray:
     byte tokens for its surroundings only. A tokenizer that puts a space before a text gets a BOS, which removes it."""
     if not text:
         return np.empty(0, np.uint16)
-    tokens, data = tokenizer.encode(text), text.encode("utf-8")
+    tokens, data = tokenizer.encode(text, continued=True), text.encode("utf-8")
     if tokenizer.adds_prefix:
         tokens = np.concatenate([np.array([tokenizer.bos_id], np.uint16), tokens])
     if tokenizer.decode_bytes(tokens) == data:

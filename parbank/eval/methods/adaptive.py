@@ -2,11 +2,12 @@
 
 1. A streaming pass gives the plain score of every token. It never changes.
 2. Low-rank factors beside the matrices learn each document anew, many documents at once (adaptation/documents.py).
-3. n-grams of the document and of the text so far correct the model's probabilities (mixing/ngrams.py).
-4. The weights of these predictions learn online (mixing/online.py).
-5. Bayes' mixture with the plain score guards every document (mixing/guard.py).
+3. Bayes' mixture over the text so far weighs this adapted model at several temperatures (mixing/bayes.py).
+4. n-grams of the document and of the text so far correct its probabilities (mixing/ngrams.py).
+5. The weights of the n-grams learn online (mixing/online.py).
+6. A mixture with the plain score guards every document, whatever its length (mixing/guard.py).
 
-Steps 3 to 5 need nothing but the probability that each prediction gave to each token, since a mixture in probability
+Steps 3 to 6 need nothing but the probability that each prediction gave to each token, since a mixture in probability
 space is linear. Every rank computes them on the host from the same numbers.
 """
 
@@ -18,26 +19,29 @@ import numpy as np
 
 from parbank.config import require
 from parbank.data.shards import TokenSet
+from parbank.data.tokenizer import Tokenizer
 from parbank.eval.adaptation.base import restored
-from parbank.eval.adaptation.documents import DocumentReader, find_documents, group_documents
+from parbank.eval.adaptation.documents import Document, DocumentReader, find_documents, group_documents
+from parbank.eval.audit import Audit
 from parbank.eval.methods.base import Method, place_in_document
 from parbank.eval.methods.streaming import Streaming
+from parbank.eval.mixing.audit import audit_mixture
+from parbank.eval.mixing.bayes import mix_bayes
 from parbank.eval.mixing.guard import guard
 from parbank.eval.mixing.ngrams import Counts, count_ngrams, predict
-from parbank.eval.mixing.online import MixConfig, mix_online
+from parbank.eval.mixing.online import MixConfig, classify_lead, mix_online
 from parbank.eval.score import Pace, Progress, Scored, Text, run_scorer, silent
 from parbank.model import GPT, ModelConfig
 from parbank.runtime import Runtime
 
 SCOPES = ("document", "text")
 AGE = 64  # tokens of a document's first age; the next one is twice as long
-EVEN = (0.5, 0.5)  # the weights of the plain and the adapted model at first
-NGRAMS = 0.2  # the weight of all n-grams at first
+NGRAMS = 0.1  # the weight of all n-grams at first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive(Method):
-    """Streaming scores, mixed with what the text so far teaches."""
+    """Streaming scores, mixed with predictions learnt from the text so far."""
 
     name = "adaptive"
     help = "streaming, mixed with factors that learn each document and with n-grams of the text so far"
@@ -51,24 +55,28 @@ class Adaptive(Method):
     """Tokens of a document that are scored, then learnt from."""
     lr: float = 0.0003
     """Learning rate of the factors."""
-    decay: int = 1024
+    decay: int = 16384
     """Tokens after which the learning rate has fallen by a factor sqrt(2): it falls as 1 / sqrt(1 + tokens / decay)."""
     rows: int = 64
     """Documents read together; rounding only."""
+    temperatures: tuple[float, ...] = (0.95, 1.0, 1.05, 1.1, 1.15, 1.2)
+    """The adapted model's logits are divided by these numbers; the text so far weighs them. 1 alone changes nothing."""
     orders: tuple[int, ...] = (2, 3, 4, 6, 8, 12, 16)
     """Lengths of the contexts of n-grams, in tokens; none leaves n-grams out."""
     scopes: tuple[str, ...] = SCOPES
-    """Where n-grams are counted: in the document, in the text so far, or in both."""
+    """The texts in which n-grams are counted: in the document, in the text so far, or in both."""
     discount: float = 0.5
     """Taken off each count of an n-gram, for tokens that have not followed its context yet."""
     strength: float = 0.5
     """Weight of shorter contexts, and of the model after the shortest, in occurrences."""
     mix_rate: float = 0.05
-    """Learning rate of the mixture's weights, per token."""
-    mix_block: int = 128
-    """Tokens that are scored with the same weights of the mixture, then learnt from."""
-    prior: float = 0.75
-    """Weight of the plain score at a document's start: no document loses more than -log2 of it, in bits."""
+    """Learning rate of the weights of n-grams, per token."""
+    mix_block: int = 32
+    """Tokens that are scored with the same weights of n-grams, then learnt from."""
+    prior: float = 0.5
+    """Weight that the plain score always keeps: no document loses more than -log2 of it, in bits."""
+    allowance: float = 0.002
+    """Bits per byte that a document may lose to the plain score, however short it is: other weight comes at this pace."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,6 +85,9 @@ class Adaptive(Method):
             require(value >= 1, f"--{name.replace('_', '-')} must be at least 1, got {value}")
         require(self.rank >= 0, f"--rank must be 0 (no factors) or more, got {self.rank}")
         require(0 <= self.lr < float("inf"), f"--lr must be 0 or more and finite, got {self.lr}")
+        warm = all(0 < temperature < float("inf") for temperature in self.temperatures)
+        given = list(self.temperatures)
+        require(warm and bool(given), f"temperatures must be positive numbers, at least one, got {given}")
         require(all(order >= 0 for order in self.orders), f"orders must be 0 or more, got {list(self.orders)}")
         unknown = [scope for scope in self.scopes if scope not in SCOPES]
         require(not unknown, f"scopes must be of {', '.join(SCOPES)}, got {', '.join(unknown)}")
@@ -84,23 +95,42 @@ class Adaptive(Method):
         require(self.strength > 0, f"strength must be positive, got {self.strength}")
         require(0 <= self.mix_rate < float("inf"), f"mix_rate must be 0 or more and finite, got {self.mix_rate}")
         require(0 < self.prior < 1, f"prior must lie between 0 and 1, got {self.prior}")
+        require(0 < self.allowance < float("inf"), f"allowance must be positive and finite, got {self.allowance}")
 
-    def score(self, model: GPT, tokens: TokenSet, runtime: Runtime, progress: Progress = silent) -> Scored:
+    def score(
+        self,
+        model: GPT,
+        tokens: TokenSet,
+        runtime: Runtime,
+        progress: Progress = silent,
+        *,
+        tokenizer: Tokenizer | None = None,
+    ) -> Scored:
+        tokenizer = _require_tokenizer(tokenizer)
         text = Text.load(tokens, runtime)
         share = 0.2 if self.rank else 1.0  # of the time
-        streaming = Streaming(context=self.context, graphed=self.graphed, segment=self.segment)
         with ThreadPoolExecutor(1) as aside:  # n-grams need no model: they are counted while it runs
             counts = aside.submit(self.count_ngrams, text.tokens, model.config.bos_id)
-            scorer = streaming.make_scorer(model, runtime, targets=text.targets)
+            scorer = self.make_streaming().make_scorer(model, runtime, targets=text.targets)
             plain = run_scorer(scorer, model, text, runtime, lambda done: progress(share * done)).nats
             adapted = None
             if self.rank:
                 adapted = self.read_documents(model, text, runtime, lambda done: progress(share + (1 - share) * done))
-            nats = self.mix(text.tokens, model.config.bos_id, plain, adapted, counts.result())
+            sizes = Scored(text.tokens, plain).byte_counts(tokenizer)
+            nats = self.mix(text.tokens, model.config.bos_id, sizes, plain, adapted, counts.result())
         return Scored(text.tokens, nats.astype(np.float32))
 
+    def audit(
+        self, audit: Audit, model: GPT, scored: Scored, runtime: Runtime, *, tokenizer: Tokenizer | None = None
+    ) -> None:
+        audit_mixture(self, audit, model, scored, scored.byte_counts(_require_tokenizer(tokenizer)), runtime)
+
+    def make_streaming(self) -> Streaming:
+        """The method of the plain score."""
+        return Streaming(context=self.context, graphed=self.graphed, segment=self.segment)
+
     def count_ngrams(self, tokens: np.ndarray, bos_id: int) -> dict[str, list[Counts]]:
-        """By scope; by order in each."""
+        """Counts by scope and, within a scope, by order."""
         documents = np.cumsum(tokens == bos_id)
         parts = {"document": documents, "text": np.zeros_like(documents)}
         return {scope: list(count_ngrams(tokens, parts[scope], self.orders)) for scope in self.scopes if self.orders}
@@ -109,26 +139,29 @@ class Adaptive(Method):
         self,
         tokens: np.ndarray,
         bos_id: int,
+        sizes: np.ndarray,
         plain: np.ndarray,
         adapted: np.ndarray | None,
         counts: dict[str, list[Counts]],
     ) -> np.ndarray:
-        """The nats of the mixture, (N - 1,), from those of the plain and of the adapted model and the n-grams' counts."""
+        """The nats of the mixture, (N - 1,), from the targets' bytes, (N - 1,), the nats of the plain model, (N - 1,), and
+        of the adapted model at every temperature, (N - 1, temperatures), and the n-grams' counts."""
         place = place_in_document(tokens, bos_id)
         age = np.log2(place // AGE + 1).astype(np.int64)  # doubling ages: what a document teaches grows with it
         config = MixConfig(rate=self.mix_rate, block=self.mix_block)
         found = plain = plain.astype(np.float64)
         if adapted is not None:
-            found = mix_online(np.stack([found, adapted], axis=1), [age], EVEN, config)
+            found = mix_bayes(np.column_stack([plain, adapted]))
         if counts:
             experts, contexts = [found], [age]
             for own in counts.values():
                 ngrams = predict(found, own, discount=self.discount, strength=self.strength)
                 experts.append(ngrams.nats)
-                contexts += [ngrams.orders, ngrams.kinds]
+                contexts += [ngrams.orders, ngrams.kinds, classify_lead(found - ngrams.nats)]
             start = [1 - NGRAMS, *[NGRAMS / len(counts)] * len(counts)]
             found = mix_online(np.stack(experts, axis=1), contexts, start, config)
-        return guard(plain, found, np.flatnonzero(place == 0), self.prior)
+        starts = np.flatnonzero(place == 0)
+        return guard(plain, found, sizes, starts, prior=self.prior, allowance=self.allowance)
 
     def find_reach(self, tokens: np.ndarray, model: ModelConfig) -> np.ndarray:
         return Streaming(context=self.context).find_reach(tokens, model)
@@ -141,24 +174,14 @@ class Adaptive(Method):
         return {"method": self.name, "context": self.context, "stride": None, "adapt": adapt | about}
 
     def read_documents(self, model: GPT, text: Text, runtime: Runtime, progress: Progress) -> np.ndarray:
-        """The nats of the adapted model. Groups of documents go round the ranks."""
+        """The nats of the adapted model, (N - 1, temperatures). Groups of documents go round the ranks."""
         groups = group_documents(find_documents(text.tokens, model.config.bos_id), self.rows)
-        longest = groups[0][0].targets
-        nats, done, training = text.new_nats(), 0, model.training
+        nats = text.new_nats()[:, None].repeat(1, len(self.temperatures))
+        done, training = 0, model.training
         with restored(model):
             model.eval().requires_grad_(False)
             try:
-                reader = DocumentReader(
-                    model,
-                    runtime,
-                    rows=min(self.rows, len(groups[0])),
-                    rank=self.rank,
-                    chunk=self.chunk,
-                    window=min(self.context, longest),
-                    lr=self.lr,
-                    decay=self.decay,
-                    graphed=self.graphed,
-                )
+                reader = self.make_reader(model, runtime, groups)
                 pace = Pace(runtime.device)
                 for number, group in enumerate(groups):
                     mine = number % runtime.world == runtime.rank
@@ -170,4 +193,25 @@ class Adaptive(Method):
                     done += sum(document.targets for document in group)
             finally:
                 model.train(training)
-        return Scored.gather(text, nats, runtime).nats
+        return np.asarray(runtime.sum(nats)[:-1].cpu().numpy())
+
+    def make_reader(self, model: GPT, runtime: Runtime, groups: list[list[Document]]) -> DocumentReader:
+        """Reads groups of documents, longest first, with factors that learn each document."""
+        return DocumentReader(
+            model,
+            runtime,
+            rows=min(self.rows, len(groups[0])),
+            rank=self.rank,
+            chunk=self.chunk,
+            window=min(self.context, groups[0][0].targets),
+            lr=self.lr,
+            decay=self.decay,
+            temperatures=self.temperatures,
+            graphed=self.graphed,
+        )
+
+
+def _require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    require(tokenizer is not None, "adaptive scores count the bytes of each token: pass tokenizer=, the text's own")
+    assert tokenizer is not None
+    return tokenizer

@@ -9,6 +9,8 @@ import numpy as np
 
 from parbank.config import field_docs, from_dict
 from parbank.data.shards import TokenSet
+from parbank.data.tokenizer import Tokenizer
+from parbank.eval.audit import Audit
 from parbank.eval.score import Progress, Scored, Scorer, Text, check_context, run_scorer, silent
 from parbank.model import GPT, ModelConfig
 from parbank.runtime import Runtime
@@ -44,15 +46,33 @@ class Method(ABC):
         return from_dict(cls, settings)
 
     @abstractmethod
-    def score(self, model: GPT, tokens: TokenSet, runtime: Runtime, progress: Progress = silent) -> Scored:
-        """The cost of every token of the text."""
+    def score(
+        self,
+        model: GPT,
+        tokens: TokenSet,
+        runtime: Runtime,
+        progress: Progress = silent,
+        *,
+        tokenizer: Tokenizer | None = None,
+    ) -> Scored:
+        """The cost of every token of the text. `tokenizer` made the text; only methods that count bytes need it."""
+
+    def audit(
+        self, audit: Audit, model: GPT, scored: Scored, runtime: Runtime, *, tokenizer: Tokenizer | None = None
+    ) -> None:
+        """Checks what passes of the model do not show. By default nothing: their probabilities are the score's."""
+        return
+
+    def rehearse(self, model: GPT, runtime: Runtime) -> None:
+        """Launches the kernels of a score once, on random tokens. By default none."""
+        return
 
     @abstractmethod
     def find_reach(self, tokens: np.ndarray, model: ModelConfig) -> np.ndarray:
         """(N - 1,) how far back, in tokens, each target's window goes: 0 for the first target of a window."""
 
     def find_contexts(self, tokens: np.ndarray, model: ModelConfig) -> np.ndarray:
-        """(N - 1,) how many tokens before the one it follows each target could see directly: 0 is a window's first."""
+        """(N - 1,) context of each target: how many tokens before its predecessor it sees. 0 is a window's first target."""
         reach = self.find_reach(tokens, model)
         return np.minimum(reach, place_in_document(tokens, model.bos_id)) if model.isolate_documents else reach
 
@@ -78,7 +98,15 @@ class PieceMethod(Method):
     def find_reach_in(self, pieces: Iterable[tuple[int, int]], targets: int) -> np.ndarray:
         """`find_reach` of a text whose targets are scored in pieces, from .. to."""
 
-    def score(self, model: GPT, tokens: TokenSet, runtime: Runtime, progress: Progress = silent) -> Scored:
+    def score(
+        self,
+        model: GPT,
+        tokens: TokenSet,
+        runtime: Runtime,
+        progress: Progress = silent,
+        *,
+        tokenizer: Tokenizer | None = None,
+    ) -> Scored:
         text = Text.load(tokens, runtime)
         return run_scorer(self.make_scorer(model, runtime, targets=text.targets), model, text, runtime, progress)
 
@@ -100,3 +128,8 @@ def place_in_document(tokens: np.ndarray, bos_id: int) -> np.ndarray:
     place = np.arange(len(tokens) - 1)
     starts = np.where(tokens[:-1] == bos_id, place, 0)
     return place - np.maximum.accumulate(starts)
+
+
+def random_tokens(model: ModelConfig, targets: int) -> TokenSet:
+    """A text of so many targets, to rehearse with."""
+    return TokenSet([np.random.default_rng(0).integers(0, model.vocab_size, targets + 1, dtype=np.uint16)])

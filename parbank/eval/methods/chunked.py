@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from parbank.data.shards import TokenSet
-from parbank.eval.methods.base import Method
-from parbank.eval.score import Progress, Scored, silent
+from parbank.data.tokenizer import Tokenizer
+from parbank.eval.methods.base import Method, random_tokens
+from parbank.eval.score import Progress, Scored, silent, tokens_together
 from parbank.eval.windows import check_windows, find_window_reach, score_windows
 from parbank.model import GPT, ModelConfig
 from parbank.runtime import Runtime
@@ -24,11 +25,24 @@ class Chunked(Method):
         super().__post_init__()
         check_windows(self.context, self.context)
 
-    def score(self, model: GPT, tokens: TokenSet, runtime: Runtime, progress: Progress = silent) -> Scored:
+    def score(
+        self,
+        model: GPT,
+        tokens: TokenSet,
+        runtime: Runtime,
+        progress: Progress = silent,
+        *,
+        tokenizer: Tokenizer | None = None,
+    ) -> Scored:
         """Never graphed: its passes are long, and it gives the same bits as the score at the end of training."""
         return score_windows(
             model, tokens, context=self.context, stride=self.context, runtime=runtime, progress=progress
         )
+
+    def rehearse(self, model: GPT, runtime: Runtime) -> None:
+        """A whole batch of windows."""
+        targets = max(self.context, tokens_together(model.config.vocab_size, runtime))
+        self.score(model, random_tokens(model.config, targets), runtime)
 
     def find_reach(self, tokens: np.ndarray, model: ModelConfig) -> np.ndarray:
         targets = len(tokens) - 1

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from parbank.eval.methods.base import PieceMethod
+from parbank.eval.methods.base import PieceMethod, random_tokens
+from parbank.eval.score import tokens_together
 from parbank.eval.windows import WindowScorer, check_windows, find_window_reach, make_window_scorer
 from parbank.model import GPT, ModelConfig
 from parbank.runtime import Runtime
@@ -24,7 +25,7 @@ class Sliding(PieceMethod):
     rounding = PieceMethod.rounding | {"batch_tokens"}
 
     stride: int | None = None
-    """How far windows move; none takes 64, or the context if that is smaller."""
+    """The distance between windows in tokens; none takes 64, or the context if that is smaller."""
     batch_tokens: int | None = None
     """Tokens that go through the model together; none takes a number that memory allows. Rounding only."""
 
@@ -34,7 +35,7 @@ class Sliding(PieceMethod):
 
     @property
     def step(self) -> int:
-        """How far windows move."""
+        """The distance between two windows, in tokens."""
         return min(STRIDE, self.context) if self.stride is None else self.stride
 
     def make_scorer(self, model: GPT, runtime: Runtime, *, targets: int, piece: int | None = None) -> WindowScorer:
@@ -48,6 +49,12 @@ class Sliding(PieceMethod):
             batch_tokens=self.batch_tokens,
             graphed=self.graphed and runtime.is_cuda,
         )
+
+    def rehearse(self, model: GPT, runtime: Runtime) -> None:
+        """One batch: a second one would capture a graph of nothing."""
+        together = self.batch_tokens or tokens_together(model.config.vocab_size, runtime)
+        more = max(1, together // self.context) - 1  # windows after the first
+        self.score(model, random_tokens(model.config, self.context + more * self.step), runtime)
 
     def find_reach_in(self, pieces: Iterable[tuple[int, int]], targets: int) -> np.ndarray:
         return find_window_reach(pieces, targets, self.context, self.step)

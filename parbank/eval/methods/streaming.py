@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parbank.config import require
-from parbank.eval.methods.base import PieceMethod
+from parbank.eval.methods.base import PieceMethod, random_tokens
 from parbank.eval.ring import RingCarry
 from parbank.eval.score import IGNORED, Pace, Progress, Text, check_context, silent, tokens_together
 from parbank.model import GPT
@@ -123,6 +123,11 @@ class Streaming(PieceMethod):
             segment=self.segment,
             graphed=self.graphed and runtime.is_cuda,
         )
+
+    def rehearse(self, model: GPT, runtime: Runtime) -> None:
+        """One segment: a second one would capture a graph of nothing."""
+        targets = min(self.segment or GRAPHED, GRAPHED)
+        self.score(model, random_tokens(model.config, targets), runtime)
 
     def find_reach_in(self, pieces: Iterable[tuple[int, int]], targets: int) -> np.ndarray:
         return np.minimum(np.arange(targets), self.context - 1)

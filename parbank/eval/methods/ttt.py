@@ -19,6 +19,7 @@ import torch
 
 from parbank.config import choose, from_dict, require
 from parbank.data.shards import TokenSet
+from parbank.data.tokenizer import Tokenizer
 from parbank.eval.adaptation import ADAPTERS
 from parbank.eval.adaptation.base import AdaptConfig, Adapter, restored
 from parbank.eval.adaptation.guard import Guard
@@ -117,7 +118,15 @@ class ScoreFirst(Method):
         """Tokens scored before the model learns from them."""
         return self.adapt.chunk or self.context
 
-    def score(self, model: GPT, tokens: TokenSet, runtime: Runtime, progress: Progress = silent) -> Scored:
+    def score(
+        self,
+        model: GPT,
+        tokens: TokenSet,
+        runtime: Runtime,
+        progress: Progress = silent,
+        *,
+        tokenizer: Tokenizer | None = None,
+    ) -> Scored:
         """Restores the weights afterwards, also after an error."""
         text = Text.load(tokens, runtime)
         chunk = min(self.chunk, text.targets)
@@ -134,6 +143,10 @@ class ScoreFirst(Method):
             finally:
                 model.train(training)
         return Scored.gather(text, nats, runtime)
+
+    def rehearse(self, model: GPT, runtime: Runtime) -> None:
+        """Scores without learning: an adapter decides by numbers that a rehearsal does not compute."""
+        self.scores.rehearse(model, runtime)
 
     def find_reach(self, tokens: np.ndarray, model: ModelConfig) -> np.ndarray:
         pieces = [(piece.first, piece.last) for piece in plan_pieces(tokens, self.chunk, self._bos_id(model))]

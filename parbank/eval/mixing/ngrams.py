@@ -22,7 +22,7 @@ MANY = 3  # followers of a context that are told apart
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one order, at each target of a text: counts over the text before it."""
+    """Counts of one order, for each target of a text, over the text before it."""
 
     context: np.ndarray  # (N - 1,) occurrences of the context
     pair: np.ndarray  # (N - 1,) of them followed by the target
@@ -54,13 +54,13 @@ def count_ngrams(tokens: np.ndarray, scope: np.ndarray, orders: Sequence[int]) -
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of every target, (N - 1,) each."""
+    """The prediction for every target, (N - 1,) each."""
 
     nats: np.ndarray
     orders: np.ndarray
-    """How many orders have seen the context."""
+    """The number of orders that have seen the context."""
     kinds: np.ndarray
-    """How many different tokens followed the longest context that was seen: 0 (none was seen) to `MANY`."""
+    """The number of different tokens that followed the longest known context: 0 (no known context) to `MANY`."""
 
 
 def predict(base: np.ndarray, counts: Iterable[Counts], *, discount: float, strength: float) -> Prediction:
@@ -78,7 +78,7 @@ def predict(base: np.ndarray, counts: Iterable[Counts], *, discount: float, stre
 
 @dataclass(frozen=True)
 class _Sorted:
-    """Keys in order, equal ones in the order of the text."""
+    """Sorted keys; equal keys stay in the order of the text."""
 
     numbers: np.ndarray  # equal keys have equal numbers, from 0
     ranks: np.ndarray  # how many equal keys come before each

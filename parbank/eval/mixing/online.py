@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+SPAN = 16  # tokens; 64 did as well on held-out documents, and 256 gained nothing
+LEADS = (-2.0, -0.5, 0.5, 2.0, 6.0)  # nats; classes on both sides of none
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixConfig:
@@ -44,6 +47,14 @@ def mix_online(
         for table, context in zip(tables, contexts):
             np.add.at(table, context[own], config.rate * gradient)
     return found
+
+
+def classify_lead(gains: np.ndarray) -> np.ndarray:
+    """A context: how many nats a prediction gained on another over the `SPAN` tokens before each token, in classes. As the
+    match model of PAQ, it tells whether a repetition that was found goes on. gains (n,), in the order of the text."""
+    total = np.concatenate([[0.0], np.cumsum(gains)])
+    place = np.arange(len(gains))
+    return np.digitize(total[place] - total[np.maximum(place - SPAN, 0)], LEADS)
 
 
 def _log_sum(values: np.ndarray) -> np.ndarray:
