@@ -180,5 +180,7 @@ def _describe(hint: Any) -> str:
         return "one of " + ", ".join(repr(a) for a in typing.get_args(hint))
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_describe(a) for a in typing.get_args(hint))
+    if origin is tuple:
+        return f"a list (each {_describe(typing.get_args(hint)[0])})"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "none"}
     return names.get(hint, str(hint))

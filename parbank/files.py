@@ -1,11 +1,13 @@
 """Atomic file writes, locks on folders, and the cache folder for everything that can be rebuilt."""
 
+import errno
 import fcntl
 import glob
 import json
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +18,8 @@ from typing import Any, BinaryIO
 from filelock import FileLock, Timeout
 
 from parbank.errors import FileError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux: fcntl.h, fs.h
 
 
 def default_cache() -> Path:
@@ -107,17 +111,36 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def exchange(one: Path, other: Path) -> bool:
+    """Swaps the names of two folders in one step, so that both names always exist. False where the system or the file
+    system cannot do that."""
+    import ctypes
+
+    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if swap is None:
+        return False
+    sys.audit("os.rename", str(one), str(other), -1, -1)  # as os.rename does
+    if swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(error, os.strerror(error), str(other))
+
+
 @contextmanager
 def locked(lock: Path, folder: Path, *, wait: Callable[[str], None] | None = None) -> Iterator[None]:
     """Holds `folder` for this process by the file `lock`, which is deleted at the end.
 
     A second process is refused with the name of the first, or waits for it and says so by `wait`. The system releases
-    the lock (flock) when its process ends, even by a kill.
+    the lock (flock) when its process ends, even by a kill. Raises OSError where no lock can be made.
     """
     file, holder = FileLock(lock), lock.with_suffix(".json")
+    _refuse_foreign(lock, holder)
     try:
         file.acquire(timeout=0)
     except Timeout:
+        _check_lock(lock)
         user = _describe_holder(holder, patience=2)
         if wait is None:
             raise FileError(f"{folder} is in use by {user}; wait until it has ended, or choose another --out") from None
@@ -136,17 +159,44 @@ def locked(lock: Path, folder: Path, *, wait: Callable[[str], None] | None = Non
         file.release()
 
 
+def _check_lock(lock: Path) -> None:
+    """Raises the reason if a lock cannot be made at all. filelock takes a file that it cannot create for one that another
+    process has just deleted, and would wait for ever: so it is with a folder such as /proc, which takes no files."""
+    if not os.path.lexists(lock):
+        os.close(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644))
+
+
 def _describe_holder(path: Path, *, patience: float) -> str:
     """Names the process that holds a lock. It writes its name just after it took the lock: wait `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
-        try:
-            found = json.loads(path.read_bytes())
-            return f"process {found['pid']} on {found['host']}, since {found['since']}"
-        except (OSError, ValueError, KeyError, TypeError):
-            if time.monotonic() > deadline:
-                return "another process"
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return _read_holder(path)
+        if time.monotonic() > deadline:
+            return "another process"
         time.sleep(0.02)
+
+
+def _read_holder(path: Path) -> str:
+    found = json.loads(path.read_bytes())
+    return f"process {found['pid']} on {found['host']}, since {found['since']}"
+
+
+def _refuse_foreign(lock: Path, holder: Path) -> None:
+    """Refuses to use files of another program as a lock, since both are deleted at the end. A lock is an empty file; where
+    there is no flock, filelock writes to it, and then our holder is beside it."""
+    foreign = None
+    try:
+        _read_holder(holder)
+    except FileNotFoundError:
+        with suppress(FileNotFoundError):
+            foreign = lock if os.lstat(lock).st_size else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        foreign = holder
+    if foreign is not None:
+        raise FileError(
+            f"{foreign} is a file of another program, and would be deleted; move it, or choose another --out"
+        )
 
 
 def is_running(pid: int) -> bool:

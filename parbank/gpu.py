@@ -1,10 +1,12 @@
-"""Other processes on a GPU. A process left over from an earlier run takes memory and time: runs were 2 to 3 times slower."""
+"""What nvidia-smi says of a GPU: other processes on it, and samples of its clock and power.
 
-import contextlib
+A process left over from an earlier run takes memory and time: runs were 2 to 3 times slower.
+"""
+
 import os
 import shutil
 import subprocess
-import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +35,40 @@ def other_processes(device: torch.device | None = None) -> list[GpuProcess]:
         return []
     command = ["nvidia-smi", f"--query-compute-apps={_FIELDS}", "--format=csv,noheader"]
     if device is not None and device.type == "cuda":
-        command.append(f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
+        command.append(_name_card(device))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError):
         return []
     found = [process for line in done.stdout.splitlines() if (process := _parse(line)) is not None]
     return [process for process in found if process.pid != os.getpid() and not _is_sibling(process.pid)]
+
+
+def start_sampling(device: torch.device, fields: Iterable[str], *, milliseconds: int) -> subprocess.Popen[str] | None:
+    """nvidia-smi as a process that prints these fields of one GPU again and again, a line each time, for `read_sample`.
+    None on a CPU and where nvidia-smi is missing."""
+    if device.type != "cuda" or not shutil.which("nvidia-smi"):
+        return None
+    query = [_name_card(device), f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", *query, "-lms", str(milliseconds)]
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return None
+
+
+def read_sample(line: str, fields: Mapping[str, str]) -> dict[str, float]:
+    """One line of nvidia-smi, by the names of the fields. Empty where it was cut off, or says [N/A]."""
+    try:
+        values = [float(value) for value in line.split(",")]
+    except ValueError:
+        return {}
+    return dict(zip(fields, values)) if len(values) == len(fields) else {}
+
+
+def _name_card(device: torch.device) -> str:
+    """The card by its UUID: CUDA_VISIBLE_DEVICES renumbers the cards for CUDA, but not for nvidia-smi."""
+    return f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _parse(line: str) -> GpuProcess | None:
@@ -58,53 +87,3 @@ def _is_sibling(pid: int) -> bool:
     except OSError:
         return False
     return f"PPid:\t{os.getppid()}\n" in status
-
-
-_SAMPLED = {"gpu_clock_mhz": "clocks.sm", "gpu_power_w": "power.draw"}
-_SAMPLED_EVERY = "1000"  # milliseconds
-
-
-class GpuSampler:
-    """The clock and the power of a GPU, as nvidia-smi last gave them. Empty on a CPU and without nvidia-smi.
-
-    nvidia-smi runs beside the training loop and prints a line a second; a thread keeps the last one.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._latest: dict[str, float] = {}
-        self._process: subprocess.Popen[str] | None = None
-        if device.type != "cuda" or not shutil.which("nvidia-smi"):
-            return
-        card = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
-        query = f"--query-gpu={','.join(_SAMPLED.values())}"
-        command = ["nvidia-smi", card, query, "--format=csv,noheader,nounits", "-lms", _SAMPLED_EVERY]
-        with contextlib.suppress(OSError):
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-            self._thread = threading.Thread(target=self._read, daemon=True, name="gpu-sampler")
-            self._thread.start()
-
-    def latest(self) -> dict[str, float]:
-        return dict(self._latest)
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
-            self._thread.join()
-
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                if found := read_sample(line):
-                    self._latest = found
-
-
-def read_sample(line: str) -> dict[str, float]:
-    """One line of nvidia-smi. Empty where it was cut off, or says [N/A]."""
-    try:
-        values = [float(value) for value in line.split(",")]
-    except ValueError:
-        return {}
-    return dict(zip(_SAMPLED, values)) if len(values) == len(_SAMPLED) else {}

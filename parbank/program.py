@@ -40,7 +40,8 @@ def score(
     given = {name: parse_value(text) for name, text in settings.items()}
     scoring = make_method(method, **{"context": loaded.context, **given})
     text = place.in_turn(lambda: open_validation(spec, loaded.tokenizer))
-    result = scoring.score(loaded.model, text.tokens, place).total(loaded.tokenizer)
+    scored = scoring.score(loaded.model, text.tokens, place, tokenizer=loaded.tokenizer)
+    result = scored.total(loaded.tokenizer)
     about = {"val_bpb": result.bpb, "val_loss": result.loss, "tokens": result.tokens, "bytes": result.bytes}
     return about | {"text": text.text}
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from parbank.errors import RankError
 
 PATIENCE = timedelta(minutes=5)
-"""For all ranks to start Python and to import torch, also from a slow network drive."""
+"""Time for all ranks to start Python and to import torch, also from a slow network drive."""
 _POLL_SECONDS = 0.05
 
 

@@ -37,7 +37,7 @@ class Comparison:
     high: float
     """The interval, corrected over arms; infinite with fewer than two pairs."""
     p: float
-    """Of the t test, uncorrected."""
+    """The p value of the t test, uncorrected."""
     verdict: Verdict
     more: int = 0
     """too few seeds: how many more would show `target` (80% power)."""
@@ -51,6 +51,8 @@ class Comparison:
             return "equal in every pair"
         if self.verdict == "no difference":
             return f"no difference of more than {max(-self.low, self.high):.{digits}f}{unit} shown"
+        if not math.isfinite(self.target):  # no seed had a partner yet
+            return "too few seeds: an interval needs two at least"
         return f"too few seeds: {self.more} more would show {self.target:.{digits}f}{unit}"
 
 
@@ -116,7 +118,7 @@ def interval(values: Sequence[float], alpha: float = ALPHA) -> tuple[float, floa
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """As `statistics` gives them, without its exact fractions, which take a hundred times as long."""
+    """Mean and standard deviation, as the module `statistics` computes them, but in floats: a hundred times as fast."""
     n = len(values)
     mean = math.fsum(values) / n if n else math.nan
     return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1)) if n > 1 else math.nan
@@ -203,7 +205,7 @@ def tail(t: float, freedom: int) -> float:
 
 
 def _bisect(below: Callable[[float], bool], low: float, high: float) -> float:
-    """Where a condition that holds at `low` ceases to hold."""
+    """The point between `low` and `high` at which a condition ceases to hold."""
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
         low, high = (middle, high) if below(middle) else (low, middle)

@@ -5,7 +5,7 @@ running, and the others wait. OpenMP waits by spinning for some milliseconds, wh
 thread needs. Two remedies:
 
     ShortWaits          a thread that waits sleeps almost at once, and its core is free
-    choose_threads      no more threads than there are free cores
+    fewer threads       no more than there are free cores
 
 The first changes no result. The second changes how sums are split, and so the last bits of a result: only a run whose
 budget is a clock does it while it runs (parbank.training.threads).
@@ -24,9 +24,6 @@ from parbank.errors import ConfigError
 
 MOST_THREADS = 1024
 """More than most machines have cores. Some ten thousand would make OpenMP abort the process."""
-
-NOT_BUSY = 0.5
-"""Cores. Others that want less, such as a desktop, cost less than a thread would bring."""
 
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 """Variables by which a user says how OpenMP's threads wait."""
@@ -98,14 +95,9 @@ class ShortWaits:
         self._end.wait()
 
 
-def is_busy(*, cores: int, threads: int, others: float) -> bool:
-    """Whether `threads` threads have to share cores with other processes that want `others` cores."""
-    return others >= NOT_BUSY + max(0, cores - threads)
-
-
 @contextlib.contextmanager
 def compute_with(threads: int | None) -> Iterator[None]:
-    """For a command of its own process: `use_threads`, with short waits if it found a busy machine so far."""
+    """`use_threads` for a whole command, with short waits if the machine has been busy so far."""
     waits = ShortWaits()
     with use_threads(threads) as chosen:
         if chosen > 1 and had_to_wait():
@@ -114,14 +106,3 @@ def compute_with(threads: int | None) -> Iterator[None]:
             yield
         finally:
             waits.end()
-
-
-def choose_threads(*, cores: int, most: int, others: float) -> int:
-    """The threads that fit on `cores` cores beside other processes that want `others` cores: at most `most`.
-
-    On a busy machine `most` threads would get `most / (most + others)` of it. That share, rounded down, is the number:
-    a thread that shares its core holds up all of them.
-    """
-    if not is_busy(cores=cores, threads=most, others=others):
-        return most
-    return max(1, int(most * cores / (most + others)))

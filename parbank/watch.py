@@ -8,6 +8,7 @@ long it takes: preparing data or packing on the first rank may take an hour.
 """
 
 import json
+import math
 import os
 import re
 import secrets
@@ -30,7 +31,8 @@ SILENT_BEATS = 20
 """Beats that a rank may miss. Counted in this rank's own beats: if all ranks are stopped and continued, none is lost."""
 GRACE_SECONDS = 10.0
 """The time that the main thread has to end by itself, once it cannot go on. It may be writing a checkpoint."""
-_EXPLAIN_SECONDS = 5.0  # from an error of communication until the watch knows its reason
+_EXPLAIN_SECONDS = 15.0  # from an error of communication until the watch knows its reason; rank 0 may be stalled
+_SHORT_WAIT = 0.05
 _CONNECT_SECONDS = 60.0
 _LONGEST = 1 << 16  # bytes of a message
 _LONGEST_REASON = 1 << 12  # characters
@@ -51,12 +53,15 @@ class Watch:
         threading.Thread(target=self._run, name="parbank-watch", daemon=True).start()
 
     def wait_for_reason(self, seconds: float) -> str:
-        """The sentence about a lost rank; empty if none is known within some seconds."""
-        self._known.wait(seconds)
+        """The sentence about a lost rank; empty if none is known within some seconds. In short waits: a process that is
+        stopped and continued has waited for one of them at most."""
+        for _ in range(math.ceil(seconds / _SHORT_WAIT)):
+            if self._known.wait(_SHORT_WAIT):
+                break
         return self._reason
 
     def leave(self, reason: str = "") -> None:
-        """Tells the other ranks that this one ends: as it should, or for a reason."""
+        """Tells the other ranks that this rank ends: normally, or for a reason."""
         if reason:
             self._note(self._rank, reason)
         self._send({"left": self._rank, "reason": reason})

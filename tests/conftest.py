@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,21 @@ from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Triton decides when a kernel is decorated whether it is interpreted, and any room may be the first to import the ops.
 # The interpreter is used only where a test asks for the Triton backend by name (tests/ops); `auto` stays with the
 # reference.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell starts its background jobs deaf to Ctrl-C, and their children with them. Several tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# An example may take as long as it takes: a busy machine stalls any process for seconds.
+settings.register_profile("parbank", deadline=None)
+settings.load_profile("parbank")
 
 # Two threads of OpenMP on tensors of a few kilobytes cost far more than they bring.
 torch.set_num_threads(1)

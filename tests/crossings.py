@@ -7,8 +7,9 @@ The run is `parbank train --recipe nano --steps 4` on a few files of the standar
 scored artifact. A crossing is a function of one package under parbank/ that is entered from another package: each function
 counts once, however often it is called and from wherever. Code outside parbank, such as torch, is passed through: a method of
 the model that torch calls for the trainer is entered from the trainer. Callbacks count, imports do not. The modules at the root of
-parbank/ (config, runtime, files, graphs, ...) are common ground: calls to and from them are not counted, but the second
-figure shown includes them.
+parbank/ (config, runtime, files, graphs, ...) are common ground: calls to and from them are not counted.
+
+The table at the end counts the same trace in other ways: by who calls, and with every module at the root as a package of its own.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -72,6 +74,16 @@ def is_packaged(function: Function) -> bool:
     return os.sep in function[0]
 
 
+WAYS: dict[str, Callable[[tuple[Function, Function]], object]] = {
+    "functions entered": lambda pair: pair[1],
+    "calling package and function entered": lambda pair: (part_of(pair[0]), pair[1]),
+    "calling module and function entered": lambda pair: (pair[0][0], pair[1]),
+    "calling function and function entered": lambda pair: pair,
+    "calling module and module entered": lambda pair: (pair[0][0], pair[1][0]),
+}
+"""Ways to count (caller, function) pairs: each with the value that is counted once."""
+
+
 def trace_run(root: Path) -> set[tuple[Function, Function]]:
     """Trains in this process, with the parbank of `root`. Only one call a process: imports happen once."""
     sys.path.insert(0, str(root))
@@ -112,7 +124,9 @@ def main() -> None:
         by_border[part_of(caller), part_of(here)].add(f"{here[0].split(os.sep, 1)[1]}.{here[1]}")
     for (caller_part, part), names in sorted(by_border.items(), key=lambda item: -len(item[1])):
         print(f"{caller_part} -> {part} ({len(names)}): {', '.join(sorted(names))}")
-    print(f"with modules at the root: {len({here for _, here in entered})}")
+    print(f"{'counted once each':38}{'packages':>10}{'and root modules':>18}")
+    for name, key in WAYS.items():
+        print(f"{name:38}{len(set(map(key, crossings))):10}{len(set(map(key, entered))):18}")
     print(f"crossings: {len({here for _, here in crossings})}")
 
 

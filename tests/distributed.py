@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-GRACE_SECONDS = 10.0  # what the surviving ranks get, to find out by themselves that one of them is gone
+GRACE_SECONDS = 30.0  # what the surviving ranks get, to find out by themselves that one of them is gone
 
 
 @dataclass
@@ -44,9 +44,9 @@ def run_distributed_test(
     fn: Callable[..., Any],
     world_size: int,
     backend: str = "gloo",
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     args: Sequence[Any] = (),
-    collective_timeout: float = 60.0,
+    collective_timeout: float = 120.0,
 ) -> list[Any]:
     """Calls `fn(*args)` on every rank of a fresh process group and returns what each rank returned, in order of rank.
 
@@ -72,7 +72,7 @@ def run_distributed_test(
         finally:
             for child, pipe in zip(children, pipes):
                 # A rank that has reported is on its way out; one that has not is past its time.
-                child.join(timeout=5.0 if pipe.closed else 0.0)
+                child.join(timeout=30.0 if pipe.closed else 0.0)
                 if child.is_alive():
                     child.kill()
                     child.join()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from parbank.errors import RankError
 from parbank.rendezvous import join, meet
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=60)
 
 
 def start(store: dist.Store, world: int) -> list[dist.Store]:

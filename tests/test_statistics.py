@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist, stdev
+from types import ModuleType
 
 import pytest
 
 from parbank.statistics import (
-    Comparison,
     compare,
     holm,
     pairs_needed,
@@ -21,10 +21,7 @@ from parbank.statistics import (
     tail,
 )
 
-STUDIES = 1000
 PAIRS = json.loads(Path(__file__).with_name("nano_pairs.json").read_text(encoding="utf-8"))
-NOISE = [first - second for first, second in PAIRS["bpb"]]
-SPREAD = stdev(NOISE)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +72,8 @@ def test_verdicts_in_words() -> None:
     (noisy,) = compare({"noisy": [0.01, -0.012, 0.004, -0.001]}, target=0.001).values()
     assert noisy.verdict == "too few seeds"
     assert noisy.describe() == f"too few seeds: {noisy.more} more would show 0.0010"
+    alone = compare({"arm": [-0.03]}, target=math.inf, assumed_sd=0.001)["arm"]
+    assert alone.describe() == "too few seeds: an interval needs two at least"
     sd = stdev([0.01, -0.012, 0.004, -0.001])
     assert smallest_difference(sd=sd, pairs=4 + noisy.more) <= 0.001 < smallest_difference(sd=sd, pairs=3 + noisy.more)
 
@@ -96,58 +95,47 @@ def test_rank_correlation() -> None:
     assert math.isnan(rank_correlation([1, 1, 1], [1, 2, 3]))
 
 
-def stored_noise(generator: random.Random) -> float:
-    """A difference of two stored runs. Which of the two is the base is chance, so its sign is, too."""
-    between = generator.gauss(0, SPREAD / 4)  # so that no value comes twice
-    return generator.choice((-1, 1)) * generator.choice(NOISE) + between
+Benchmark = Callable[[str], ModuleType]
 
 
-def normal_noise(generator: random.Random) -> float:
-    return generator.gauss(0, SPREAD)
-
-
-def simulate(
-    draw: Callable[[random.Random], float], *, arms: int, seeds: int, shift: float = 0.0
-) -> list[dict[str, Comparison]]:
-    """A thousand studies in which no arm has an effect, or only the first has `shift`."""
-    generator = random.Random(20)
-    studies = []
-    for _ in range(STUDIES):
-        differences = {f"{n}": [draw(generator) + shift * (n == 0) for _ in range(seeds)] for n in range(arms)}
-        studies.append(compare(differences, target=1.0))
-    return studies
-
-
-def within(share: float, expected: float) -> bool:
-    """Whether a share of the simulated studies lies in the 99% binomial interval of what is expected."""
-    return abs(share - expected) <= 2.576 * math.sqrt(expected * (1 - expected) / STUDIES)
-
-
-@pytest.mark.parametrize("draw", [stored_noise, normal_noise])
+@pytest.mark.parametrize("draw", ["stored pairs", "normal"])
 @pytest.mark.parametrize("seeds", [3, 4, 8])
-def test_base_against_base_gets_a_verdict_in_5_of_100_studies(draw: Callable[..., float], seeds: int) -> None:
-    studies = simulate(draw, arms=1, seeds=seeds)
-    share = sum(study["0"].verdict in ("better", "worse") for study in studies) / STUDIES
-    assert within(share, 0.05), share
+def test_base_against_base_gets_a_verdict_in_5_of_100_studies(benchmark: Benchmark, draw: str, seeds: int) -> None:
+    noise = benchmark("study_noise")
+    share = noise.false_verdicts(noise.DRAWS[draw](PAIRS["bpb"]), arms=1, seeds=seeds)
+    least, most = noise.binomial(0.05)
+    assert least <= share <= most, share
 
 
-@pytest.mark.parametrize("draw", [stored_noise, normal_noise])
-def test_twelve_arms_without_effect_get_no_more_verdicts_than_one(draw: Callable[..., float]) -> None:
+@pytest.mark.parametrize("draw", ["stored pairs", "normal"])
+def test_twelve_arms_without_effect_get_no_more_verdicts_than_one(benchmark: Benchmark, draw: str) -> None:
     """Without Holm's correction some arm would get one in 46 of 100 studies."""
-    studies = simulate(draw, arms=12, seeds=4)
-    share = sum(any(c.verdict in ("better", "worse") for c in study.values()) for study in studies) / STUDIES
-    assert share <= 0.05 + 2.576 * math.sqrt(0.05 * 0.95 / STUDIES), share
+    noise = benchmark("study_noise")
+    share = noise.false_verdicts(noise.DRAWS[draw](PAIRS["bpb"]), arms=12, seeds=4)
+    assert share <= noise.binomial(0.05)[1], share
 
 
+@pytest.mark.parametrize("draw", ["stored pairs", "normal"])
 @pytest.mark.parametrize(("arms", "seeds"), [(1, 4), (1, 8), (6, 4), (12, 8)])
-def test_the_smallest_difference_is_seen_in_80_of_100_studies(arms: int, seeds: int) -> None:
-    shift = -smallest_difference(sd=SPREAD, pairs=seeds, comparisons=arms)
-    studies = simulate(normal_noise, arms=arms, seeds=seeds, shift=shift)
-    share = sum(study["0"].verdict == "better" for study in studies) / STUDIES
-    assert within(share, 0.8) or (arms > 1 and 0.8 < share < 0.83), share
+def test_the_smallest_difference_is_seen_in_80_of_100_studies(
+    benchmark: Benchmark, draw: str, arms: int, seeds: int
+) -> None:
+    noise = benchmark("study_noise")
+    pairs = PAIRS["bpb"]
+    share = noise.seen(noise.DRAWS[draw](pairs), sd=noise.spread(pairs), arms=arms, seeds=seeds)
+    least, most = noise.binomial(0.8)
+    assert least <= share <= most or (arms > 1 and 0.8 < share < 0.83), share
 
 
-def test_the_noise_is_that_of_thirty_pairs_of_real_runs() -> None:
-    assert len(NOISE) == 30
+@pytest.mark.parametrize("draw", ["stored pairs", "normal"])
+def test_simulated_noise_has_the_deviation_of_the_pairs(benchmark: Benchmark, draw: str) -> None:
+    noise, generator = benchmark("study_noise"), random.Random(1)
+    drawn = [noise.DRAWS[draw](PAIRS["bpb"])(generator) for _ in range(20_000)]
+    assert stdev(drawn) == pytest.approx(noise.spread(PAIRS["bpb"]), rel=0.02)
+    assert abs(sum(drawn) / len(drawn)) < 3 * stdev(drawn) / math.sqrt(len(drawn))
+
+
+def test_the_noise_is_that_of_thirty_pairs_of_real_runs(benchmark: Benchmark) -> None:
+    assert len(PAIRS["bpb"]) == 30
     assert PAIRS["recipe"] == "nano"
-    assert 0 < SPREAD < 0.2
+    assert 0 < benchmark("study_noise").spread(PAIRS["bpb"]) < 0.2

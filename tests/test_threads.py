@@ -13,7 +13,8 @@ import torch
 from parbank import cores, threads
 from parbank.cores import LoadMeter, count_cores, estimate_others, read_quota
 from parbank.errors import ConfigError
-from parbank.threads import ShortWaits, check_threads, choose_threads, compute_with, is_busy, use_threads
+from parbank.threads import ShortWaits, check_threads, compute_with, use_threads
+from parbank.training.threads import choose_threads
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 libgomp = pytest.mark.skipif(
@@ -21,47 +22,6 @@ libgomp = pytest.mark.skipif(
     or any(name in os.environ for name in threads._WAITING),
     reason="this PyTorch has another OpenMP, or the environment says how to wait",
 )
-
-
-@pytest.mark.parametrize(
-    ("cores", "most", "others", "expected"),
-    [
-        (2, 2, 0.0, 2),
-        (2, 2, 0.1, 2),  # a desktop
-        (2, 2, 0.49, 2),
-        (2, 2, 0.5, 1),
-        (2, 2, 1.0, 1),
-        (2, 2, 4.0, 1),
-        (2, 1, 0.9, 1),
-        (1, 1, 0.0, 1),
-        (1, 1, 50.0, 1),
-        (4, 4, 1.0, 3),
-        (4, 4, 2.0, 2),
-        (16, 16, 1.0, 15),
-        (16, 16, 4.0, 12),
-        (16, 16, 32.0, 5),  # a third of the machine, not one thread
-        (16, 16, 1e6, 1),
-        (64, 32, 20.0, 32),  # 32 cores are left to others anyway
-        (64, 32, 32.4, 32),
-        (64, 32, 40.0, 28),
-    ],
-)
-def test_threads_fit_beside_the_load(cores: int, most: int, others: float, expected: int) -> None:
-    assert choose_threads(cores=cores, most=most, others=others) == expected
-
-
-@pytest.mark.parametrize("cores", [1, 2, 3, 8, 96])
-def test_more_load_never_gives_more_threads(cores: int) -> None:
-    found = [choose_threads(cores=cores, most=cores, others=x / 4) for x in range(8 * cores)]
-    assert found == sorted(found, reverse=True)
-    assert (found[0], min(found)) == (cores, max(1, cores // 3))
-
-
-def test_busy_means_that_cores_are_shared() -> None:
-    assert is_busy(cores=2, threads=2, others=0.6)
-    assert not is_busy(cores=2, threads=1, others=1.0)
-    assert is_busy(cores=2, threads=1, others=1.6)
-    assert not is_busy(cores=2, threads=16, others=0.0), "16 threads of ours are not the load of others"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +106,7 @@ def test_affinity_limits_the_threads_of_a_process() -> None:
     script = (
         "import os\nfrom parbank.cores import count_cores\nos.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
     )
-    subprocess.run([sys.executable, "-c", f"{script}assert count_cores() == 1"], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", f"{script}assert count_cores() == 1"], check=True, timeout=300)
 
 
 def seconds_of_waiting() -> float:
@@ -163,18 +123,19 @@ def seconds_of_waiting() -> float:
 
 @libgomp
 def test_waiting_threads_sleep_from_begin_to_end() -> None:
+    """Other processes can keep a thread from spinning, so the largest of several measurements counts."""
     waits = ShortWaits()
     with use_threads(2):
         seconds_of_waiting()
-        spinning = seconds_of_waiting()
+        spinning = max(seconds_of_waiting() for _ in range(3))
         for _ in range(2):
             waits.begin(2)
             waits.begin(2)
-            sleeping = seconds_of_waiting()
+            sleeping = min(seconds_of_waiting() for _ in range(3))
             waits.end()
             waits.end()
             assert sleeping < 0.3 * spinning
-        assert seconds_of_waiting() > 0.5 * spinning
+        assert any(seconds_of_waiting() > 0.5 * spinning for _ in range(10))
     assert not [thread for thread in threading.enumerate() if thread.name == "parbank-short-waits"]
 
 
@@ -259,11 +220,22 @@ def test_a_meter_needs_a_system_that_counts(monkeypatch: pytest.MonkeyPatch) -> 
     assert LoadMeter(2).measure(2) is None
 
 
+def measure_for_a_moment(count: int) -> float:
+    meter = LoadMeter(count)
+    assert meter.measure(1, least_seconds=600) is None, "too early"
+    end = time.monotonic() + 0.7
+    while time.monotonic() < end:
+        pass
+    found = meter.measure(1, least_seconds=0.5)
+    assert found is not None
+    return found
+
+
 @linux
 def test_other_processes_are_noticed() -> None:
     """Two busy processes for each CPU, and this thread computing beside them: at most a third of a core is left to it."""
     count = count_cores()
-    script = "import time\nend = time.monotonic() + 20\nprint(flush=True)\nwhile time.monotonic() < end: pass"
+    script = "import os\nparent = os.getppid()\nprint(flush=True)\nwhile os.getppid() == parent: pass"
     others = [
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) for _ in range(2 * len(cores.cpus()))
     ]
@@ -271,16 +243,10 @@ def test_other_processes_are_noticed() -> None:
         for process in others:
             assert process.stdout is not None
             process.stdout.readline()  # it runs
-        meter = LoadMeter(count)
-        assert meter.measure(1, least_seconds=0.5) is None, "too early"
-        end = time.monotonic() + 0.7
-        while time.monotonic() < end:
-            pass
-        found = meter.measure(1, least_seconds=0.5)
+        found = max(measure_for_a_moment(count) for _ in range(3))
     finally:
         for process in others:
             process.kill()
             process.communicate()
-    assert found is not None
     assert found > 0.8 * count
     assert choose_threads(cores=count, most=count, others=found) <= max(1, round(0.6 * count))

@@ -71,7 +71,7 @@ def differences(facts: Facts, first: Facts) -> list[str]:
 
 
 def hash_code() -> str:
-    """Of every source file of parbank, with its path below the package."""
+    """A hash of every source file of parbank, with its path below the package."""
     root = Path(parbank.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -85,7 +85,7 @@ def hash_file(path: Path) -> str:
 
 
 def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Of names, types, shapes and every bit."""
+    """A hash of names, types, shapes and every bit."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

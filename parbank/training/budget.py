@@ -58,7 +58,7 @@ class Budget:
         self._step_seconds.append(seconds)
 
     def is_stall(self, seconds: float) -> bool:
-        """Whether a step took so much longer than the last ones that its own work cannot be the reason."""
+        """Whether a step took so much longer than the last steps that its own work cannot be the reason."""
         return bool(self._step_seconds) and seconds > max(_STALL_SECONDS, 20 * max(self._step_seconds))
 
     @property

@@ -38,8 +38,9 @@ def save_checkpoint(folder: Path, state: dict[str, Any], *, keep: int) -> Path:
     except (OSError, RuntimeError, MemoryError) as error:  # torch.save wraps whatever ends a write in a RuntimeError
         if isinstance(error.__context__, KeyboardInterrupt | SystemExit):
             raise error.__context__ from None
+        reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(
-            f"cannot write the checkpoint {path}: {error}; free some space or choose another --out"
+            f"cannot write the checkpoint {path}: {reason}; free some space or choose another --out"
         ) from error
     remove_leftovers(folder, "step_*.pt")
     for stale in list_checkpoints(folder)[:-keep]:
@@ -65,7 +66,9 @@ def find_checkpoint(path: Path) -> Path:
             f"the run in {path} ended before it wrote a checkpoint; start it again. train.checkpoint_minutes says how often one is "
             "written"
         )
-    raise CheckpointError(f"no checkpoint at {path}; give a run folder, its checkpoint folder, or a step_N.pt file")
+    raise CheckpointError(
+        f"no checkpoint at {path}; give a run folder, its checkpoint folder, a step_N.pt file, or for a packed model its .pbk file"
+    )
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

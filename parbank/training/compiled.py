@@ -1,14 +1,15 @@
 """Compiled code kept between processes: Triton's kernels, and PyTorch's graphs if a run uses torch.compile.
 
 Two environment variables name the folders. By default they lie in the system's temporary folder, which a reboot or
-the end of a container empties. `use_compile_cache` sets them to folders in parbank's cache; `train`, `eval` and
-`warmup` call it first.
+the end of a container empties. `use_compile_cache` sets them to folders in parbank's cache. Every command
+that runs a model calls it first.
 """
 
 import hashlib
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from parbank.ops import backend
 
 Start = Literal["cold", "warm", "none"]
 
+NOTES, IMPORTED = "rehearsed", "imported"
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
@@ -59,21 +61,31 @@ def use_compile_cache() -> Path | None:
     os.environ.setdefault(INDUCTOR, str(folder / "inductor"))
     # One folder for all GPUs of a machine: Triton names files by their content and renames them when complete.
     os.environ.setdefault(TRITON, str(folder / "triton"))
-    _count_kernels()
+    count_kernels()
     return folder
 
 
 def kernel_folder() -> Path:
-    """Where Triton keeps compiled kernels."""
+    """The folder in which Triton keeps compiled kernels."""
     return Path(os.environ.get(TRITON) or Path.home() / ".triton" / "cache")
 
 
-def has_kernels() -> bool:
-    """Whether Triton has kept a kernel where this process looks for them. A guess at a warm start, and only a guess."""
+def has_kernels(work: str) -> bool:
+    """Whether the kernels of some work, or imported kernels, were kept where this process looks for them. Only a guess:
+    the start of a run is arranged by it."""
     try:
-        return any(kernel_folder().iterdir())
+        noted = any((compile_folder() / NOTES / name).exists() for name in (work, IMPORTED))
+        return noted and any(kernel_folder().iterdir())
     except OSError:
         return False
+
+
+def note_kernels(work: str) -> None:
+    """Notes that the kernels of some work are kept. Kernels of other shapes, such as those of a probe, prove nothing."""
+    with suppress(OSError):
+        folder = compile_folder() / NOTES
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / work).touch()
 
 
 def keep_compiled_graphs() -> None:
@@ -98,8 +110,7 @@ def keep_compiled_graphs() -> None:
 
 @dataclass(frozen=True)
 class Lookups:
-    """How often this process has asked the caches of compiled code so far: Triton's kernels and PyTorch's graphs
-    together."""
+    """Counts this process's lookups in the caches of compiled code: Triton's kernels and PyTorch's graphs together."""
 
     found: int
     built: int
@@ -115,8 +126,8 @@ _kernels = {True: 0, False: 0}  # by whether Triton found it
 _entries: set[Path] = set()
 
 
-def _count_kernels() -> None:
-    """Makes Triton report each kernel that it compiles or finds. A program's own listener stays."""
+def count_kernels() -> None:
+    """Makes Triton report each kernel that it compiles or finds, for `count_lookups`. A program's own listener stays."""
     if backend.HAS_TRITON and not backend.INTERPRETED:
         from triton import knobs
 

@@ -8,6 +8,7 @@ from typing import Any
 from parbank.config import choose, from_dict, require
 from parbank.data.orders import ORDERS
 from parbank.data.sources import remembered_spec
+from parbank.data.tokenizer import TokenizerConfig
 from parbank.model.config import ModelConfig
 from parbank.ops.fp8 import MULTIPLE, Parts
 from parbank.optim.averaging import AverageConfig
@@ -42,8 +43,10 @@ class BudgetConfig:
         require(self.max_bytes > 0, f"budget.max_bytes must be positive, got {self.max_bytes}")
 
 
-# PyTorch compiles a function for eight shapes and then gives up: the stages and the main one.
-MAX_STAGES = 7
+# PyTorch compiles a function for eight shapes and then gives up. Those of a run are the lengths of its windows.
+MAX_LENGTHS, MAX_STAGES = 8, 7
+# Far more than any run has. With a damaged config, a step must not last for ever, nor its buffers fill the memory.
+MAX_BATCH_TOKENS, MAX_PREFETCH = 1 << 32, 1024
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,22 @@ class Stage:
 
     until: float
     """The share of the budget at which it ends."""
-    sequence_length: int
+    lengths: tuple[int, ...]
+    """Tokens in one window. Each of several lengths has an equal part of a step's windows, in this order."""
     batch_tokens: int
+
+    def deal(self, passes: int, rank: int, world: int) -> list[int]:
+        """The length of the windows in each pass that a rank runs in a step. Windows are dealt by pass, then rank, so a window
+        has the same length on any number of ranks."""
+        return [self.lengths[(n * world + rank) * len(self.lengths) // (passes * world)] for n in range(passes)]
+
+    def describe_lengths(self) -> str:
+        return " and ".join(f"{length:,}" for length in self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """How tokens reach the model."""
+    """Batches: their size, order and sequence length."""
 
     sequence_length: int = 2048
     """Tokens in one window."""
@@ -66,10 +78,16 @@ class BatchConfig:
     """Tokens in one optimizer step, over all ranks and micro-batches."""
     micro_batch_tokens: int = 98_304
     """Tokens in one forward pass of one rank, at most. More ranks mean fewer passes, never another batch."""
-    stages: tuple[tuple[float, int, int], ...] = ()
-    """Stages before the main one, each [share of the budget, sequence_length, batch_tokens], e.g. [[0.3, 512, 196608]]."""
+    mixed_lengths: tuple[int, ...] = ()
+    """Mixed sequence lengths in every step: each has an equal part of the step's windows, as many tokens as the others, e.g.
+    [1024, 2048]. Windows are cut shorter, so the longest length is sequence_length. A length may be named twice."""
+    stages: tuple[tuple[float, int | tuple[int, ...], int], ...] = ()
+    """Stages before the main one, each [share of the budget, sequence_length, batch_tokens], e.g. [[0.3, 512, 196608]]. A list
+    of lengths is mixed, as in mixed_lengths: [[0.5, [512, 2048], 196608]]."""
     order: str = "shuffled"
-    """Order of the windows within an epoch: shuffled, or contiguous as they lie in the text."""
+    """Order of the windows within an epoch: shuffled, contiguous as they lie in the text, packed (windows of whole
+    documents, shuffled; for documents shorter than a window, with model.isolate_documents), or hard_first: shuffled within
+    64 parts of the text, of which the hardest come first."""
     prefetch: int = 3
     """Micro-batches prepared ahead by a thread; 0 prepares each when it is asked for."""
 
@@ -81,22 +99,25 @@ class BatchConfig:
                 getattr(self, name) % self.sequence_length == 0,
                 f"batch.{name} ({getattr(self, name)}) must be a multiple of batch.sequence_length ({self.sequence_length})",
             )
+        require(
+            self.batch_tokens <= MAX_BATCH_TOKENS,
+            f"batch.batch_tokens must be at most {MAX_BATCH_TOKENS}, got {self.batch_tokens}",
+        )
         choose(ORDERS, self.order, "batch.order")
-        require(self.prefetch >= 0, f"batch.prefetch must be 0 (off) or positive, got {self.prefetch}")
+        require(
+            0 <= self.prefetch <= MAX_PREFETCH,
+            f"batch.prefetch must be 0 (off) to {MAX_PREFETCH}, got {self.prefetch}",
+        )
         self._check_stages()
+        self._check_lengths()
 
     def _check_stages(self) -> None:
-        whole = self.sequence_length
-        for n, (share, length, tokens) in enumerate(self.stages):
+        for n, (share, _, tokens) in enumerate(self.stages):
             require(share > 0, f"batch.stages[{n}] must have a positive share of the budget, got {share}")
             require(
-                length >= 1 and whole % length == 0,
-                f"batch.stages[{n}] has a sequence length of {length}; it must divide batch.sequence_length ({whole}), because a "
-                "stage cuts the same windows shorter",
-            )
-            require(
-                tokens >= 1 and tokens % whole == 0,
-                f"batch.stages[{n}] has a batch of {tokens} tokens; it must be a multiple of batch.sequence_length ({whole})",
+                1 <= tokens <= MAX_BATCH_TOKENS and tokens % self.sequence_length == 0,
+                f"batch.stages[{n}] has a batch of {tokens} tokens; it must be a multiple of batch.sequence_length "
+                f"({self.sequence_length}), and at most {MAX_BATCH_TOKENS}",
             )
         total = sum(share for share, _, _ in self.stages)
         require(
@@ -108,6 +129,34 @@ class BatchConfig:
             len(self.stages) <= MAX_STAGES, f"batch.stages may have {MAX_STAGES} stages at most, got {len(self.stages)}"
         )
 
+    def _check_lengths(self) -> None:
+        whole, mixed = self.sequence_length, self.mixed_lengths
+        require(
+            not mixed or max(mixed) == whole,
+            f"batch.mixed_lengths is {list(mixed)}; its longest must be batch.sequence_length ({whole}), the length that is "
+            "scored: change one of them",
+        )
+        *before, main = self.plan()
+        named = {f"batch.stages[{n}]": stage for n, stage in enumerate(before)} | {"batch.mixed_lengths": main}
+        for name, stage in named.items():
+            for length in stage.lengths:
+                require(
+                    length >= 1 and whole % length == 0,
+                    f"{name} has a sequence length of {length}; it must divide batch.sequence_length ({whole}), because the same "
+                    "windows are cut shorter",
+                )
+            sequences, parts = stage.batch_tokens // whole, len(stage.lengths)
+            require(
+                parts >= 1 and sequences % parts == 0,
+                f"{name} has {parts} lengths, and a step has {sequences} windows of batch.sequence_length ({whole}), which cannot "
+                f"be split into {parts} equal parts; name another number of lengths, or change the batch's tokens",
+            )
+        found = self.all_lengths()
+        require(
+            len(found) <= MAX_LENGTHS,
+            f"batch.mixed_lengths and batch.stages have {len(found)} different sequence lengths; {MAX_LENGTHS} at most",
+        )
+
     @property
     def sequences(self) -> int:
         return self.batch_tokens // self.sequence_length
@@ -117,11 +166,17 @@ class BatchConfig:
         found, until = [], 0.0
         for share, length, tokens in self.stages:
             until += share
-            found.append(Stage(until, length, tokens))
-        return [*found, Stage(math.inf, self.sequence_length, self.batch_tokens)]
+            found.append(Stage(until, length if isinstance(length, tuple) else (length,), tokens))
+        return [*found, Stage(math.inf, self.mixed_lengths or (self.sequence_length,), self.batch_tokens)]
+
+    def all_lengths(self) -> list[int]:
+        """Every length of windows that a run has, each once."""
+        return list(dict.fromkeys(length for stage in self.plan() for length in stage.lengths))
 
     def micro_sequences(self, world: int) -> int:
-        """The largest micro-batch within the limit that divides the batch, of every stage, evenly over the ranks."""
+        """The largest micro-batch within the limit that divides the batch, of every stage, evenly over the ranks, and whose
+        windows have one length."""
+        shares = []
         for stage in self.plan():
             sequences = stage.batch_tokens // self.sequence_length
             require(
@@ -129,14 +184,14 @@ class BatchConfig:
                 f"the batch of {sequences} sequences (batch.batch_tokens / batch.sequence_length) cannot be split over "
                 f"{world} ranks; use a number of ranks that divides it, or change batch.batch_tokens",
             )
-        share = math.gcd(*(stage.batch_tokens for stage in self.plan())) // (self.sequence_length * world)
-        limit = self.micro_batch_tokens // self.sequence_length
+            shares += [sequences // world, sequences // len(stage.lengths)]
+        share, limit = math.gcd(*shares), self.micro_batch_tokens // self.sequence_length
         return max(n for n in range(1, min(share, limit) + 1) if share % n == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How the loop runs. Only precision, fp8 and dropout change the result by more than its last bits."""
+    """The training loop. Only precision, fp8, dropout and token_dropout change the result by more than its last bits."""
 
     precision: Choice = "auto"
     """Precision of products in training. auto: bfloat16 on CUDA and on a CPU that multiplies it in hardware, else float32. A
@@ -152,6 +207,9 @@ class TrainConfig:
     dropout: float = 0.0
     """The share of channels that training drops, at random, from the output of attention and MLP in every layer. For text that
     is seen many times; it takes the MLP off its fused kernel. Scoring and packing drop nothing."""
+    token_dropout: float = 0.0
+    """The share of input tokens that training replaces, at random, by the unknown token, for text that is seen many times.
+    The tokens to predict stay. It costs no time."""
     warmup_steps: int = 5
     """Steps run before the clock starts, so that everything is compiled and captured, and then undone completely."""
     log_every: int = 10
@@ -175,6 +233,7 @@ class TrainConfig:
         for name in self.loggers:
             choose(LOGGERS, name, "train.loggers")
         require(0 <= self.dropout < 1, f"train.dropout is a share, 0 to below 1; got {self.dropout}")
+        require(0 <= self.token_dropout < 1, f"train.token_dropout is a share, 0 to below 1; got {self.token_dropout}")
         self.read_validate_every()
         require(self.validate_tokens >= 1, f"train.validate_tokens must be at least 1, got {self.validate_tokens}")
         require(self.keep_checkpoints >= 1, f"train.keep_checkpoints must be at least 1, got {self.keep_checkpoints}")
@@ -213,6 +272,7 @@ class RunConfig:
     average: AverageConfig = field(default_factory=AverageConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
@@ -239,6 +299,10 @@ class RunConfig:
 
 
 def read_config(values: dict[str, Any]) -> RunConfig:
-    """The config that an earlier run wrote, with the meaning its data spec had then."""
+    """The config that an earlier run wrote, with the meaning that its data spec and `train.compile` had then."""
+    train = values.get("train") if isinstance(values, dict) else None
+    if isinstance(train, dict) and "precision" not in train:
+        # Such a version wrote true by default, and never compiled on a CPU.
+        values = {**values, "train": {**train, "compile": None}}
     config = from_dict(RunConfig, values)
     return replace(config, data=remembered_spec(config.data))

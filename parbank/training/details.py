@@ -1,4 +1,4 @@
-"""details.json: what a page shows of a run beyond its summary. It is a side matter: a run ends well without it."""
+"""details.json: facts for the page of a run beyond its summary. A run ends well without it."""
 
 import os
 import subprocess

@@ -16,22 +16,23 @@ _SECONDS_BETWEEN_LINES = 10.0  # of work that has no natural lines, when piped
 class _Output:
     """A text stream that stays quiet once it cannot be written: a closed pipe or a full disk must not stop the run."""
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: TextIO | None) -> None:
         self._file = file
-        self._lost = False
+        self._lost = file is None  # so is sys.stdout in a process that was started without one
 
     def write(self, text: str) -> int:
-        return self._try(self._file.write, text)
+        return self._try("write", text)
 
     def flush(self) -> None:
-        self._try(self._file.flush)
+        self._try("flush")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
-    def _try(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        if self._lost:
+    def _try(self, name: str, *arguments: Any) -> Any:
+        if self._file is None or self._lost:
             return None
+        work = getattr(self._file, name)
         try:
             return work(*arguments)
         except UnicodeEncodeError:  # such as a path that is no UTF-8

@@ -9,7 +9,7 @@ from parbank.optim.widths import carry_rate
 
 def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
     """One group per bank, because a bank knows which of its matrices are stored transposed; the rest by role. The group
-    stores `peak_lr`, which the schedule multiplies."""
+    stores `peak_lr` and `peak_decay`, which the schedule multiplies."""
     named = dict(model.named_parameters())
     banks = [
         {
@@ -17,7 +17,9 @@ def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
             "algorithm": config.matrix_algorithm,
             "peak_lr": _carry(config.matrix_lr, _matrix_role(config), model, config),
             "weight_decay": config.matrix_weight_decay,
+            "cautious": config.cautious_decay,
             "ns_steps": config.newton_schulz_steps,
+            "coefficients": config.coefficients,
             "lr_scale": config.lr_scale,
             "normuon": config.normuon,
             "equilibrate": config.equilibrate,
@@ -45,7 +47,7 @@ def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
         }
         for lr, parameters in roles.items()
     ]
-    return [{**group, "lr": group["peak_lr"]} for group in banks + others]
+    return [{**group, "lr": group["peak_lr"], "peak_decay": group["weight_decay"]} for group in banks + others]
 
 
 def _matrix_role(config: OptimConfig) -> str:
@@ -55,6 +57,7 @@ def _matrix_role(config: OptimConfig) -> str:
 
 
 def _carry(lr: float, role: str, model: GPT, config: OptimConfig) -> float:
-    """A learning rate at the model's width."""
-    width = model.config.width
-    return carry_rate(lr, role, tuned_at=config.tuned_width or width, width=width)
+    """A learning rate at the model's width, if it was tuned at another."""
+    if not config.tuned_width:
+        return lr
+    return carry_rate(lr, role, tuned_at=config.tuned_width, width=model.config.width)

@@ -22,7 +22,7 @@ LEAST_MINUTES = 2.0
 """The first compilation takes about 40 s of two cores, and steps are a quarter faster: a wait of a third buys a third."""
 
 LEAST_FLOP = 1e13
-"""Of the matrix products of a run without a clock: about two minutes of two cores."""
+"""The least FLOP of the matrix products of a run without a clock: about two minutes of two cores."""
 
 _COMPILERS = ("g++", "clang++", "c++")
 

@@ -10,7 +10,7 @@ import torch
 
 from parbank.artifact.about import About
 from parbank.artifact.container import is_artifact
-from parbank.artifact.load import LoadedModel, load_artifact
+from parbank.artifact.load import LoadedModel, Shaped, ignore_shape, load_artifact
 from parbank.data.sources import remembered_spec
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import CheckpointError, ParbankError, enough_memory
@@ -19,14 +19,15 @@ from parbank.training.checkpoint import MALFORMED, find_checkpoint, first_line, 
 from parbank.training.config import RunConfig, read_config
 
 
-def load_model(path: Path, device: torch.device) -> LoadedModel:
+def load_model(path: Path, device: torch.device, shaped: Shaped = ignore_shape) -> LoadedModel:
     """An artifact, or a checkpoint with the averaged weights that would be packed. A run folder means its artifact, or
-    its newest checkpoint if there is none yet; it also knows the path of the run's training data."""
+    its newest checkpoint if there is none yet; it also knows the path of the run's training data. `shaped` is called
+    for an artifact, before its weights are decoded."""
     if path.is_dir() and (path / "model.pbk").exists():
-        loaded = load_artifact(path / "model.pbk", device)
+        loaded = load_artifact(path / "model.pbk", device, shaped)
         return replace(loaded, data=loaded.data or _trained_on(path))
     if is_artifact(path) or path.suffix == ".pbk":
-        return load_artifact(path, device)
+        return load_artifact(path, device, shaped)
     if not path.exists():
         raise CheckpointError(
             f"{path} does not exist; give an artifact (.pbk), a checkpoint (step_N.pt), or a run folder"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from parbank.gpu import GpuSampler
+from parbank.training.gpu_sampler import GpuSampler
 from parbank.training.loggers import LOGGERS, Logger
 from parbank.training.telemetry import Reading
 from parbank.training.trainer import Trainer

@@ -10,8 +10,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from parbank.data.prefetch import Prefetcher
 from parbank.graphs import Graphs, Places, addresses
+from parbank.model.gpt import document_lengths
 from parbank.precision import Precision, autocast
+
+
+def cut_windows(batch: Tensor, length: int) -> Tensor:
+    """(rows, L + 1) as (rows * L / length, length + 1): the same targets, each with less context."""
+    if batch.shape[1] == length + 1:
+        return batch
+    return batch.unfold(1, length + 1, length).reshape(-1, length + 1)
+
+
+def take_batch(batches: Prefetcher, length: int, bos_id: int | None = None) -> list[Tensor]:
+    """The next micro-batch in windows of `length` tokens. With a `bos_id` also the lengths of its documents, counted on the
+    host, since the GPU would have to be waited for."""
+    batch = cut_windows(batches.next(), length)
+    if bos_id is None:
+        return [batch]
+    lengths = document_lengths(batches.last_on_host[:, :-1], bos_id, length)
+    return [batch, lengths.to(batch.device, non_blocking=True)]
 
 
 class Passes:
@@ -50,20 +69,22 @@ class Passes:
 
     @property
     def captures(self) -> int:
-        """How many graphs were made."""
+        """The number of captured graphs."""
         return self._graphs.captures
 
-    def add(self, batch: Tensor) -> None:
-        """Forward and backward of one micro-batch (rows, length + 1)."""
-        self._graphs.run(self._run, [batch], key=(self._count,), places=self._places)
+    def add(self, batch: Tensor, *lengths: Tensor) -> None:
+        """Forward and backward of one micro-batch (rows, length + 1), with the lengths of its documents where the model
+        takes them. Lengths of another shape are another graph."""
+        self._graphs.run(self._run, [batch, *lengths], key=(self._count,), places=self._places)
 
-    def rehearse(self, batch: Tensor) -> None:
+    def rehearse(self, batch: Tensor, *lengths: Tensor) -> None:
         """The same launch by launch, without a graph: see `parbank.ops.rehearsal`."""
-        self._run(batch)
+        self._run(batch, *lengths)
 
-    def _run(self, batch: Tensor) -> None:
+    def _run(self, batch: Tensor, *lengths: Tensor) -> None:
+        more = {"lengths": lengths[0]} if lengths else {}
         with autocast(self._device, self.precision):
-            loss = self._forward(batch[:, :-1], batch[:, 1:]) / self._count
+            loss = self._forward(batch[:, :-1], batch[:, 1:], **more) / self._count
         self._differentiate(loss)
         self._total += loss.detach()
 

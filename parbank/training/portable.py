@@ -6,12 +6,13 @@ warm-up used, and PyTorch's portable cache artifacts if the run uses torch.compi
 
 Triton lists the files of a kernel by absolute path. The archive holds names alone, and an import writes its own paths.
 
-The code is run by those who import it. The hashes find accidents; they do not authenticate.
+Imported code runs. The hashes find accidents; they do not authenticate.
 """
 
 import hashlib
 import io
 import json
+import os
 import platform
 import re
 import sysconfig
@@ -27,7 +28,7 @@ import torch
 from parbank.errors import DeviceError, FileError
 from parbank.files import write_file
 from parbank.runtime import versions
-from parbank.training.compiled import code_digest, kernel_folder, used_kernels
+from parbank.training.compiled import IMPORTED, code_digest, kernel_folder, note_kernels, used_kernels
 
 FORMAT = 1
 ABOUT, GRAPHS = "about.json", "torch.bin"
@@ -93,14 +94,29 @@ def export_warmed(path: Path, device: torch.device, *, graphs: bool) -> str:
 def import_kept(path: Path, device: torch.device) -> str:
     """Imports an archive into the caches that this process uses. Returns a line for the user."""
     done = import_code(path, describe_machine(device), kernel_folder())
+    note_kernels(IMPORTED)
     also = " and PyTorch's graphs" if done.graphs else ""
     return f"took {done.new} files{also} from {path}; {done.kept} were here already and stay as they are"
+
+
+def check_export(path: Path) -> None:
+    """Refuses to write over a file that is no earlier export."""
+    if not os.path.lexists(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            ours = json.loads(archive.read(ABOUT))["made_by"] == "parbank"
+    except (OSError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError, RuntimeError, EOFError):
+        ours = False
+    if not ours:
+        raise FileError(f"{path} exists and is no export of parbank; give another name, or delete it yourself")
 
 
 def export_code(
     path: Path, key: Mapping[str, str], folder: Path, kernels: Iterable[Path], *, graphs: bytes | None = None
 ) -> Exported:
     """Writes the archive: these entries of Triton's cache `folder`, and its compiled C code, which has no kernel."""
+    check_export(path)
     entries = sorted({entry.name for entry in kernels if entry.parent == folder and _is_complete(entry)})
     if not entries:
         raise FileError(f"there is nothing to export: this process used no compiled kernel in {folder}")
@@ -157,7 +173,7 @@ def read_archive(path: Path, key: Mapping[str, str]) -> dict[str, bytes]:
     if wrong:
         raise FileError(f"{path} holds {wrong[0]!r}, which is no file of a compile cache; nothing was imported")
     if {name: hashlib.sha256(data).hexdigest() for name, data in members.items()} != hashes:
-        raise FileError(f"{path} is damaged: a file in it is not the one that was written; {_AGAIN}")
+        raise FileError(f"{path} is damaged: a file in it differs from its sha256; {_AGAIN}")
     return members
 
 

@@ -18,11 +18,12 @@ Loop = Callable[[Trainer, Report], None]
 def introduce(trainer: Trainer) -> str:
     """One line about the run that is about to start."""
     config, data = trainer.config, trainer.dataset
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+    parameters, main = sum(p.numel() for p in trainer.model.parameters()), trainer.stages[-1]
     return (
         f"{config.recipe}: {parameters:,} parameters on {trainer.runtime.device} x {trainer.runtime.world}, "
         f"{len(data.train):,} training tokens, {len(data.val):,} validation tokens; "
-        f"{config.batch.batch_tokens:,} tokens a step in {trainer.passes_in(trainer.stages[-1])} passes a rank"
+        f"{config.batch.batch_tokens:,} tokens a step in {trainer.passes_in(main)} passes a rank"
+        + (f", in windows of {main.describe_lengths()}" if config.batch.mixed_lengths else "")
         + (f", after {len(config.batch.stages)} stages of other batches" if config.batch.stages else "")
     )
 

@@ -6,6 +6,7 @@ import json
 import lzma
 import shlex
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -38,8 +39,12 @@ from parbank.training.pack import calibrate_model, pack_run
 from parbank.training.reports import introduce, train_with_reports
 from parbank.training.summary import summarise, summarise_packed
 from parbank.training.threads import plan_threads
-from parbank.training.trainer import Trainer
+from parbank.training.trainer import Trainer, new_model
 from parbank.training.warmup import compile_aside
+
+DETAILS, PAGE = "details for the page", "page"
+"""Parts of the time after training that only the page of a run needs."""
+WritePage = Callable[[Path, dict[str, Any]], object]
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Result:
 
 
 class Laps:
-    """The seconds of each part of a sequence, measured from now on."""
+    """The seconds of each part of a sequence, measured from now on. A part may come more than once."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -59,11 +64,24 @@ class Laps:
 
     def end(self, part: str) -> None:
         now = time.perf_counter()
-        self.seconds[part], self._last = now - self._last, now
+        self._add(part, now - self._last)
+        self._last = now
+
+    def move(self, seconds: float, part: str, to: str) -> None:
+        """Counts seconds of a part as those of another."""
+        self._add(part, -seconds)
+        self._add(to, seconds)
+
+    def _add(self, part: str, seconds: float) -> None:
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
+
+    def describe(self) -> dict[str, Any]:
+        """The entries of a summary about the time after training."""
+        return {"finish_seconds": self.total, "finish_parts": dict(self.seconds)}
 
 
 def run(
@@ -75,29 +93,34 @@ def run(
     quiet: bool = False,
     display: Display | None = None,
     threads: int | None = None,
+    write_page: WritePage | None = None,
 ) -> Result:
     """Trains, scores and packs. Everything that a user keeps is in the folder `out`. `display` replaces the usual display,
-    which prints nothing if `quiet`. `threads` are chosen by what is free if None."""
+    which prints nothing if `quiet`. `threads` are chosen by what is free if None. `write_page` makes the page of the run
+    from its folder and its summary."""
     setup = Laps()
     display = display or Display(enabled=runtime.is_main and not quiet)
     compare_settings(config, runtime, resume=resume)
     config = replace(config, data=absolute_spec(config.data))
     check_settings(config, runtime)
     check_size(config, display)
+    setup.end("checks")
     with use_threads(threads) as most, open_folder(out, resume, runtime) as folder:
         chosen = plan_threads(config, runtime, most, given=threads is not None, say=display.say)
         use_compile_cache()
-        with ThreadPoolExecutor(1) as aside, compile_aside(config, runtime, display.say) as compiling:
+        with ThreadPoolExecutor(1) as aside, compile_aside(config, runtime, display.say) as kernels:
             others = aside.submit(other_processes, runtime.device) if runtime.is_cuda and runtime.is_main else None
-            dataset = _open_data(config, runtime, display, resume, apart=compiling)
+            dataset = _open_data(config, runtime, display, resume, apart=kernels.compiles)
             config = _fit_data(config, dataset)
             check_size(config, display, dataset.tokenizer)
             setup.end("data")
+            model = new_model(config)
+            setup.end("weights")
         setup.end("kernels")
         for process in others.result() if others else ():
             display.say(f"warning: {process} on this GPU; if it computes, training is slower: end it, or wait for it")
-        trainer = Trainer(config, runtime, dataset, out, chosen)
-        trainer.say = display.say
+        trainer = Trainer(config, runtime, dataset, out, chosen, model)
+        trainer.say, trainer.rehearsed = display.say, kernels.ready
         try:
             if folder.checkpoint is not None:
                 trainer.resume(load_checkpoint(folder.checkpoint), folder.checkpoint)
@@ -106,13 +129,13 @@ def run(
                 display.say(f"no checkpoint in {out} to resume from; the run starts at its beginning")
             compare_state(trainer, folder.checkpoint)
             folder.started = True
-            return _train(trainer, setup, display)
+            return _train(trainer, setup, display, write_page)
         finally:
             trainer.close()
             chosen.close()
 
 
-def _train(trainer: Trainer, setup: Laps, display: Display) -> Result:
+def _train(trainer: Trainer, setup: Laps, display: Display, write_page: WritePage | None) -> Result:
     """From the loaded state to the summary, or to a checkpoint if a signal stops the run."""
     out = trainer.out
     if trainer.runtime.is_main:
@@ -142,7 +165,7 @@ def _train(trainer: Trainer, setup: Laps, display: Display) -> Result:
             display.say(f"stopped at step {trainer.step}; saved {saved}; continue with: {_resume_command(out)}")
             return Result(None, trainer.stop_signal)
         waited = trainer.batches.wait_seconds - waited
-        return Result(finish(trainer, setup, waited, display, metrics))
+        return Result(finish(trainer, setup, waited, display, metrics, write_page))
 
 
 def _keep(trainer: Trainer) -> str:
@@ -156,7 +179,14 @@ def _resume_command(out: Path) -> str:
     return f"parbank train --resume --out {shlex.quote(str(out))}"
 
 
-def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display, metrics: Metrics) -> dict[str, Any]:
+def finish(
+    trainer: Trainer,
+    setup: Laps,
+    wait_seconds: float,
+    display: Display,
+    metrics: Metrics,
+    write_page: WritePage | None = None,
+) -> dict[str, Any]:
     """Scores the averaged weights, packs them, and scores the packed file. The last score is the result."""
     config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
     laps = Laps()
@@ -170,25 +200,32 @@ def finish(trainer: Trainer, setup: Laps, wait_seconds: float, display: Display,
         path = trainer.out / "model.pbk"
         measured = calibrate_model(trainer.model, config, dataset.train, runtime, display)
         laps.end("calibration")
-        packed, details = None, dict[str, Any]()
+        packed, details, recorded = None, dict[str, Any](), 0.0
         if runtime.is_main:
             packed = pack_run(trainer.model, config, dataset.tokenizer, measured, path, say=display.say)
-            tensors, details = read_back(path, trainer.model.state_dict(), measured)
+            tensors, details, recorded = read_back(path, trainer.model.state_dict(), measured)
             trainer.model.load_state_dict(tensors)
         for parameter in trainer.model.parameters():
             runtime.broadcast(parameter.data)
         laps.end("packing")
+        laps.move(recorded, "packing", DETAILS)
         after = _examine(trainer, display, "scoring the packed model, and writing samples", detailed=True)
         laps.end("scoring the packed model")
+        laps.move(after.sample_seconds, "scoring the packed model", "sample")
+        laps.move(after.detail_seconds, "scoring the packed model", DETAILS)
         summary = summarise(trainer, before, after.score, setup.seconds, wait_seconds)
         if packed is not None and compressed is not None:
             display.say("compressing the same text with zlib, xz and zstd")
             summary |= summarise_packed(packed, text, after.details["samples"][0]["text"])
             summary["compressors_bpb"] = _wait_for(compressed, display)
+        laps.end("compressors")
     if runtime.is_main:
         _write_details(trainer.out, details | after.details, metrics, display)
-    laps.end("compressors and details")
-    summary |= {"finish_seconds": laps.total, "finish_parts": laps.seconds}
+    laps.end(DETAILS)
+    if runtime.is_main and write_page is not None:
+        _write_page(write_page, trainer.out, summary | laps.describe(), display)
+        laps.end(PAGE)
+    summary |= laps.describe()
     if runtime.is_main:
         write_json(trainer.out / "summary.json", summary)
     return summary
@@ -202,6 +239,14 @@ def _write_details(out: Path, details: dict[str, Any], metrics: Metrics, display
         write_file(out / "details.json", json.dumps(details).encode())
     except Exception as error:
         display.say(f"warning: details.json could not be written ({type(error).__name__}: {error})")
+
+
+def _write_page(write: WritePage, out: Path, summary: dict[str, Any], display: Display) -> None:
+    """A side matter, too."""
+    try:
+        write(out, summary)
+    except Exception as error:
+        display.say(f"warning: the page of the run could not be written ({type(error).__name__}: {error})")
 
 
 def _wait_for(compressed: Future[dict[str, float]], display: Display) -> dict[str, float]:
@@ -220,8 +265,14 @@ def _open_data(config: RunConfig, runtime: Runtime, display: Display, resume: bo
 
     def work() -> Dataset:
         length, say = config.batch.sequence_length, display.say if display.enabled else say_nothing
-        vocabulary = config.model.vocab_size
-        dataset = open_dataset(config.data, vocab_size=vocabulary, sequence_length=length, say=say, apart=apart)
+        dataset = open_dataset(
+            config.data,
+            vocab_size=config.model.vocab_size,
+            case_operators=config.tokenizer.case_operators,
+            sequence_length=length,
+            say=say,
+            apart=apart,
+        )
         if dataset.text == NOT_PROVED:
             say(f"note: that the validation tokens of {config.data} are its text is not proved; the result says so")
         return dataset

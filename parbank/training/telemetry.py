@@ -33,7 +33,7 @@ class Reading:
     tokens: int = 0
     """All tokens trained on up to the end of this step."""
     val_bpb: float | None = None
-    """Of the validation that followed this step, where one did."""
+    """The score of the validation after this step, if there was one."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from parbank.cores import LoadMeter, count_cores
 from parbank.runtime import Runtime
-from parbank.threads import MOST_THREADS, ShortWaits, choose_threads, is_busy
+from parbank.threads import MOST_THREADS, ShortWaits
 from parbank.training.config import RunConfig
 
 LOOK_SECONDS = 2.0
@@ -22,6 +22,9 @@ LOOK_SECONDS = 2.0
 
 CALM_LOOKS = 2
 """Looks in a row that must find room for more threads. Fewer threads are taken at once: one too many costs more."""
+
+NOT_BUSY = 0.5
+"""Cores. Others that want less, such as a desktop, cost less than a thread would bring."""
 
 
 class Threads:
@@ -76,7 +79,7 @@ class Threads:
         self._waits.end()
 
     def restore(self, threads: Any) -> None:
-        """Continues with the number in a checkpoint: None in one that an older version wrote."""
+        """Continues with the number in a checkpoint. A checkpoint of an older version has None."""
         if not self._restores or threads is None:
             return
         if type(threads) is not int or not 1 <= threads <= MOST_THREADS:
@@ -140,3 +143,19 @@ def plan_threads(config: RunConfig, runtime: Runtime, most: int, *, given: bool,
         measures=not runtime.is_cuda,
         say=say,
     )
+
+
+def is_busy(*, cores: int, threads: int, others: float) -> bool:
+    """Whether `threads` threads have to share cores with other processes that want `others` cores."""
+    return others >= NOT_BUSY + max(0, cores - threads)
+
+
+def choose_threads(*, cores: int, most: int, others: float) -> int:
+    """The threads that fit on `cores` cores beside other processes that want `others` cores: at most `most`.
+
+    On a busy machine `most` threads would get `most / (most + others)` of it. That share, rounded down, is the number:
+    a thread that shares its core holds up all of them.
+    """
+    if not is_busy(cores=cores, threads=most, others=others):
+        return most
+    return max(1, int(most * cores / (most + others)))

@@ -4,8 +4,7 @@
     trainer.warm_up()        # compiles everything, then restores its state
     trainer.train()          # until the budget is spent, or a signal stops it
 
-The loop never drains the device, and waits for it on log steps only. telemetry.py reads its numbers; budget.py keeps
-the clock.
+The loop never drains the device, and waits for it on log steps only. See telemetry.py for numbers, budget.py for time.
 """
 
 import copy
@@ -45,7 +44,7 @@ from parbank.training.compiled import count_lookups, keep_compiled_graphs
 from parbank.training.config import RunConfig, Stage
 from parbank.training.groups import parameter_groups
 from parbank.training.inductor import compile_model, find_compiler, wants_inductor
-from parbank.training.passes import Passes
+from parbank.training.passes import Passes, cut_windows, take_batch
 from parbank.training.signals import watch_signals
 from parbank.training.telemetry import Reading, Telemetry
 from parbank.training.threads import Threads
@@ -54,25 +53,29 @@ from parbank.training.validation import Validator
 Report = Callable[[Reading], None]
 
 
-def cut_windows(batch: Tensor, length: int) -> Tensor:
-    """(rows, L + 1) as (rows * L / length, length + 1): the same targets, each with less context."""
-    if batch.shape[1] == length + 1:
-        return batch
-    return batch.unfold(1, length + 1, length).reshape(-1, length + 1)
+def new_model(config: RunConfig) -> GPT:
+    """The untrained model of a run, in host memory: the same for the same seed."""
+    seed_everything(config.seed)
+    return GPT(config.model)
 
 
 class Trainer:
     """A model, its optimizer, its data and its clock: everything that a checkpoint holds."""
 
     def __init__(
-        self, config: RunConfig, runtime: Runtime, dataset: Dataset, out: Path, threads: Threads | None = None
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        dataset: Dataset,
+        out: Path,
+        threads: Threads | None = None,
+        model: GPT | None = None,
     ) -> None:
-        """`threads` chooses the number of threads; if None, torch's number stays."""
+        """`threads` chooses the number of threads; if None, torch's number stays. `model`: that of `new_model`, if made."""
         self.config, self.runtime, self.dataset, self.out = config, runtime, dataset, out
-        seed_everything(config.seed)
-        self.model = GPT(config.model).to(runtime.device)
-        self.model.fp8, self.model.dropout = config.train.fp8, config.train.dropout
-        quant = config.quant
+        self.model = (model or new_model(config)).to(runtime.device)
+        quant, train = config.quant, config.train
+        self.model.fp8, self.model.dropout, self.model.token_dropout = train.fp8, train.dropout, train.token_dropout
         self.fake = None
         if quant.qat_share:
             self.fake = self.model.banks.quantise_in_training(bits=quant.qat_bits, rounding=quant.qat_rounding)
@@ -96,17 +99,18 @@ class Trainer:
             forward, self.model, runtime.device, count, graph=config.train.cuda_graph, precision=precision
         )
         self.batches = Prefetcher(self.stream, device=runtime.device, depth=config.batch.prefetch)
+        self.isolated = config.model.bos_id if config.model.isolate_documents and runtime.is_cuda else None
         self.clock = Clock()
         self.budget = Budget(config.budget, config.batch.batch_tokens, self.clock)
         self.telemetry = Telemetry(runtime.device)
         self.validator = Validator(config, self.model, self.averages, dataset, runtime)
         self.threads = threads or Threads(torch.get_num_threads(), measures=False)
-        self.step = 0
-        self.skipped = 0
+        self.step = self.skipped = 0
         self.stop_signal = 0
         self.stalled_seconds = 0.0
         self.recompilations = 0  # kernels and graphs built while the clock ran
         self.say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
+        self.rehearsed = False  # whether every kernel is ready
         self._tried_to_compile = False
         self._skipping = False  # the last step seen was skipped
         self._stuck = False  # too many in a row were
@@ -141,7 +145,7 @@ class Trainer:
             self.fake.turn(False)  # the weights themselves are scored and packed
 
     def compile(self) -> None:
-        """Compiles the passes on a CPU, if this run does: by a pass of every stage. A failure costs speed only. A second
+        """Compiles the passes on a CPU, if this run does: by a pass of every length. A failure costs speed only. A second
         call does nothing."""
         if not self.compiled or self._tried_to_compile:
             return
@@ -158,9 +162,9 @@ class Trainer:
         self.passes.use(compile_model(self.model, self.threads.most))
         rows, random = self.stream.micro_sequences, random_state()
         try:
-            for stage in self.stages:
+            for length in self.config.batch.all_lengths():
                 empty = torch.zeros(rows, self.stream.sequence_length + 1, dtype=torch.int64)
-                self.passes.rehearse(cut_windows(empty, stage.sequence_length))
+                self.passes.rehearse(cut_windows(empty, length))
         except Exception as error:  # whatever a compiler, its headers, its cache or the linker may do wrong
             self._run_plainly(f"compiling failed ({first_line(error)})")
         else:
@@ -183,7 +187,7 @@ class Trainer:
             return
         before = copy.deepcopy(self.state_dict())
         self.threads.look(least_seconds=0.5)
-        if self.runtime.is_cuda and can_rehearse():
+        if self.runtime.is_cuda and not self.rehearsed and can_rehearse():
             self.rehearse()
         for stage in self.stages:
             for _ in range(self.config.train.warmup_steps):
@@ -198,9 +202,9 @@ class Trainer:
     def rehearse(self, then: Callable[[], None] = lambda: None) -> None:
         """Compiles every kernel of a step, and of `then`, in parallel. Weights and state are garbage afterwards."""
         with rehearsal(self.runtime.device):
-            for stage in self.stages:
+            for length in self.config.batch.all_lengths():
                 self._schedule(0.0)
-                self.passes.rehearse(cut_windows(self.batches.next(), stage.sequence_length))
+                self.passes.rehearse(*take_batch(self.batches, length, self.isolated))
             self.optimizer.step()
             then()
 
@@ -247,6 +251,7 @@ class Trainer:
             self.fake.turn(spent >= 1 - self.config.quant.qat_share)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * rates.lr_share
+            group["weight_decay"] = group["peak_decay"] * rates.decay_share
             if group["algorithm"] == optim.matrix_algorithm:
                 group["momentum"] = rates.momentum
         return rates.lr_share
@@ -257,15 +262,15 @@ class Trainer:
     def _accumulate_gradients(self, stage: Stage) -> Tensor:
         """Forward and backward over this rank's share of the batch. Returns its mean loss, on the device.
 
-        A stage of shorter sequences cuts the stream's windows. So the stream, its order and its position do not
-        depend on stages, and every token is still a target once an epoch.
+        Shorter sequences are the stream's windows, cut. So the stream, its order and its position do not depend on
+        lengths, and every token is still a target once an epoch.
         """
         count, before = self.passes_in(stage), self.batches.state_dict()
         self.passes.start(count)
         failure: DataError | None = None
         try:
-            for _ in range(count):
-                self.passes.add(cut_windows(self.batches.next(), stage.sequence_length))
+            for length in stage.deal(count, self.runtime.rank, self.runtime.world):
+                self.passes.add(*take_batch(self.batches, length, self.isolated))
         except DataError as error:
             failure = error
         self._end_if_unread(failure, before)
@@ -291,7 +296,7 @@ class Trainer:
 
     @property
     def precision(self) -> Precision:
-        """Of the products in training."""
+        """The precision of the products in training."""
         return self.passes.precision
 
     def _choose_precision(self) -> Precision:
@@ -433,13 +438,13 @@ class Trainer:
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         """Momenta come from the checkpoint; learning rates and decay from this run's config, which --set may have changed."""
+        groups = parameter_groups(self.model, self.config.optim)
+        for saved, wanted in zip(state["param_groups"], groups):
+            if saved.get("algorithm") not in (None, wanted["algorithm"]):
+                asked = f"the config asks for {wanted['algorithm']}; resume as it was started, or start again in another --out"
+                raise CheckpointError(f"the checkpoint was trained by {saved['algorithm']}, and {asked}")
         self.optimizer.load_state_dict(state)
-        for group, wanted in zip(self.optimizer.param_groups, parameter_groups(self.model, self.config.optim)):
-            if group["algorithm"] != wanted["algorithm"]:
-                raise CheckpointError(
-                    f"the checkpoint was trained by {group['algorithm']}, and the config asks for {wanted['algorithm']}; resume "
-                    "with the algorithm it was started with, or start again in another --out"
-                )
+        for group, wanted in zip(self.optimizer.param_groups, groups):
             group.update({name: value for name, value in wanted.items() if name not in ("params", "lr")})
 
     def resume(self, state: dict[str, Any], path: Path) -> None:
@@ -460,8 +465,8 @@ class Trainer:
                 f"{path} was trained on other data than {self.config.data!r} now is; resume with the same text and "
                 "tokenizer, or start again in another --out"
             )
-        mine = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
-        theirs = {name: tuple(t.shape) for name, t in state["model"].items()}
+        held = self.model.state_dict(), state["model"]
+        mine, theirs = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in held)
         if mine != theirs:
             different = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
             raise CheckpointError(
@@ -486,6 +491,7 @@ class Trainer:
             world=self.runtime.world,
             seed=self.config.seed,
             order=batch.order,
+            bos_id=self.config.model.bos_id,
         )
 
     def watch_signals(self) -> AbstractContextManager[None]:

@@ -1,27 +1,31 @@
 """`parbank warmup`: compiles and keeps the kernels that a recipe needs."""
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from parbank.config import override
+from parbank.config import override, to_dict
 from parbank.data.dataset import Dataset
 from parbank.data.shards import TokenSet
+from parbank.eval.details import PROMPT_TOKENS
 from parbank.eval.sampling import extend
 from parbank.eval.score import tokens_together
 from parbank.eval.windows import score_windows
-from parbank.ops.rehearsal import can_rehearse
+from parbank.model import GPT
+from parbank.ops.rehearsal import can_rehearse, rehearsal
 from parbank.quant.bank import MAX_Q
 from parbank.quant.gptq import factorise, round_bank
 from parbank.runtime import Runtime
 from parbank.training.checks import check_settings
-from parbank.training.compiled import Lookups, compile_folder, count_lookups, has_kernels
+from parbank.training.compiled import Lookups, compile_folder, count_lookups, has_kernels, note_kernels
 from parbank.training.config import RunConfig
 from parbank.training.trainer import Trainer
 
@@ -51,10 +55,12 @@ def warm_up(config: RunConfig, runtime: Runtime, say: Say) -> Warmed | None:
             "doctor` says what was found)"
         )
         return None
-    say(f"compiling the training step of {config.recipe} for {runtime.device}; the first time takes a minute or more")
+    say(f"compiling the kernels of {config.recipe} for {runtime.device}; the first time takes about half a minute")
     config = override(config, f"train.warmup_steps={STEPS}", "train.validate_every=off")
     began = time.perf_counter()
+    rehearsed = runtime.world == 1 and can_rehearse() and _rehearse_aside(config, runtime, say, cold=True)
     trainer = Trainer(config, runtime, random_data(config, config.batch.batch_tokens), compile_folder())
+    trainer.rehearsed = rehearsed
     try:
         trainer.warm_up()
         trained = time.perf_counter()
@@ -63,58 +69,101 @@ def warm_up(config: RunConfig, runtime: Runtime, say: Say) -> Warmed | None:
         runtime.synchronize()
     finally:
         trainer.close()
+    note_kernels(_name_work(config, runtime))
     return Warmed(trained - began, time.perf_counter() - trained, count_lookups())
 
 
+@dataclass
+class KernelsAside:
+    """The kernels that a thread compiles or loads."""
+
+    compiles: bool = False
+    """Whether none were kept. Compiling leaves little of this process to other threads."""
+    ready: bool = False
+    """Whether a step of training finds all its kernels. Known at the end of `compile_aside`."""
+
+
 @contextmanager
-def compile_aside(config: RunConfig, runtime: Runtime, say: Say) -> Iterator[bool]:
+def compile_aside(config: RunConfig, runtime: Runtime, say: Say) -> Iterator[KernelsAside]:
     """Inside, a thread compiles the kernels of a step, or loads kernels that were kept, while the caller prepares its
-    data. Yields whether it compiles, which leaves little of this process to the caller.
+    data and its weights in host memory.
 
     It does so on a single GPU: several ranks talk to each other while they prepare data, and only one thread of a
     process may.
     """
     if not (runtime.is_cuda and runtime.world == 1 and can_rehearse()):
-        yield False
+        yield KernelsAside()
         return
-    compiles = not has_kernels()
-    if compiles:
+    kernels = KernelsAside(compiles=not has_kernels(_name_work(config, runtime)))
+    if kernels.compiles:
         say("compiling kernels beside the preparation of the data")
     with ThreadPoolExecutor(1) as aside:
-        aside.submit(_rehearse_aside, config, runtime, say)
-        yield compiles
+        done = aside.submit(_rehearse_aside, config, runtime, say, cold=kernels.compiles)
+        yield kernels
+    kernels.ready = done.result()
+    if kernels.ready:
+        note_kernels(_name_work(config, runtime))
+    torch.cuda.manual_seed(config.seed)  # a rehearsal may draw from the GPU's generator, after the caller has set it
 
 
-def _rehearse_aside(config: RunConfig, runtime: Runtime, say: Say) -> None:
-    """An error here costs time only: the warm-up meets it again, and raises it."""
-    began = time.perf_counter()
+def _name_work(config: RunConfig, runtime: Runtime) -> str:
+    """A hash of everything that the kernels of a run depend on."""
+    train, quant = config.train, config.quant
+    parts: list[Any] = [to_dict(config.model), to_dict(config.batch), to_dict(config.optim), str(torch.__version__)]
+    parts += [
+        train.precision,
+        train.compile,
+        train.fp8,
+        train.dropout,
+        train.token_dropout,
+        quant.qat_share,
+        quant.qat_bits,
+    ]
+    parts.append(torch.cuda.get_device_name(runtime.device) if torch.cuda.is_available() else "")
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _rehearse_aside(config: RunConfig, runtime: Runtime, say: Say, *, cold: bool) -> bool:
+    """Whether it succeeded. An error here costs time only: the warm-up meets it again, and raises it."""
+    began, before = time.perf_counter(), count_lookups().built
     try:
-        _rehearse_alone(config, runtime)
+        _rehearse_alone(config, runtime, cold=cold)
     except Exception as error:
         say(f"note: kernels could not be compiled ahead ({type(error).__name__}: {error}); the warm-up compiles them")
-    else:
-        if built := count_lookups().built:
-            say(f"compiled {built} kernels in {time.perf_counter() - began:.1f} s")
+        return False
+    if built := count_lookups().built - before:
+        say(f"compiled {built} kernels in {time.perf_counter() - began:.1f} s")
+    return True
 
 
-def _rehearse_alone(config: RunConfig, runtime: Runtime) -> None:
-    """Rehearses the step of a trainer that is then thrown away, and the work that follows training."""
-    trainer = Trainer(config, runtime, random_data(config, config.batch.batch_tokens), compile_folder())
+def _rehearse_alone(config: RunConfig, runtime: Runtime, *, cold: bool) -> None:
+    """Rehearses the step of a trainer that is then thrown away, and the work that follows training unless all its
+    kernels seem to be kept: then it takes longer to rehearse than to run. The weights get no values: nothing reads the
+    results, and the random generators belong to the trainer that trains."""
+    with torch.device("meta"):
+        model = GPT(config.model)
+    model.allocate(runtime.device)
+    data, built = random_data(config, config.batch.batch_tokens), count_lookups().built
+    trainer = Trainer(config, runtime, data, compile_folder(), model=model)
     try:
-        trainer.rehearse(then=lambda: _read(trainer, tokens=1))  # a second token would capture a graph of nothing
+        trainer.rehearse(then=lambda: _read(trainer, tokens=1) if cold else None)
+        if not cold and count_lookups().built > built:  # kernels of other shapes were kept
+            with rehearsal(runtime.device):
+                _read(trainer, tokens=1)
     finally:
         trainer.close()
 
 
 def _read(trainer: Trainer, *, tokens: int) -> None:
-    """Runs the model as scoring and sampling do, a batch of windows and a few tokens one by one, and rounds as packing
-    does."""
+    """Runs the model as scoring and sampling do, a batch of windows, a prompt, and a few tokens one by one, and rounds as
+    packing does. In a rehearsal one token: a second one would capture a graph of nothing."""
     config, runtime, model = trainer.config, trainer.runtime, trainer.model
     context = config.batch.sequence_length
     windows = random_data(config, tokens_together(config.model.vocab_size, runtime)).train
     score_windows(model, windows, context=context, stride=context, runtime=runtime)
-    for _ in extend(model, [0], tokens, context=context, choose=lambda logits: 0):
-        pass
+    for prompt in ([0], [0] * (1 + PROMPT_TOKENS)):
+        for _ in extend(model, prompt, tokens, context=context, choose=lambda logits: 0):
+            pass
     _round_once(runtime.device)
 
 

@@ -73,7 +73,7 @@ def test_a_terminal_gets_a_bar_with_share_time_and_status(monkeypatch: pytest.Mo
     reader.start()
     with open(theirs, "w", encoding="utf-8") as terminal:
         show(Display(file=terminal))
-    reader.join(timeout=10)
+    reader.join(timeout=60)
     os.close(ours)
     text = shown.decode()
     for part in (

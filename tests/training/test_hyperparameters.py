@@ -1,11 +1,14 @@
 """What the optimizer and the averages are really given, step by step: schedules are right, and they arrive."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parbank.data.dataset import Dataset
+from parbank.errors import ConfigError
+from parbank.optim.config import OptimConfig
 from parbank.training.trainer import Trainer
 from tests.training.test_trainer import CPU, nano, readings_of
 
@@ -47,6 +50,22 @@ def test_every_step_gets_its_learning_rate_and_momentum(trainer: Trainer, monkey
     assert all(seen.values())
 
 
+def test_decay_is_constant_or_falls_with_the_learning_rate() -> None:
+    config = OptimConfig(warmdown=0.5, final_lr=0.2, warmup_steps=10)
+    assert [config.rates(spent, 0).decay_share for spent in (0.0, 0.75, 1.0)] == [1, 1, 1]
+    tapered = replace(config, decay_taper=True)
+    assert [tapered.rates(spent, 0).decay_share for spent in (0.0, 0.75, 1.0)] == pytest.approx([1, 0.6, 0.2])
+
+
+def test_decay_arrives(dataset: Dataset, tmp_path: Path) -> None:
+    trainer = Trainer(nano(*SETTINGS, "optim.decay_taper=true", "optim.cautious_decay=true"), CPU, dataset, tmp_path)
+    readings_of(trainer)
+    for group in trainer.optimizer.param_groups:
+        assert group["weight_decay"] == pytest.approx(0.04 * SHARES[-1])
+        assert group["cautious"] == (group["algorithm"] == "muon")
+    trainer.close()
+
+
 def test_the_tail_that_is_averaged_begins_by_the_learning_rate(trainer: Trainer) -> None:
     readings_of(trainer)
     assert trainer.averages.state_dict()["snapshots"] == sum(share <= 0.7 for share in SHARES)
@@ -60,3 +79,13 @@ def test_the_optimizer_knows_which_matrices_lie_transposed(trainer: Trainer) -> 
     expected = {key: tuple(slot.transposed for slot in slots) for key, slots in trainer.model.banks.entries.items()}
     assert found == expected
     assert any(any(flags) for flags in found.values())
+
+
+def test_the_polynomial_arrives(dataset: Dataset, tmp_path: Path) -> None:
+    trainer = Trainer(nano(*SETTINGS, "optim.coefficients=polar_express"), CPU, dataset, tmp_path)
+    matrices = [group for group in trainer.optimizer.param_groups if group["algorithm"] == "muon"]
+    trainer.close()
+    assert matrices
+    assert {group["coefficients"] for group in matrices} == {"polar_express"}
+    with pytest.raises(ConfigError, match=r"optim\.coefficients must be one of quintic, polar_express"):
+        OptimConfig(coefficients="cubic")

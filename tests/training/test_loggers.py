@@ -4,6 +4,7 @@ import json
 import math
 import time
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,8 +18,9 @@ from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.display import Display
 from parbank.training.loggers import LOGGERS
-from parbank.training.metrics import finite, memory_bytes
+from parbank.training.metrics import Metrics, finite, memory_bytes
 from parbank.training.reports import train_with_reports
+from parbank.training.telemetry import Reading
 from parbank.training.trainer import Trainer
 
 
@@ -138,14 +140,19 @@ def test_a_registered_logger_gets_the_rows(dataset: Dataset, tmp_path: Path, mon
 
 
 def test_other_ranks_log_nothing(dataset: Dataset, tmp_path: Path) -> None:
-    config = override(get_recipe("nano"), "budget.steps=2")
-    trainer = Trainer(config, Runtime(device=torch.device("cpu")), dataset, tmp_path)
-    trainer.runtime = Runtime(device=torch.device("cpu"), rank=1, world=1)
+    trainer = Trainer(
+        override(get_recipe("nano"), "budget.steps=2"), Runtime(device=torch.device("cpu")), dataset, tmp_path
+    )
+    reading = Reading(step=0, lr_share=1.0, loss=1.0, grad_norm=1.0, skipped=0, skipped_in_a_row=0, seconds=0.1)
     try:
-        train_with_reports(trainer, Display(enabled=False))
+        for rank, files in ((1, []), (0, ["metrics.jsonl", "tensorboard"])):
+            trainer.runtime = Runtime(device=torch.device("cpu"), rank=rank, world=2)
+            with closing(Metrics(trainer)) as metrics:
+                metrics.add(reading)
+                metrics.write_details({})
+            assert sorted(path.name for path in tmp_path.iterdir()) == files
     finally:
         trainer.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_logger_is_refused_with_the_choices() -> None:

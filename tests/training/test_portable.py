@@ -120,6 +120,20 @@ def test_only_used_kernels_and_libraries_travel(exported: Path, tmp_path: Path) 
     assert str(tmp_path) not in zipfile.ZipFile(exported).read("triton/AAAA/__grp__kernel.json").decode()
 
 
+def test_an_export_replaces_only_an_export(exported: Path, tmp_path: Path) -> None:
+    portable.check_export(exported)
+    portable.check_export(tmp_path / "nothing")
+    mine = tmp_path / "mine.zip"
+    with zipfile.ZipFile(mine, "w") as archive:
+        archive.writestr(ABOUT, "[]")
+    for file in (mine, tmp_path):
+        with pytest.raises(FileError, match="no export of parbank"):
+            portable.check_export(file)
+    entry = tmp_path / "cache" / "AAAA"
+    with pytest.raises(FileError, match="no export of parbank"):
+        export_code(mine, KEY, tmp_path / "cache", [entry])
+
+
 def test_files_that_exist_stay(exported: Path, tmp_path: Path) -> None:
     mine = tmp_path / "new" / "AAAA" / "kernel.cubin"
     mine.parent.mkdir(parents=True)
@@ -182,7 +196,7 @@ def test_damage_is_found(exported: Path, tmp_path: Path) -> None:
 def test_a_changed_member_is_damage(exported: Path, tmp_path: Path) -> None:
     files = json.loads(zipfile.ZipFile(exported).read(ABOUT))["files"]
     changed = rewrite(exported, {"triton/AAAA/kernel.cubin": b"other"}, about={"files": files})
-    with pytest.raises(FileError, match="not the one that was written"):
+    with pytest.raises(FileError, match="differs from its sha256"):
         import_code(changed, KEY, tmp_path / "new")
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.telemetry import Reading
 from parbank.training.trainer import Trainer
+from tests.faults.ranks import find_port
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,12 +64,13 @@ def test_the_loop_waits_for_nothing_between_log_steps(
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_graphs_change_nothing(compiled: bool, text_spec: str, tmp_path: Path) -> None:
+    """In bfloat16: Inductor warns about float32 products, and a warning is an error here."""
     dataset = open_dataset(text_spec, vocab_size=320, say=lambda line: None)
     losses: dict[bool, list[float]] = {}
     for graph in (False, True):
         config = override(
             get_recipe("nano"), "budget.steps=12", "train.warmup_steps=3", f"train.compile={str(compiled).lower()}",
-            f"train.cuda_graph={str(graph).lower()}",
+            f"train.cuda_graph={str(graph).lower()}", "train.precision=bfloat16",
         )  # fmt: skip
         trainer = Trainer(config, Runtime(device=torch.device("cuda", 0)), dataset, tmp_path / str(graph))
         trainer.warm_up()
@@ -89,9 +90,7 @@ def train_ranks(world: int, text_spec: str, out: Path) -> list[dict[str, float]]
     Where there are fewer GPUs than ranks they share one. nccl refuses two ranks of one machine on one GPU, so each then
     says that it is a machine of its own, and they talk through sockets: slow, and every collective is real.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_port()
     shared = torch.cuda.device_count() < world
     processes = []
     for rank in range(world):
@@ -112,7 +111,7 @@ def train_ranks(world: int, text_spec: str, out: Path) -> list[dict[str, float]]
         )
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=150)
+            output, _ = process.communicate(timeout=300)
             assert process.returncode == 0, output
     finally:
         for process in processes:
@@ -126,6 +125,6 @@ def test_two_ranks_under_nccl_give_the_losses_of_one(text_spec: str, tmp_path: P
     alone = train_ranks(1, text_spec, tmp_path / "one")
     both = train_ranks(2, text_spec, tmp_path / "two")
     assert [row["step"] for row in both] == [row["step"] for row in alone]
-    # bfloat16 products of other batch shapes round differently
+    # products of other batch shapes round differently
     assert [row["loss"] for row in both] == pytest.approx([row["loss"] for row in alone], rel=3e-3)
     assert [row["grad_norm"] for row in both] == pytest.approx([row["grad_norm"] for row in alone], rel=5e-2)

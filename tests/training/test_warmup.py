@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +16,19 @@ from parbank.config import override
 from parbank.model import GPT
 from parbank.ops.fp8 import Parts
 from parbank.recipes import get_recipe
-from parbank.runtime import Runtime
+from parbank.runtime import Runtime, seed_everything
 from parbank.training import warmup
-from parbank.training.compiled import INDUCTOR, TRITON, Lookups, compile_folder, keep_compiled_graphs, use_compile_cache
-from parbank.training.trainer import Trainer
+from parbank.training.compiled import (
+    IMPORTED,
+    INDUCTOR,
+    TRITON,
+    Lookups,
+    compile_folder,
+    keep_compiled_graphs,
+    note_kernels,
+    use_compile_cache,
+)
+from parbank.training.trainer import Trainer, new_model
 from parbank.training.warmup import compile_aside, random_data, warm_up
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,54 +172,83 @@ def test_a_start_is_warm_only_where_all_was_found() -> None:
     assert {key: Lookups(*key).start for key in starts} == starts
 
 
-def parbank_in(cache: Path, *arguments: str) -> tuple[str, float]:
-    """Runs `parbank` in a process of its own with a cache of its own: what it printed, and the seconds it took."""
+def parbank_in(cache: Path, *arguments: str) -> str:
+    """What `parbank` printed, in a process of its own with a cache of its own."""
     environment = {name: value for name, value in os.environ.items() if name not in (INDUCTOR, TRITON)}
     environment |= {
         "PARBANK_CACHE": str(cache),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    began = time.perf_counter()
     command = [sys.executable, "-m", "parbank", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, time.perf_counter() - began
+    return done.stdout
 
 
 def test_the_command_on_a_cpu(tmp_path: Path) -> None:
-    said, _ = parbank_in(tmp_path, "warmup", "--recipe", "nano", "--set", "model.width=64", "--device", "cpu")
+    said = parbank_in(tmp_path, "warmup", "--recipe", "nano", "--set", "model.width=64", "--device", "cpu")
     assert "nothing to compile for nano" in said
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_a_second_start_is_warm(text_spec: str, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    said, cold = parbank_in(cache, "warmup", "--recipe", "nano")
-    assert " 0 found" in said
-    said, warm = parbank_in(cache, "warmup", "--recipe", "nano")
-    assert " 0 kernels and graphs built" in said
-    assert warm < cold
-    out = tmp_path / "run"
-    parbank_in(cache, "train", "--recipe", "nano", "--data", text_spec, "--out", str(out))
+    """In bfloat16, as the other recipes train: calibration and scoring then find the kernels of training."""
+    cache, out = tmp_path / "cache", tmp_path / "run"
+    recipe = ("--recipe", "nano", "--set", "train.precision=bfloat16")
+    said = parbank_in(cache, "warmup", *recipe)
+    assert " 0 found" in said, said
+    parbank_in(cache, "train", *recipe, "--data", text_spec, "--out", str(out))
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["compile_cache"] == "warm", "the warm-up compiles exactly what training needs"
 
 
 def test_kernels_are_compiled_or_loaded_aside(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU never. On a GPU in a thread, and its end is waited for; a caller learns whether it compiles."""
-    with compile_aside(get_recipe("nano"), CPU, print) as compiled:
-        assert not compiled
-    rehearsed: list[str] = []
+    with compile_aside(get_recipe("nano"), CPU, print) as kernels:
+        assert not kernels.compiles
+    assert not kernels.ready
+    rehearsed: list[bool] = []
     monkeypatch.setattr(warmup, "can_rehearse", lambda: True)
-    monkeypatch.setattr(warmup, "_rehearse_alone", lambda config, runtime: rehearsed.append(config.recipe))
+    monkeypatch.setattr(warmup, "_rehearse_alone", lambda config, runtime, cold: rehearsed.append(cold))
     cuda = Runtime(device=torch.device("cuda", 0))
     folder = use_compile_cache()
     assert folder is not None
-    with compile_aside(get_recipe("nano"), cuda, lambda line: None) as compiled:
-        assert compiled
-    assert rehearsed == ["nano"]
+    with compile_aside(get_recipe("nano"), cuda, lambda line: None) as kernels:
+        assert kernels.compiles
+    assert kernels.ready
     (folder / "triton" / "a kernel").mkdir(parents=True)
-    with compile_aside(get_recipe("nano"), cuda, lambda line: None) as compiled:
-        assert not compiled, "kept kernels are only loaded"
-    assert rehearsed == ["nano", "nano"]
+    with compile_aside(get_recipe("nano"), cuda, lambda line: None) as kernels:
+        assert not kernels.compiles, "kept kernels are only loaded"
+    with compile_aside(get_recipe("demo"), cuda, lambda line: None) as kernels:
+        assert kernels.compiles, "those of another model are of no use"
+    note_kernels(IMPORTED)
+    with compile_aside(get_recipe("golf"), cuda, lambda line: None) as kernels:
+        assert not kernels.compiles
+    assert rehearsed == [True, False, True, False]
+
+
+def test_kernels_that_do_not_compile_ahead_are_left_to_the_warm_up(
+    clean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(config: object, runtime: object, cold: bool) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(warmup, "can_rehearse", lambda: True)
+    monkeypatch.setattr(warmup, "_rehearse_alone", fail)
+    said: list[str] = []
+    with compile_aside(get_recipe("nano"), Runtime(device=torch.device("cuda", 0)), said.append) as kernels:
+        pass
+    assert not kernels.ready
+    assert "no such instruction" in said[-1]
+
+
+def test_a_throwaway_trainer_leaves_the_random_numbers_alone(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is built beside the model that is trained, whose weights depend on the seed alone."""
+    config = get_recipe("nano")
+    expected = new_model(config).state_dict()
+    monkeypatch.setattr(Trainer, "rehearse", lambda self, then: None)
+    seed_everything(config.seed)
+    warmup._rehearse_alone(config, CPU, cold=False)
+    found = GPT(config.model).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -23,7 +23,7 @@ class Logger(Protocol):
         """Writes one row: "step", and numbers by name. A non-finite number is None."""
 
     def write_details(self, step: int, details: dict[str, Any]) -> None:
-        """Writes what it can show of details.json, such as samples, when the run is scored. `step` is the last one."""
+        """Writes parts of details.json that the logger can show, such as samples, when the run is scored. `step` is the last."""
 
     def close(self) -> None:
         """The run has ended, or stopped."""

@@ -30,7 +30,7 @@ class WandbLogger:
         self._histogram = wandb.Histogram
 
     def write(self, row: dict[str, Any]) -> None:
-        """W&B ignores steps that it has: those of an abandoned attempt stay as they were."""
+        """Writes a row. W&B ignores steps that it already has, such as those of an abandoned attempt."""
         values = {name: value for name, value in row.items() if name != "step" and value is not None}
         self._run.log(values, step=row["step"])
 
