@@ -28,8 +28,8 @@ NAME = "auto"
 WIDTHS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 # Layers of each width that runs have tried, or that lie between: from wide and shallow to about 1 layer for 46 channels.
 LAYERS = {
-    64: (2, 3), 128: (2, 3, 4), 192: (2, 3, 4), 256: (3, 4, 5), 320: (4, 6), 384: (4, 6, 8), 448: (6, 8), 512: (6, 8, 11),
-    640: (8, 11), 768: (8, 11), 1024: (10, 14),
+    64: (2, 3), 128: (2, 3, 4), 192: (2, 3, 4), 256: (3, 4, 5), 320: (4, 6), 384: (4, 6, 8), 448: (6, 8),
+    512: (6, 8, 9, 11), 640: (8, 11), 768: (8, 11), 1024: (10, 14),
 }  # fmt: skip
 VOCABULARIES = (320, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 BATCHES = tuple(2**power for power in range(9, 21))
@@ -40,11 +40,22 @@ LEAST_BITS = 2.2
 MOST_BITS = 8.0
 CONTAINER_BYTES = 4096  # header, table of sections and config of an artifact
 _TEXT_PER_TOKEN = 250  # bytes of text for each token of a vocabulary, at least: rarer tokens are hardly trained
-MARGIN = 0.05
-"""Bits per byte, for each factor of e by which a model is smaller or larger than those of the runs: a law is worth less
-there. It depends on neither minutes nor bytes, so that more of them is still never worse."""
+EXPOSURE = 5.0
+"""A plan repeats its text until (epochs - 1) * parameters / bytes of text reaches this, and ends its clock there: beyond, a
+model learns the text by heart and scores worse (docs/log/2026-11-16-epochs.md)."""
+HOST_SECONDS = 0.005
+"""What the host may take for one step: a guess on the safe side, not measured. The probe does not see it: it times passes and
+updates alone, and by its rates those of a small model take a GPU a tenth of a millisecond."""
+UNTRIED = 0.02
+"""Bits per byte, for each factor of e by which matrices, vocabulary or batch are away from the nearest long run: a law is
+worth less there. It depends on neither minutes nor bytes, so that more of them is still never worse."""
+GPU_TABLE = (16_384, 64)
+"""Rows and width of the bigram table on a GPU: -0.022 bits per byte after 25 s against 1,536 rows, and no slower."""
 TABLES = (1536, 256)
-"""Rows of the bigram table beside those of the recipe: a large table would not leave room for a model under a small cap."""
+"""Rows of smaller bigram tables: a large table would not leave room for a model under a small cap."""
+SHORT_SHARE, SHORT_LENGTH = 0.4, 1024
+"""On a GPU windows of half the length come first: attention costs less there. With the first 40% of the clock at 1,024
+tokens, 7% more tokens are read."""
 TABLE_MARGIN = 0.03
 """Bits per byte, for each factor of e by which a table is smaller: 0.07 for a factor of 8 (docs/log/2026-11-16-cpu.md)."""
 _BEYOND = 4.0  # how far beyond the runs' own sizes a model may go, as a factor; twice as far down, for small caps
@@ -55,7 +66,7 @@ _DECAY_STEPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One candidate, and what it is expected to do."""
+    """One candidate, with its predicted score, time and size."""
 
     config: RunConfig
     parameters: int
@@ -92,7 +103,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be planned."""
+    """The budget, the text and the fixed settings to plan for."""
 
     minutes: float
     max_bytes: int
@@ -118,7 +129,8 @@ class Grid:
     batches: Array
     lengths: Array
     margin: Array
-    """Added to the score of models smaller or larger than those of the runs."""
+    """Added to the score, by model and batch: for small tables, for what no long run has tried, and what long runs nearby
+    were above the law."""
 
 
 def make_plan(request: Request, machine: Machine, laws: Laws) -> Plan:
@@ -147,7 +159,7 @@ def make_grid(request: Request, machine: Machine, laws: Laws) -> Grid:
     models = []
     for layers, width in _shapes(fixed):
         for vocab in _vocabularies(fixed, text, laws):
-            model = make_model(layers, width, vocab, fixed)
+            model = make_model(layers, width, vocab, fixed, cuda=machine.cuda)
             if model is None:
                 continue
             inside = low / _BEYOND**2 <= count_parameters(model).matrices <= high * _BEYOND
@@ -162,25 +174,31 @@ def make_grid(request: Request, machine: Machine, laws: Laws) -> Grid:
     sizes = np.array([float(model.vocab_size) for model in models])
     spelt = laws.token_sizes.predict(sizes, text.hardness) if text.bytes_per_token is None else text.bytes_per_token
     matrices = np.array([float(count_parameters(model).matrices) for model in models])
-    largest = max(_small().model.bigram_buckets, _large().model.bigram_buckets)
+    largest = max(model.bigram_buckets for model in models)
+    batch_tokens = np.array([float(batch) for batch, _ in batches])
+    distances = laws.distances(matrices[:, None], sizes[:, None], batch_tokens)
     return Grid(
         models=tuple(models),
         costs=Costs.of(models),
         matrices=matrices,
-        margin=MARGIN * np.log(np.maximum(np.maximum(low / matrices, matrices / high), 1.0))
-        + TABLE_MARGIN * np.log([max(1.0, largest / max(model.bigram_buckets, 1)) for model in models]),
+        margin=(TABLE_MARGIN * np.log([max(1.0, largest / max(model.bigram_buckets, 1)) for model in models]))[:, None]
+        + UNTRIED * distances.min(axis=0)
+        + laws.correct(distances),
         vocab=sizes,
         bytes_per_token=np.broadcast_to(spelt, sizes.shape),
-        batches=np.array([float(batch) for batch, _ in batches]),
+        batches=batch_tokens,
         lengths=np.array([float(length) for _, length in batches]),
     )
 
 
-def make_model(layers: int, width: int, vocab: int, fixed: dict[str, Any]) -> ModelConfig | None:
-    """The model of a shape, with the options of `demo` or `sprint`; None where settings contradict it."""
-    deep = layers >= 8
-    base = (_large() if deep else _small()).model
-    heads = max(1, width // 64)
+def make_model(layers: int, width: int, vocab: int, fixed: dict[str, Any], *, cuda: bool) -> ModelConfig | None:
+    """The model of a shape, with the options of `demo` on a CPU and those of `sprint`, widened, on a GPU; None where
+    settings contradict it. Heads of 128 channels take a GPU 7% less time, and a CPU no less."""
+    base = (_large() if cuda else _small()).model
+    rows, channels = GPU_TABLE if cuda else (base.bigram_buckets, base.bigram_width)
+    channels_of_head = 128 if cuda and width % 128 == 0 else 64 if cuda else 48
+    counts = range(1, max(1, width // channels_of_head) + 1)
+    heads = max((count for count in counts if width % (8 * count) == 0), default=1)
     values: dict[str, Any] = {
         "layers": layers,
         "width": width,
@@ -188,9 +206,10 @@ def make_model(layers: int, width: int, vocab: int, fixed: dict[str, Any]) -> Mo
         "heads": heads,
         "kv_heads": heads // 2 if heads % 2 == 0 else 1,
         "rope_dims": 16,
-        "value_layers": (layers - 2, layers - 1) if deep else (layers - 1,),
+        "value_layers": (layers - 2, layers - 1) if layers >= 8 else (layers - 1,),
         "value_width": 128 if width >= 384 else min(64, width),
-        "bigram_width": min(base.bigram_width, width),
+        "bigram_buckets": rows,
+        "bigram_width": min(channels, width),
         "xsa_layers": min(base.xsa_layers, layers),
     }
     own = {name.removeprefix("model."): value for name, value in fixed.items() if name.startswith("model.")}
@@ -267,7 +286,9 @@ def _search(request: Request, machine: Machine, laws: Laws, grid: Grid) -> tuple
     passes = np.maximum(1.0, 2 ** np.ceil(np.log2(np.maximum(share / np.maximum(micro, 1e-9), 1.0))))
     seconds = machine.step_seconds(wide, grid.lengths, grid.batches, passes)
     steps = 60 * request.minutes / np.maximum(seconds, 1e-12)
-    tokens = np.maximum(steps, 1.0) * grid.batches
+    unique = request.text.bytes / grid.bytes_per_token[:, None]
+    most_tokens = unique * (1 + EXPOSURE * request.text.bytes / costs.parameters[:, None])
+    tokens = np.minimum(np.maximum(steps, 1.0) * grid.batches, np.maximum(most_tokens, grid.batches))
     cases = Cases.of(
         matrices=grid.matrices[:, None],
         vocab=grid.vocab[:, None],
@@ -281,7 +302,8 @@ def _search(request: Request, machine: Machine, laws: Laws, grid: Grid) -> tuple
     bits = 8 * (request.max_bytes - fixed_bytes(grid.vocab, count_code)) / costs.parameters
     bits = np.clip(bits, -1.0, MOST_BITS)[:, None]
     packing = np.broadcast_to(laws.packing.predict(bits), tokens.shape)
-    scores = laws.score(cases, request.text.name) + packing + grid.margin[:, None]
+    options = laws.gpu_options if machine.cuda else 1.0
+    scores = options * laws.score(cases, request.text.name) + packing + grid.margin
     fits = (bits >= LEAST_BITS) & (share / passes >= grid.lengths) & (most >= grid.lengths)
     usable = fits & (steps >= 1)
     if fits.any() and not usable.any():  # not one step fits the clock: the quickest one comes nearest
@@ -295,7 +317,7 @@ def _search(request: Request, machine: Machine, laws: Laws, grid: Grid) -> tuple
         one = Cases.of(**{name: np.broadcast_to(getattr(cases, name), scores.shape)[row, at] for name in vars(cases)})
         config = configure(
             request, machine, grid.models[row], int(grid.batches[at]), int(grid.lengths[at]), int(passes[row, at]),
-            float(tokens[row, at]),
+            float(tokens[row, at]), float(seconds[row, at]),
         )  # fmt: skip
         return Choice(
             config=config,
@@ -305,7 +327,7 @@ def _search(request: Request, machine: Machine, laws: Laws, grid: Grid) -> tuple
             bits_per_weight=float(bits[row, 0]),
             score=float(scores[row, at]),
             packing=float(packing[row, at]),
-            deviation=float(laws.deviations(one, request.text.name)[0]),
+            deviation=float(laws.deviations(one, request.text.name, options=machine.cuda)[0]),
             tokens_per_second=float(grid.batches[at] / seconds[row, at]),
         )
 
@@ -340,7 +362,14 @@ def _refusal(request: Request, grid: Grid, machine: Machine) -> ConfigError:
 
 
 def configure(
-    request: Request, machine: Machine, model: ModelConfig, batch: int, length: int, passes: int, tokens: float
+    request: Request,
+    machine: Machine,
+    model: ModelConfig,
+    batch: int,
+    length: int,
+    passes: int,
+    tokens: float,
+    step_seconds: float,
 ) -> RunConfig:
     """The whole config of a candidate: what is not planned comes from `demo` or `sprint`, the nearer one."""
     base = _large() if batch >= LARGE_BATCH else _small()
@@ -351,19 +380,36 @@ def configure(
         base,
         recipe=NAME,
         model=model,
-        budget=BudgetConfig(minutes=request.minutes, max_bytes=request.max_bytes),
+        budget=_end(request, machine, steps, step_seconds),
         batch=replace(
             near.batch, sequence_length=length, batch_tokens=batch, micro_batch_tokens=batch // (machine.ranks * passes)
         ),
+        optim=replace(_small().optim, warmdown=base.optim.warmdown, normuon=machine.cuda),
         average=replace(base.average, ema_decay=round(decay, 4)),
         train=near.train,
         quant=near.quant,
     )
-    return override(config, *request.settings)
+    if machine.cuda and length >= 2 * SHORT_LENGTH:
+        stages = ((SHORT_SHARE, length // 2, batch),)
+        config = replace(config, batch=replace(config.batch, stages=stages))
+    ends = ("budget.minutes", "budget.steps", "budget.tokens")  # planned: `_end`
+    return override(config, *(one for one in request.settings if one.partition("=")[0].strip() not in ends))
+
+
+def _end(request: Request, machine: Machine, steps: float, step_seconds: float) -> BudgetConfig:
+    """The clock as it was given, or an earlier end. On a GPU that is a number of steps, if they surely fit the clock: small
+    steps take as long as the host does, and a clock of the GPU's seconds would end after a fraction of them."""
+    given = 60 * request.minutes
+    seconds = steps * step_seconds
+    if seconds > 0.98 * given:  # the clock as it was given, not as rounding leaves it
+        return BudgetConfig(minutes=request.minutes, max_bytes=request.max_bytes)
+    if machine.cuda and steps * (step_seconds + HOST_SECONDS) <= 0.5 * given:
+        return BudgetConfig(steps=round(steps), max_bytes=request.max_bytes)
+    return BudgetConfig(minutes=seconds / 60, max_bytes=request.max_bytes)
 
 
 def _notes(best: Choice, request: Request, laws: Laws) -> tuple[str, ...]:
-    """What lies outside the runs behind the laws."""
+    """Notes on quantities outside the runs behind the laws."""
     model, notes = best.config.model, []
     values = {
         "matrices": (float(count_parameters(model).matrices), "parameters in matrices"),
@@ -377,13 +423,14 @@ def _notes(best: Choice, request: Request, laws: Laws) -> tuple[str, ...]:
     for name, (value, what) in values.items():
         low, high = laws.ranges[name]
         if not low * 0.99 <= value <= high * 1.01:
-            shown = f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
-            notes.append(
-                f"{shown} {what} lie outside the runs behind this plan ({low:,.4g} to {high:,.4g}): extrapolated"
-            )
-    if best.epochs > 3 * laws.ranges["epochs"][1]:
+            shown, *bounds = (f"{x:,.2f}" if x < 100 else f"{x:,.0f}" for x in (value, low, high))
+            notes.append(f"{shown} {what} lie outside the runs behind this plan ({' to '.join(bounds)}): extrapolated")
+    budget = best.config.budget
+    if budget.minutes != request.minutes:
+        end = f"{budget.steps:,} steps, before" if budget.minutes is None else f"{round(budget.minutes, 2):g} of"
         notes.append(
-            "the text is seen so often that a model may learn it by heart: give more text, or try train.dropout=0.1"
+            f"the text is small: training ends after {end} {request.minutes:g} minutes; with more epochs this model would "
+            "learn it by heart: give more text"
         )
     if best.steps < LEAST_STEPS:
         notes.append(f"about {best.steps:.0f} steps fit the clock: give more minutes")

@@ -8,19 +8,21 @@ from parbank.plan.probe import describe_machine
 
 
 def describe_plan(plan: Plan) -> str:
-    """Every choice, what to expect of it, and what it was chosen among."""
+    """The plan as text: every choice, the expected result, and the other candidates."""
     best, config = plan.best, plan.best.config
     model, batch, optim = config.model, config.batch, config.optim
-    stages = "".join(f"; {share:.0%} of the time at {length:,}" for share, length, _ in batch.stages)
+    *before, main = batch.plan()
+    shares = zip((share for share, _, _ in batch.stages), before)
+    stages = "".join(f"; {share:.0%} of the time at {stage.describe_lengths()}" for share, stage in shares)
     rows = {
         "text": f"about {_size(plan.text.bytes)} to train on; zlib needs {plan.text.hardness:.2f} bits per byte of a document",
         "machine": f"{plan.machine.name}{f', {plan.machine.ranks} ranks' if plan.machine.ranks > 1 else ''}",
         "vocabulary": f"{model.vocab_size:,} tokens",
-        "model": f"{model.layers} layers of {model.width}; {model.heads} heads, {model.kv_heads} for keys and values; "
+        "model": f"{model.layers} layers of {model.width}; query heads: {model.heads}, key-value heads: {model.kv_heads}; "
         f"MLP {model.mlp_multiple:g}x; {best.parameters:,} parameters",
         "tables": f"{model.bigram_buckets:,} bigrams of {model.bigram_width}; values of {model.value_width} in layers "
         f"{', '.join(map(str, model.value_layers)) or '-'}",
-        "batch": f"{batch.batch_tokens:,} tokens in windows of {batch.sequence_length:,}, "
+        "batch": f"{batch.batch_tokens:,} tokens in windows of {main.describe_lengths()}, "
         f"{batch.micro_batch_tokens:,} a pass{stages}",
         "learning rates": f"matrices {optim.matrix_lr:g}, embeddings {optim.embedding_lr:g}, others {optim.scalar_lr:g}; "
         f"they fall over the last {optim.warmdown:.0%}",

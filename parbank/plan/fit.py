@@ -12,13 +12,14 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from parbank.errors import ConfigError
+from parbank.files import write_file
 from parbank.plan.laws import (
     DATA,
     FIELDS,
@@ -38,16 +39,21 @@ Row = dict[str, Any]
 LEAST_TEXT = 500_000
 LEAST_STEPS = 64  # of a run that counts: a shorter one has hardly a schedule
 RUNS = (DATA / "runs.json", DATA / "packing.json")
-# The scatter to expect about a law with so few parameters; seeds alone differ by less (0.0007 on a GPU, 0.003 on short runs).
-SCATTER = 0.01
-# A run of so many steps counts with twice that scatter, a shorter one with more: early losses do not rank models.
-SHORT_STEPS = 300
+# The scatter to expect about a law with so few parameters, in runs of very many steps; seeds alone differ by as much.
+SCATTER = 0.001
+# A run of so many steps counts with twice that scatter, one of 2,000 with 0.0035, one of 128 with 0.04: short runs end while
+# the score still falls steeply, and do not rank models.
+SHORT_STEPS = 5000
+# What the options of a plan for a GPU may change against those of `sprint`, as a logarithm.
+OPTIONS_SPREAD = 0.05
 # Runs of so many steps say which sizes of models were tried in earnest.
-LONG_STEPS = 500
+LONG_STEPS = 800
 # How far a text's score is from what zlib says of it, as a logarithm: the factors that the fit finds lie within 0.1 of 1.
 TEXT_SPREAD = 0.08
-# A deviation of residuals from less runs than this would be luck.
-_LEAST_DEVIATION = 0.005
+# Runs of so many steps are left out of the fit, one at a time, to see how well it predicts them.
+PREDICTED_STEPS = 200
+# A run is also predicted from those with at most this share of its tokens: how wrong a plan is beyond its data.
+SHORTER = 0.7
 
 
 def read_rows(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
@@ -80,8 +86,40 @@ def make_cases(rows: Sequence[Row]) -> Cases:
     return Cases.of(**{name: np.array([row[name] for row in rows], np.float64) for name in FIELDS})
 
 
-def fit_score(rows: Sequence[Row], scatter: float = SCATTER) -> tuple[Array, Array, Array, dict[str, float]]:
-    """Log parameters, their covariance, residuals (measured minus predicted) and factors, by Levenberg and Marquardt.
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A fit of scores. Logs: of the parameters, of each text's factor, and of the factor of rows with "options": "auto"."""
+
+    logs: Array
+    covariance: Array
+    texts: tuple[str, ...]
+    residuals: Array
+    """Measured minus predicted."""
+
+    @property
+    def factors(self) -> dict[str, float]:
+        return dict(zip(self.texts, np.exp(self.logs[len(NAMES) : -1]).tolist()))
+
+    def predict(self, row: Row) -> tuple[float, float]:
+        """The score of a run that may be new, and its standard deviation, as `Laws.deviations` has them."""
+        cases, known = make_cases([row]), row["scored"] in self.texts
+        factors = np.zeros(len(self.logs))
+        if known:
+            factors[len(NAMES) + self.texts.index(row["scored"])] = 1.0
+        factors[-1] = row.get("options") == "auto"
+
+        def score(logs: Array) -> Array:
+            found: Array = predict_score(logs[: len(NAMES)], cases) * np.exp(logs @ factors)
+            return found
+
+        found, slopes = float(score(self.logs)[0]), differentiate(score, self.logs)[0]
+        run = SCATTER * (1 + SHORT_STEPS / row["steps"])
+        unknown = 0.0 if known else TEXT_SPREAD * found
+        return found, math.sqrt(slopes @ self.covariance @ slopes + run**2 + unknown**2)
+
+
+def fit_score(rows: Sequence[Row], scatter: float = SCATTER, start: Array | None = None) -> Score:
+    """The most probable fit, by Levenberg and Marquardt from the priors, or from `start`.
 
     A text may be easier or harder than zlib says, and so may the part of it that was scored. So every scored part has a factor
     of its own, fitted with the rest. A new text has none, which makes its prediction less certain.
@@ -91,17 +129,18 @@ def fit_score(rows: Sequence[Row], scatter: float = SCATTER) -> tuple[Array, Arr
     errors_expected = scatter * (1 + SHORT_STEPS / (cases.tokens / cases.batch_tokens))
     own = np.array([names.index(row["scored"]) for row in rows])
     mean, width = (np.array(column) for column in zip(*PRIORS.values()))
-    mean = np.concatenate([mean, np.zeros(len(names))])
-    width = np.concatenate([width, np.full(len(names), TEXT_SPREAD)])
+    planned = np.array([float(row.get("options") == "auto") for row in rows])
+    mean = np.concatenate([mean, np.zeros(len(names) + 1)])
+    width = np.concatenate([width, np.full(len(names), TEXT_SPREAD), [OPTIONS_SPREAD]])
 
     def predict(log: Array) -> Array:
-        found: Array = predict_score(log[: len(NAMES)], cases) * np.exp(log[len(NAMES) :][own])
+        found: Array = predict_score(log[: len(NAMES)], cases) * np.exp(log[len(NAMES) : -1][own] + planned * log[-1])
         return found
 
     def errors(log: Array) -> Array:
         return np.concatenate([(predict(log) - measured) / errors_expected, (log - mean) / width])
 
-    at, damping = mean.copy(), 1.0
+    at, damping = (mean if start is None else start).copy(), 1.0
     now = errors(at)
     for _ in range(500):
         slopes = differentiate(errors, at)
@@ -118,9 +157,43 @@ def fit_score(rows: Sequence[Row], scatter: float = SCATTER) -> tuple[Array, Arr
             if damping > 1e12:
                 break
     slopes = differentiate(errors, at)
-    covariance: Array = np.linalg.inv(slopes.T @ slopes).astype(np.float64)[: len(NAMES), : len(NAMES)]
-    factors = {name: float(factor) for name, factor in zip(names, np.exp(at[len(NAMES) :]))}
-    return at[: len(NAMES)], covariance, measured - predict(at), factors
+    covariance: Array = np.linalg.inv(slopes.T @ slopes).astype(np.float64)
+    return Score(logs=at, covariance=covariance, texts=tuple(names), residuals=measured - predict(at))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A run that the fit did not see: its errors, measured minus predicted, and the standard deviations to expect."""
+
+    key: str
+    alone: tuple[float, float]
+    """Without this run."""
+    edge: tuple[float, float]
+    """Without all runs of this device that are longer, or nearly as long."""
+
+
+def leave_out(rows: Sequence[Row]) -> list[LeftOut]:
+    """Predicts each run of PREDICTED_STEPS or more from the others, and from the shorter ones."""
+    found, whole = [], fit_score(rows)
+    for row in rows:
+        if row["steps"] < PREDICTED_STEPS:
+            continue
+        others = [other for other in rows if other is not row]
+        most = SHORTER * row["tokens"]
+        shorter = [other for other in others if other["tokens"] <= most or other.get("device") != row.get("device")]
+        errors = []
+        for kept in (others, shorter):
+            same = {one["scored"] for one in kept} == set(whole.texts)
+            predicted, deviation = fit_score(kept, start=whole.logs if same else None).predict(row)
+            errors.append((row["bpb"] - predicted, deviation))
+        found.append(LeftOut(key=row["key"], alone=errors[0], edge=errors[1]))
+    return found
+
+
+def inflate(left_out: Sequence[LeftOut]) -> float:
+    """The root mean square of errors over the deviations to expect, and 1 at least."""
+    ratios = [error / deviation for one in left_out for error, deviation in (one.alone, one.edge)]
+    return max(1.0, math.sqrt(np.mean(np.square(ratios)))) if ratios else 1.0
 
 
 def fit_packing(rows: Sequence[Row]) -> tuple[Packing, Array]:
@@ -143,32 +216,54 @@ def fit_token_sizes(rows: Sequence[Row]) -> TokenSizes:
     return TokenSizes(a=float(a), b=float(b), d=float(d))
 
 
-def fit(rows: Sequence[Row], packing_rows: Sequence[Row]) -> tuple[dict[str, Any], Array, Array]:
+def fit(
+    rows: Sequence[Row], packing_rows: Sequence[Row], inflation: float = 1.0
+) -> tuple[dict[str, Any], Array, Array]:
     """The contents of fit.json, and the residuals of scores and of packing."""
-    log, covariance, residuals, factors = fit_score(rows)
-    validation = {row["text"]: factors[row["scored"]] for row in rows if row["scored"].endswith(", validation")}
+    score = fit_score(rows)
+    residuals, factors = score.residuals, score.factors
+    scored = {row["text"]: row["scored"] for row in rows if row["scored"].endswith(", validation")}
+    kept = [
+        *range(len(NAMES)),
+        *(len(NAMES) + score.texts.index(name) for name in scored.values()),
+        len(score.logs) - 1,
+    ]
     packing, packing_residuals = fit_packing(packing_rows)
     cases = make_cases(rows)
     epochs = cases.tokens * cases.bytes_per_token / cases.text_bytes
     ranges = {name: [float(getattr(cases, name).min()), float(getattr(cases, name).max())] for name in FIELDS}
-    tried = [row["matrices"] for row in rows if row["steps"] >= LONG_STEPS] or [row["matrices"] for row in rows]
-    ranges["matrices"] = [float(min(tried)), float(max(tried))]
+    errors = dict(zip((row["key"] for row in rows), residuals))
+    tried = [row for row in rows if row["steps"] >= LONG_STEPS] or list(rows)
+    ranges["matrices"] = [float(edge(row["matrices"] for row in tried)) for edge in (min, max)]
     bits = [row["bits_per_weight"] for row in packing_rows]
     values = {
-        "parameters": {name: float(value) for name, value in zip(NAMES, np.exp(log))},
-        "covariance_of_logs": covariance.round(10).tolist(),
+        "parameters": {name: float(value) for name, value in zip(NAMES, np.exp(score.logs))},
+        "covariance_of_logs": score.covariance[np.ix_(kept, kept)].round(10).tolist(),
         "text_spread": TEXT_SPREAD,
-        "texts": validation,
-        "deviation": max(_LEAST_DEVIATION, float(np.sqrt(np.mean(residuals**2)))),
+        "texts": {text: factors[name] for text, name in scored.items()},
+        "gpu_options": float(np.exp(score.logs[-1])),
+        "scatter": SCATTER,
+        "short_steps": SHORT_STEPS,
+        "inflation": inflation,
         "packing": asdict(packing),
         "token_sizes": asdict(fit_token_sizes(rows)),
+        "tried": [
+            [*(float(row[name]) for name in ("matrices", "vocab", "batch_tokens")), round(float(errors[row["key"]]), 6)]
+            for row in tried
+        ],
         "ranges": ranges | {"bits_per_weight": [min(bits), max(bits)], "epochs": [0.0, max(1.0, float(epochs.max()))]},
         "runs": len(rows),
     }
     return values, residuals, packing_residuals
 
 
-def describe(rows: Sequence[Row], packing_rows: Sequence[Row], values: dict[str, Any], *residuals: Array) -> str:
+def describe(
+    rows: Sequence[Row],
+    packing_rows: Sequence[Row],
+    values: dict[str, Any],
+    left_out: Sequence[LeftOut],
+    *residuals: Array,
+) -> str:
     """The fit and every residual, as Markdown."""
     scores, packing = residuals
     lines = [
@@ -186,6 +281,18 @@ def describe(rows: Sequence[Row], packing_rows: Sequence[Row], values: dict[str,
     lines += ["", f"Residuals of {len(rows)} runs: {rms:.4f} bits per byte RMS, {worst:.4f} at worst.", ""]
     lines += ["| run | measured | measured - predicted |", "| --- | --- | --- |"]
     lines += [f"| {row['key']} | {row['bpb']:.4f} | {found:+.4f} |" for row, found in zip(rows, scores)]
+    lines += [
+        "",
+        "Runs that were left out of the fit: alone, and with all runs of their device that have more than "
+        f"{SHORTER:.0%} of their tokens.",
+        f"Errors are {values['inflation']:.2f} times what the fit alone expects; a plan's interval is widened by that.",
+        "",
+        "| run | alone: error | expected | among longer runs: error | expected |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for one in left_out:
+        cells = (f"{error:+.4f} | {deviation:.4f}" for error, deviation in (one.alone, one.edge))
+        lines.append(f"| {one.key} | {' | '.join(cells)} |")
     lines += ["", "| packing | bits per weight | lost | measured / predicted |", "| --- | --- | --- | --- |"]
     for row, found in zip(packing_rows, packing):
         lines.append(f"| {row['key']} | {row['bits_per_weight']:.2f} | {row['bpb_lost']:.5f} | {math.exp(found):.2f} |")
@@ -198,11 +305,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=DATA, help="folder for fit.json and residuals.md")
     given = parser.parse_args(arguments)
     rows, packing_rows = read_rows([*RUNS, *given.more])
-    values, *residuals = fit(rows, packing_rows)
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "fit.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    text = describe(rows, packing_rows, values, *residuals)
-    (given.out / "residuals.md").write_text(text, encoding="utf-8")
+    left_out = leave_out(rows)
+    values, *residuals = fit(rows, packing_rows, inflate(left_out))
+    write_file(given.out / "fit.json", (json.dumps(values, indent=1) + "\n").encode())
+    text = describe(rows, packing_rows, values, left_out, *residuals)
+    write_file(given.out / "residuals.md", text.encode())
     print(text)
 
 

@@ -49,6 +49,9 @@ PRIORS: dict[str, tuple[float, float]] = {
     "R": (math.log(15.0), 0.5),
 }
 NAMES = tuple(PRIORS)
+NEAR = 0.2
+"""A run of a size, vocabulary or batch by so many factors of e away still says something about a candidate: 8 layers against
+6 are 0.29. With 0.25, runs of 8 layers outweighed the one of 6, which was worse than the law says."""
 FIELDS = ("matrices", "vocab", "tokens", "bytes_per_token", "text_bytes", "batch_tokens", "hardness")
 
 
@@ -95,7 +98,7 @@ def predict_score(log_parameters: Array, cases: Cases) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """What rounding the weights costs."""
+    """The law of the cost of rounding weights."""
 
     c: float
     k: float
@@ -126,14 +129,23 @@ class Laws:
 
     log_parameters: Array
     covariance: Array
-    deviation: float
-    """Standard deviation of a residual, in bits per byte."""
+    """Of the log parameters, then of the logs of the factors in `texts`, in their order, then of `gpu_options`."""
+    scatter: float
+    """Standard deviation of a run of very many steps about the law, in bits per byte."""
+    short_steps: float
+    """A run of so many steps scatters twice as much."""
+    inflation: float
+    """How much larger the errors of runs that were left out are than the fit alone would say."""
     text_spread: float
     """How far a new text may be from what zlib says of it, as a share of its score."""
     texts: Mapping[str, float]
     """The factor of texts that were scored, by name: stdlib is the same text everywhere."""
     packing: Packing
     token_sizes: TokenSizes
+    gpu_options: float
+    """The factor of the options that a plan for a GPU has beyond those of the runs."""
+    tried: Array
+    """Matrices, vocabulary and batch tokens of the long runs, and what they scored above the law: a row each."""
     ranges: Mapping[str, tuple[float, float]]
     """Least and largest value of each field among the runs."""
     runs: int
@@ -141,13 +153,34 @@ class Laws:
     def score(self, cases: Cases, text: str = "") -> Array:
         return predict_score(self.log_parameters, cases) * self.texts.get(text, 1.0)
 
-    def deviations(self, cases: Cases, text: str = "") -> Array:
-        """The standard deviation of a prediction: of the parameters, carried over by the derivative, of a new text, and of
-        one run."""
-        slopes = differentiate(lambda log: predict_score(log, cases), self.log_parameters)
+    def distances(self, matrices: Array, vocab: Array, batch_tokens: Array) -> Array:
+        """How far candidates are from each long run, in factors of e. The runs are the first axis."""
+        return np.stack(
+            [
+                np.sqrt(
+                    np.log(matrices / run[0]) ** 2 + np.log(vocab / run[1]) ** 2 + np.log(batch_tokens / run[2]) ** 2
+                )
+                for run in self.tried
+            ]
+        )
+
+    def correct(self, distances: Array) -> Array:
+        """Bits per byte that long runs nearby were above the law, on average, and less where none is near."""
+        weights = np.exp(-((distances / NEAR) ** 2))
+        found: Array = np.tensordot(self.tried[:, 3], weights, 1) / (weights.sum(axis=0) + 0.3)
+        return found
+
+    def deviations(self, cases: Cases, text: str = "", *, options: bool = False) -> Array:
+        """The standard deviation of a prediction: of the parameters and factors, carried over by the derivative, of a new
+        text, and of one run. `options`: the prediction has the factor `gpu_options`."""
+        scores = self.score(cases, text)
+        slopes = differentiate(lambda log: predict_score(log, cases), self.log_parameters) * self.texts.get(text, 1.0)
+        chosen = [float(name == text) for name in self.texts] + [float(options)]
+        slopes = np.concatenate([slopes, scores[:, None] * chosen], axis=1)
         spread = np.einsum("np,pq,nq->n", slopes, self.covariance, slopes)
+        run = self.scatter * (1 + self.short_steps * cases.batch_tokens / cases.tokens)
         unknown = 0.0 if text in self.texts else self.text_spread
-        found: Array = np.sqrt(spread + (unknown * self.score(cases)) ** 2 + self.deviation**2)
+        found: Array = np.sqrt(self.inflation**2 * (spread + run**2) + (unknown * scores) ** 2)
         return found
 
 
@@ -168,11 +201,15 @@ def load_laws(path: Path = FIT) -> Laws:
     return Laws(
         log_parameters=np.log([values["parameters"][name] for name in NAMES]),
         covariance=np.array(values["covariance_of_logs"]),
-        deviation=values["deviation"],
+        scatter=values["scatter"],
+        short_steps=values["short_steps"],
+        inflation=values["inflation"],
         text_spread=values["text_spread"],
         texts=values["texts"],
         packing=Packing(**values["packing"]),
         token_sizes=TokenSizes(**values["token_sizes"]),
+        gpu_options=values["gpu_options"],
+        tried=np.array(values["tried"]),
         ranges={name: (low, high) for name, (low, high) in values["ranges"].items()},
         runs=values["runs"],
     )

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from parbank.config import override, parse_value
+from parbank.config import override, parse_value, require
 from parbank.data.sources import absolute_spec
 from parbank.errors import ConfigError
+from parbank.plan.apart import compile_probe
 from parbank.plan.choose import NAME, Plan, Request, make_plan
 from parbank.plan.laws import load_laws
 from parbank.plan.probe import look_at
@@ -19,6 +20,7 @@ from parbank.threads import use_threads
 from parbank.training.checks import check_size
 from parbank.training.compiled import use_compile_cache
 from parbank.training.display import Display
+from parbank.training.inductor import find_compiler, wants_inductor
 
 Say = Callable[[str], None]
 
@@ -36,13 +38,18 @@ def plan_run(
         raise ConfigError("a plan needs a clock: give --minutes, or --recipe with --steps or --tokens")
     spec = absolute_spec(asked.data)
     fixed = (*settings, f"data={json.dumps(spec)}")
-    text = read_text(spec, say)
-    request = Request(minutes=minutes, max_bytes=asked.budget.max_bytes, text=text, settings=fixed)
     use_compile_cache()  # on a GPU a probe compiles kernels, as the run will
+    with compile_probe(place, say) as wait_for_kernels:
+        text = read_text(spec, say)
+        wait_for_kernels()
+    request = Request(minutes=minutes, max_bytes=asked.budget.max_bytes, text=text, settings=fixed)
     with use_threads(threads):
         machine = look_at(place, say)
     laws = load_laws(Path(os.environ["PARBANK_PLAN_FIT"])) if os.environ.get("PARBANK_PLAN_FIT") else load_laws()
-    plan = make_plan(request, machine, laws)
+    compiles = wants_inductor(asked, place, parameters=0) and find_compiler() is not None
+    plan = make_plan(request, machine.compiled() if compiles else machine, laws)
+    if compiles and not wants_inductor(plan.best.config, place, plan.best.parameters):  # the text ends the clock early
+        plan = make_plan(request, machine, laws)
     check_size(plan.best.config, Display(enabled=False))
     return plan
 
@@ -50,6 +57,12 @@ def plan_run(
 def _check(settings: Sequence[str]) -> None:
     """Refuses settings that no config has, before any work. Their values are checked with the candidate they belong to."""
     known = demo()
+    names = {setting.partition("=")[0].strip() for setting in settings}
+    require(
+        "batch.mixed_lengths" not in names or {"batch.sequence_length", "batch.batch_tokens"} <= names,
+        "a plan chooses the sequence length and the batch, which batch.mixed_lengths must divide: set batch.sequence_length and "
+        "batch.batch_tokens, too, or give --recipe",
+    )
     for setting in settings:
         name, sign, value = setting.partition("=")
         if not sign or not name.strip().startswith("model."):
@@ -62,9 +75,10 @@ def _check(settings: Sequence[str]) -> None:
 
 
 def introduce(plan: Plan) -> str:
-    """One line for the start of a run."""
+    """What a run says of its plan at its start: the shape, the score to expect, and the notes."""
     best, config, model = plan.best, plan.best.config, plan.best.config.model
     shape = (
         f"{model.layers} layers of {model.width}, {model.vocab_size:,} tokens, batches of {config.batch.batch_tokens:,}"
     )
-    return f"planned: {shape}; about {best.score:.3f} bits per byte expected (+- {2 * best.deviation:.3f})"
+    line = f"planned: {shape}; about {best.score:.3f} bits per byte expected (+- {2 * best.deviation:.3f})"
+    return "\n".join([line, *(f"note: {note}" for note in plan.notes)])

@@ -18,16 +18,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parbank.cores import LoadMeter, count_cores
 from parbank.files import default_cache, write_json
 from parbank.model import GPT, ModelConfig
+from parbank.ops.rehearsal import can_rehearse, rehearsal
 from parbank.optim.config import OptimConfig
 from parbank.optim.parallel_muon import ParallelMuon
 from parbank.plan.laws import Array
@@ -35,9 +38,9 @@ from parbank.plan.shapes import count_parameters, count_products, orthogonalisat
 from parbank.precision import autocast, training_precision
 from parbank.recipes import GOLF_MODEL
 from parbank.runtime import Runtime, versions
-from parbank.threads import NOT_BUSY
 from parbank.training.groups import parameter_groups
 from parbank.training.passes import Passes
+from parbank.training.threads import NOT_BUSY
 
 RATES = ("launch", "arithmetic", "traffic", "softmax", "muon", "update")
 # Bytes of activations of one token, by layer and channel in bfloat16: `sprint` takes 14.8 GB for 98,304 tokens of
@@ -48,13 +51,16 @@ PARAMETER_BYTES = 32.0
 LOGIT_BYTES = 10.0
 # Memory that stays free: of a GPU for CUDA's context and fragments, of a machine for other programs.
 USABLE_MEMORY = 0.8
+# Seconds of passes that Inductor compiled, over those of plain PyTorch, on a CPU. The probe does not compile: that would take
+# longer than the probe. It expects 13,269 tokens/s of the demo's model, where the demo has 19,781 (benchmarks/results/demo).
+COMPILED_PASSES = 0.64
 # What is left of the sum of the GPUs' rates where several exchange gradients (docs/design/performance.md: 8 ranks).
 PARALLEL_EFFICIENCY = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a plan knows of a machine."""
+    """The facts about a machine that a plan uses."""
 
     name: str
     cuda: bool
@@ -72,6 +78,11 @@ class Machine:
         seconds: Array = sum(rate * feature for rate, feature in zip(self.rates, features, strict=True))  # type: ignore[assignment]
         return seconds / (PARALLEL_EFFICIENCY if self.ranks > 1 else 1.0)
 
+    def compiled(self) -> "Machine":
+        """The machine as a run whose passes are compiled finds it."""
+        passes = RATES.index("muon")
+        return replace(self, rates=(*(COMPILED_PASSES * rate for rate in self.rates[:passes]), *self.rates[passes:]))
+
     def most_tokens(self, model: "Costs") -> Array:
         """The tokens of one pass that fit in memory; below zero where not even the weights do."""
         room = USABLE_MEMORY * self.memory_bytes - PARAMETER_BYTES * model.parameters
@@ -81,7 +92,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a step's time and memory depend on: numbers of one model, or arrays over several."""
+    """The quantities that decide a step's time and memory: numbers of one model, or arrays over several."""
 
     layers: Array
     width: Array
@@ -111,7 +122,7 @@ class Costs:
 
 
 def step_features(model: Costs, length: Array, tokens: Array, passes: Array, *, ranks: int = 1) -> tuple[Array, ...]:
-    """What the rates multiply, in the order of RATES. A token attends to half the window on average."""
+    """The factor of each rate, in the order of RATES. A token attends to half the window on average."""
     return (
         passes * (model.layers + 2),
         tokens * 6 * (model.products + model.layers * model.width * length),
@@ -155,7 +166,7 @@ def fit_rates(timings: Sequence[Timing]) -> tuple[float, ...]:
 
 def look_at(place: Runtime, say: Callable[[str], None] = lambda line: None) -> Machine:
     """The machine of this rank, from the cache or by a probe. No other rank takes part."""
-    path = default_cache() / "plan" / f"probe-{_key(place)}.json"
+    path = _path(place)
     found = _read(path)
     if found is None:
         found, calm = _probe(place, say)
@@ -167,6 +178,11 @@ def look_at(place: Runtime, say: Callable[[str], None] = lambda line: None) -> M
         name=_name(place), cuda=place.is_cuda, ranks=place.world, memory_bytes=free_memory(place),
         rates=tuple(found["rates"]), memory_factor=found["memory_factor"],
     )  # fmt: skip
+
+
+def is_known(place: Runtime) -> bool:
+    """Whether a probe of this machine is kept."""
+    return _read(_path(place)) is not None
 
 
 def free_memory(place: Runtime) -> float:
@@ -184,6 +200,10 @@ def _name(place: Runtime) -> str:
     if place.is_cuda:
         return torch.cuda.get_device_name(place.device)
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads of {count_cores()} cores"
+
+
+def _path(place: Runtime) -> Path:
+    return default_cache() / "plan" / f"probe-{_key(place)}.json"
 
 
 def _key(place: Runtime) -> str:
@@ -224,19 +244,17 @@ def _probe(place: Runtime, say: Callable[[str], None]) -> tuple[dict[str, Any], 
     meter = LoadMeter(count_cores()) if not place.is_cuda else None
     # The other ranks do not probe: an optimizer of this rank alone must not wait for them.
     alone = dist.new_group([place.rank], use_local_synchronization=True) if place.world > 1 else None
+    benches = [_Bench(place, model, length, tokens, alone) for model, length, tokens in shapes_of(place)]
+    if place.is_cuda and can_rehearse():
+        with rehearsal(place.device):  # the kernels of all shapes compile at once
+            for bench in benches:
+                bench.rehearse()
     timings, factors = [], [1.0]
-    for model, length, tokens in shapes_of(place):
-        for count in (tokens, 2 * tokens):
-            passes, update, memory = _time_step(place, model, length, count, alone)
-            costs = Costs.of([model])
-            features = [
-                float(x[0]) for x in step_features(costs, *(np.full(1, float(value)) for value in (length, count, 1)))
-            ]
-            timings.append(Timing((*features[:4], 0.0, 0.0), passes))
-            timings.append(Timing((0.0, 0.0, 0.0, 0.0, *features[4:]), update))
-            if memory:
-                factors.append(memory / (count * float(activation_bytes(costs, place.is_cuda)[0])))
-            _free(place)
+    while benches:
+        found, memory = benches.pop(0).measure()
+        timings += found
+        factors += memory
+        _free(place)
     others = meter.measure(torch.get_num_threads()) if meter is not None else 0.0
     calm = others is None or others < NOT_BUSY
     if not calm:
@@ -244,36 +262,83 @@ def _probe(place: Runtime, say: Callable[[str], None]) -> tuple[dict[str, Any], 
     return {"rates": fit_rates(timings), "memory_factor": max(factors)}, calm
 
 
-def _time_step(
-    place: Runtime, model_config: ModelConfig, length: int, tokens: int, alone: Any
-) -> tuple[float, float, float]:
-    """Seconds of forward and backward, seconds of the optimizer's step, and bytes of activations where the device says."""
-    torch.manual_seed(0)
-    model = GPT(model_config).to(place.device)
-    optim = OptimConfig()
-    groups = parameter_groups(model, optim)
-    optimizer = ParallelMuon(groups, max_norm=optim.clip, process_group=alone, cuda_graph=place.is_cuda)
-    precision = training_precision("auto", place.device)
-    passes = Passes(model, model, place.device, 1, graph=True, precision=precision)
-    batch = torch.randint(model_config.vocab_size, (max(1, tokens // length), length + 1), device=place.device)
-    before = 0
-    if place.is_cuda:
-        torch.cuda.synchronize(place.device)
-        torch.cuda.reset_peak_memory_stats(place.device)
-        before = torch.cuda.memory_allocated(place.device)
+def rehearse_shape(shape: int, device: str, threads: int) -> None:
+    """Compiles and keeps the kernels of one shape: the work of a process of `parbank.plan.apart`."""
+    place = Runtime(device=torch.device(device))
+    torch.cuda.set_device(place.device)
+    bench = _Bench(place, *shapes_of(place)[shape], alone=None)
+    with rehearsal(place.device, threads):
+        bench.rehearse()
 
-    def forward() -> None:
-        passes.start(1)
-        passes.add(batch)
 
-    def update() -> None:
-        with nullcontext() if place.is_cuda else autocast(place.device, precision):
-            optimizer.step()
+class _Bench:
+    """A model of one shape, its optimizer, and batches of one and two micro-batches: random tokens and weights."""
 
-    forward()  # gradients come into being
-    spent = _time(place, forward), _time(place, update)
-    memory = torch.cuda.max_memory_allocated(place.device) - before if place.is_cuda else 0
-    return *spent, float(max(0.0, memory - 12 * count_parameters(model_config).total) if place.is_cuda else 0.0)
+    def __init__(self, place: Runtime, model: ModelConfig, length: int, tokens: int, alone: Any) -> None:
+        self._place, self._length, self._alone, self._costs = place, length, alone, Costs.of([model])
+        with torch.device("meta"):  # orthogonal weights would take seconds
+            self._model = GPT(model)
+        self._model.allocate(place.device)
+        self._optimizer = self._make_optimizer()
+        self._precision = training_precision("auto", place.device)
+        self._passes = Passes(self._model, self._model, place.device, 1, graph=True, precision=self._precision)
+        rows = max(1, tokens // length)
+        self._batches = [
+            torch.randint(model.vocab_size, (count, length + 1), device=place.device) for count in (rows, 2 * rows)
+        ]
+
+    def rehearse(self) -> None:
+        """Requests every kernel; see `parbank.ops.rehearsal`. Weights and state are garbage afterwards."""
+        self._passes.rehearse(self._batches[0])  # the other batch has the same kernels
+        self._update()
+
+    def measure(self) -> tuple[list[Timing], list[float]]:
+        """The times of passes and of an update, and measured over estimated memory of activations where the device says."""
+        self._optimizer = self._make_optimizer()
+        self._model.zero_grad()
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.normal_(std=0.02)
+        timings, factors = [], []
+        for batch in self._batches:
+            self._add(batch)  # gradients come into being
+            before = self._allocated(reset=True)
+            seconds = _time(self._place, partial(self._add, batch))
+            features = self._features(batch)
+            timings.append(Timing((*features[:4], 0.0, 0.0), seconds))
+            if self._place.is_cuda:
+                tokens = batch.numel() - len(batch)
+                estimate = tokens * float(activation_bytes(self._costs, cuda=True)[0])
+                factors.append((self._allocated() - before) / estimate)
+        features = self._features(self._batches[0])
+        timings.append(Timing((0.0, 0.0, 0.0, 0.0, *features[4:]), _time(self._place, self._update)))
+        return timings, factors
+
+    def _make_optimizer(self) -> ParallelMuon:
+        optim = OptimConfig()
+        groups = parameter_groups(self._model, optim)
+        return ParallelMuon(groups, max_norm=optim.clip, process_group=self._alone, cuda_graph=self._place.is_cuda)
+
+    def _add(self, batch: Tensor) -> None:
+        self._passes.start(1)
+        self._passes.add(batch)
+
+    def _update(self) -> None:
+        with nullcontext() if self._place.is_cuda else autocast(self._place.device, self._precision):
+            self._optimizer.step()
+
+    def _features(self, batch: Tensor) -> list[float]:
+        sizes = (self._length, batch.numel() - len(batch), 1)
+        return [float(x[0]) for x in step_features(self._costs, *(np.full(1, float(size)) for size in sizes))]
+
+    def _allocated(self, reset: bool = False) -> int:
+        """The most bytes since the last reset."""
+        if not self._place.is_cuda:
+            return 0
+        torch.cuda.synchronize(self._place.device)
+        if reset:
+            torch.cuda.reset_peak_memory_stats(self._place.device)
+        return torch.cuda.max_memory_allocated(self._place.device)
 
 
 def _free(place: Runtime) -> None:
@@ -284,8 +349,8 @@ def _free(place: Runtime) -> None:
 
 
 def _time(place: Runtime, work: Callable[[], None]) -> float:
-    """The least of several, after one or two that warm up: what the machine can do when nothing disturbs it."""
-    warm, repeats = (2, 10) if place.is_cuda else (1, 2)
+    """The least of several timings, after one or two that warm up: the time on an undisturbed machine."""
+    warm, repeats = (2, 5) if place.is_cuda else (1, 2)
     seconds = []
     for _ in range(warm + repeats):
         started = time.perf_counter()

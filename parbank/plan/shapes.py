@@ -10,7 +10,7 @@ class Counts:
     """Parameters of a model."""
 
     matrices: int
-    """In the banks."""
+    """The parameters in the banks."""
     tables: int
     """Embeddings of tokens, bigrams and values, and an untied head."""
     others: int
@@ -24,8 +24,9 @@ class Counts:
 def count_parameters(c: ModelConfig) -> Counts:
     matrices = c.layers * 2 * c.width * (c.width + c.kv_width + c.hidden)
     tables = c.vocab_size * c.width * (1 if c.tied else 2)
-    others = c.width * (c.smear + c.layers * (2 * c.block_gains + 2 * c.residual_mix))
-    others += c.width * (c.layers // 2) * c.unet_skips
+    others = c.smear_input + 1 if c.smear_input else c.width * c.smear
+    others += c.width * (c.layers * (2 * c.block_gains + 2 * c.residual_mix))
+    others += c.width * (c.layers // 2) * c.unet_skips + c.layers**2 * c.dense
     others += c.layers * c.heads * (bool(c.qk_gain) + c.width * c.gated_attention)
     others += 2 * (c.layers - 1) * c.value_residual
     if c.bigram_buckets:
@@ -44,7 +45,7 @@ def count_products(c: ModelConfig) -> int:
 
 
 def orthogonalisation_flops(c: ModelConfig, iterations: int = 5) -> float:
-    """Of Newton-Schulz over all matrices, once a step: three products an iteration, on the shorter side."""
+    """FLOP of Newton-Schulz over all matrices, once a step: three products an iteration, on the shorter side."""
     shapes = [(c.width, c.width)] * 2 + [(c.kv_width, c.width)] * 2 + [(c.width, c.hidden)] * 2
     flops = 0.0
     for sides in shapes:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,10 +45,10 @@ def test_a_fit_recovers_what_made_its_data() -> None:
             row[name] = float(low * (high / low) ** rng.random())
         row["bpb"] = float(predict_score(truth, fitting.make_cases([row]))[0])
         rows.append(row)
-    found, covariance, residuals, _ = fitting.fit_score(rows, scatter=0.001)
-    assert np.abs(residuals).max() < 0.005
-    assert (np.diag(covariance) > 0).all()
-    assert math.exp(found[NAMES.index("beta")]) == pytest.approx(math.exp(truth[NAMES.index("beta")]), rel=0.1)
+    found = fitting.fit_score(rows, scatter=0.0001)
+    assert np.abs(found.residuals).max() < 0.005
+    assert (np.diag(found.covariance) > 0).all()
+    assert math.exp(found.logs[NAMES.index("beta")]) == pytest.approx(math.exp(truth[NAMES.index("beta")]), rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["tokens", "matrices"])
@@ -79,9 +80,45 @@ def test_a_prediction_far_from_the_runs_is_less_certain() -> None:
     assert laws.deviations(cases, "stdlib")[0] < laws.deviations(cases)[0], "a text that was scored is better known"
 
 
+def test_intervals_hold_runs_that_the_fit_did_not_see() -> None:
+    """The interval of a plan is twice the widened deviation: nearly all runs that were left out must lie in it."""
+    text = (DATA / "residuals.md").read_text()
+    row = re.compile(r"^\| \S+ \| ([+-]\d\S+) \| (\S+) \| ([+-]\d\S+) \| (\S+) \|$", re.MULTILINE)
+    pairs = [pair for a, b, c, d in row.findall(text) for pair in ((float(a), float(b)), (float(c), float(d)))]
+    widened = load_laws().inflation
+    assert len(pairs) > 30
+    assert np.mean([abs(error) <= 2 * widened * deviation for error, deviation in pairs]) > 0.94
+
+
+def test_errors_that_are_larger_than_expected_widen_the_interval() -> None:
+    honest = [fitting.LeftOut(key="a", alone=(0.01, 0.01), edge=(-0.02, 0.02))]
+    assert fitting.inflate(honest) == pytest.approx(1.0)
+    assert fitting.inflate([fitting.LeftOut(key="a", alone=(0.03, 0.01), edge=(0.0, 0.02))]) == pytest.approx(4.5**0.5)
+    assert fitting.inflate([]) == 1.0
+
+
+def test_a_prediction_of_a_fit_is_that_of_its_laws(tmp_path: Path) -> None:
+    rows, packing = fitting.read_rows(fitting.RUNS)
+    score = fitting.fit_score(rows)
+    values, *_ = fitting.fit(rows, packing)
+    (tmp_path / "fit.json").write_text(json.dumps(values))
+    laws = load_laws(tmp_path / "fit.json")
+    for key in ("auto-120s-s7", "demo-2x192-s0"):
+        row = next(row for row in rows if row["key"] == key)
+        cases, planned = fitting.make_cases([row]), row.get("options") == "auto"
+        found, deviation = score.predict(row)
+        assert laws.score(cases, row["text"])[0] * (laws.gpu_options if planned else 1) == pytest.approx(found)
+        assert laws.deviations(cases, row["text"], options=planned)[0] == pytest.approx(deviation, rel=0.02)
+
+
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 @pytest.mark.parametrize(
-    "changes", [{}, {"tied": False, "gated_attention": True, "value_residual": True, "bigram_buckets": 0}]
+    "changes",
+    [
+        {},
+        {"dense": True, "smear": True, "smear_input": 7},
+        {"tied": False, "gated_attention": True, "value_residual": True, "bigram_buckets": 0},
+    ],
 )
 def test_parameters_are_counted_as_the_model_has_them(recipe: str, changes: dict[str, object]) -> None:
     import torch

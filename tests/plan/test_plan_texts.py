@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parbank.errors import DataError
-from parbank.plan.texts import measure_hardness, read_text
+from parbank.plan.texts import measure_hardness, read_text, read_xz_size
 
 
 def write_words(folder: Path, count: int) -> int:
@@ -39,6 +39,17 @@ def test_packed_files_count_about_as_much_as_unpacked(tmp_path: Path, suffix: st
     folder.mkdir()
     (folder / f"a.txt{suffix}").write_bytes(pack(whole))  # type: ignore[operator]
     assert read_text(f"text:{folder}").bytes == pytest.approx(0.98 * total, rel=0.35)
+
+
+def test_an_xz_file_says_how_long_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.xz"
+    for data in (b"", b"a" * 1_000_000, random.Random(0).randbytes(70_001)):
+        path.write_bytes(lzma.compress(data))
+        assert read_xz_size(path) == len(data)
+    whole = lzma.compress(b"one") + lzma.compress(b"two")
+    for wrong in (whole, lzma.compress(b"one")[:-3], b"short", b"", bytes(100) + b"YZ"):
+        path.write_bytes(wrong)
+        assert read_xz_size(path) is None, "two streams, or no xz file"
 
 
 def test_hard_text_needs_more_bits() -> None:
