@@ -101,9 +101,21 @@ def contiguous_order(config: RunConfig) -> RunConfig:
 
 
 @arm
+def hard_first(config: RunConfig) -> RunConfig:
+    """The hardest parts of the text first: -0.003 with shards by a model's loss (parameter-golf #650), no gain (#772)."""
+    return override(config, "batch.order=hard_first")
+
+
+@arm
 def vocab_4096(config: RunConfig) -> RunConfig:
     """A vocabulary of 4,096 tokens: -0.02 to -0.03 at 120 s on one H200; every record since April has 4,096 or more."""
     return override(config, "model.vocab_size=4096")
+
+
+@arm
+def case_operators(config: RunConfig) -> RunConfig:
+    """Capitals as operators of the tokenizer: -0.0041 together with a decay taper (parameter-golf #1729)."""
+    return override(config, "tokenizer.case_operators=true")
 
 
 @arm
@@ -185,6 +197,13 @@ def short_sequences_first(config: RunConfig) -> RunConfig:
 
 
 @arm
+def mixed_lengths(config: RunConfig) -> RunConfig:
+    """Half of a step's windows at half the sequence length, over ranks or passes; no number of its own."""
+    length = config.batch.sequence_length
+    return override(config, f"batch.mixed_lengths=[{length // 2},{length}]")
+
+
+@arm
 def quick_momentum(config: RunConfig) -> RunConfig:
     """The momentum rises over 170 steps, not 1,500, of which a sprint has fewer: no number of its own."""
     return override(config, "optim.momentum_steps=170")
@@ -200,33 +219,104 @@ def half_batch(config: RunConfig) -> RunConfig:
 
 @arm
 def muoneq_r(config: RunConfig) -> RunConfig:
-    """Rows of the momentum are normalised before Newton-Schulz (MuonEq-R), as parameter-golf records do; no number."""
+    """Rows of the momentum are normalised before Newton-Schulz (MuonEq-R): lower perplexity than Muon's on LLaMA2 of 130M
+    to 1B weights and C4 (Chang et al. 2026); parameter-golf records do it; no number on this track."""
     return override(config, "optim.equilibrate=true")
 
 
 @arm
 def normuon(config: RunConfig) -> RunConfig:
-    """Each neuron's update is divided by its running size (NorMuon, Li et al. 2025); no number on this track."""
+    """Each neuron's update is divided by its running size (NorMuon): 11.31% better training efficiency than Muon's with
+    1.1B weights (Li et al. 2025); no number on this track."""
     return override(config, "optim.normuon=true")
 
 
 @arm
+def polar_express(config: RunConfig) -> RunConfig:
+    """Polar Express in place of Muon's quintic: a lower loss of GPT-2 on 1 to 10 billion tokens of FineWeb at any
+    learning rate (Amsel et al. 2025); no number on this track."""
+    return override(config, "optim.coefficients=polar_express")
+
+
+@arm
+def cautious_decay(config: RunConfig) -> RunConfig:
+    """Decay acts only where the update shrinks the weight too (Chen et al. 2025): in modded-nanogpt's records, no number."""
+    return override(config, "optim.cautious_decay=true")
+
+
+@arm
+def decay_taper(config: RunConfig) -> RunConfig:
+    """Weight decay falls with the learning rate: -0.0041 together with case operators (parameter-golf #1729)."""
+    return override(config, "optim.decay_taper=true")
+
+
+@arm
+def token_dropout_005(config: RunConfig) -> RunConfig:
+    """5% of the input tokens hidden in training, for text that is seen several times; no number of its own."""
+    return override(config, "train.token_dropout=0.05")
+
+
+@arm
+def input_smear(config: RunConfig) -> RunConfig:
+    """Each position's first 12 channels set its smear gate, and documents start afresh: in modded-nanogpt, no number."""
+    return override(config, "model.smear=true", "model.smear_input=12")
+
+
+@arm
+def dense_connections(config: RunConfig) -> RunConfig:
+    """Each block reads a learned sum of all earlier outputs, the static form of MUDD: -0.0041 (parameter-golf #1936)."""
+    return override(config, "model.dense=true")
+
+
+@arm
+def parallel_blocks(config: RunConfig) -> RunConfig:
+    """Attention and MLP of the last third read the same input, one form of parallel lanes: -0.002 (parameter-golf #1204)."""
+    return override(config, f"model.parallel_layers={max(1, config.model.layers // 3)}")
+
+
+@arm
+def isolated_documents(config: RunConfig) -> RunConfig:
+    """Attention, smear and bigrams stay inside a document; no number of its own."""
+    return override(config, "model.isolate_documents=true")
+
+
+@arm
+def windowed_layers(config: RunConfig) -> RunConfig:
+    """Attention sees half a sequence, in two layers of three; modded-nanogpt's records use windows, no number of its own."""
+    layers = ",".join(str(layer) for layer in range(config.model.layers) if layer % 3 != 2)
+    window = max(1, config.batch.sequence_length // 2)
+    return override(config, f"model.window={window}", f"model.window_layers=[{layers}]")
+
+
+@arm
+def batch_grows(config: RunConfig) -> RunConfig:
+    """Half the batch for the first 40% of the budget: -0.0119 by a smaller batch (autoresearch #44)."""
+    batch = config.batch
+    half = batch.sequences // 2 * batch.sequence_length
+    return replace(config, batch=replace(batch, stages=((0.4, batch.sequence_length, half),)))
+
+
+@arm
 def adamw_sized_updates(config: RunConfig) -> RunConfig:
-    """Muon's updates as large per number as AdamW's (Liu et al. 2025), at an equal size for width 512; no number."""
+    """Muon's updates as large per number as AdamW's, 0.2, whatever a matrix's shape (Liu et al. 2025, who then use AdamW's
+    learning rate); the rate here leaves a square matrix's update as it was; no number."""
     size = 0.2 * config.model.width**0.5
     return override(config, "optim.lr_scale=rms", f"optim.matrix_lr={config.optim.matrix_lr / size:.6g}")
 
 
 @arm
 def lion(config: RunConfig) -> RunConfig:
-    """Lion in place of AdamW for what is no matrix, at a fifth of the learning rates (Chen et al. 2023); no number."""
+    """Lion in place of AdamW for what is no matrix, at a fifth of the learning rates and 5 times the decay: rates 3 to 10
+    times smaller are suitable, and decay as many times larger (Chen et al. 2023); no number beside Muon."""
     rates = [f"optim.{n}={getattr(config.optim, n) / 5:.6g}" for n in ("embedding_lr", "head_lr", "scalar_lr")]
-    return override(config, "optim.other_algorithm=lion", "optim.beta2=0.99", *rates)
+    decay = f"optim.adam_weight_decay={config.optim.adam_weight_decay * 5:.6g}"
+    return override(config, "optim.other_algorithm=lion", "optim.beta2=0.99", decay, *rates)
 
 
 @arm
 def rates_of_width_256(config: RunConfig) -> RunConfig:
-    """Learning rates taken as those of a model of width 256 and carried over to this width; no number."""
+    """Learning rates taken as those of a model of width 256 and carried over to this width: the best ones then stay
+    put (Yang et al. 2022); no number."""
     return override(config, "optim.tuned_width=256")
 
 
@@ -240,6 +330,12 @@ def no_hadamard(config: RunConfig) -> RunConfig:
 def no_calibration(config: RunConfig) -> RunConfig:
     """Packing by the weights alone; GPTQ with full Hessians gained -0.0026 (parameter-golf #535)."""
     return override(config, "quant.calibration_tokens=0")
+
+
+@arm
+def no_activation_order(config: RunConfig) -> RunConfig:
+    """GPTQ from the first column to the last, not by curvature; GPTQ's authors added that order, no number on this track."""
+    return override(config, "quant.activation_order=false")
 
 
 @arm

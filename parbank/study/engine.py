@@ -4,6 +4,7 @@ Everything lies in the study's folder, so a study that was stopped or killed goe
 """
 
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -14,12 +15,13 @@ from typing import Any
 
 import torch
 
+from parbank.cores import count_cores
 from parbank.errors import ConfigError, TrainingError
 from parbank.files import write_file, write_json
 from parbank.runtime import pick_device
 from parbank.statistics import quantile
 from parbank.study.kinds import KINDS
-from parbank.study.noise import assume_noise
+from parbank.study.noise import assume_noise, find_like
 from parbank.study.queue import Queue
 from parbank.study.report import Report, count, make_report, smallest_shown
 from parbank.study.study import STUDY, Job, Study, describe_budget, read_study, write_study
@@ -79,7 +81,9 @@ def open_study(folder: Path, study: Study | None) -> Study:
         return study
     there = read_study(folder)
     different = [
-        name for name in ("kind", "base", "packed", "checkpoints") if getattr(there, name) != getattr(study, name)
+        name
+        for name in ("kind", "base", "packed", "score_tokens", "checkpoints")
+        if getattr(there, name) != getattr(study, name)
     ]
     different += ["arms"] if not set(study.arms) <= set(there.arms) else []
     different += ["seeds"] if not set(study.seeds) <= set(there.seeds) else []
@@ -104,7 +108,7 @@ def state(study: Study, folder: Path) -> Study:
 
 
 def introduce(study: Study, folder: Path, workers: int) -> list[str]:
-    """What is run, the smallest difference that can be shown, and the time: printed before the first run."""
+    """Describes a study before its first run: the runs, the smallest difference that it can show, and the time."""
     jobs, queue = study.jobs(), Queue(folder)
     done = len(queue.results(jobs))
     noise, n = assume_noise(study, folder), len(study.seeds)
@@ -140,6 +144,12 @@ def _describe_time(study: Study, folder: Path, workers: int) -> str:
     if walls:
         each = statistics.median(walls)
         return f"time: about {format_seconds(each * rounds)} for {left} runs ({each:.1f} s each so far)"
+    for place, like in find_like(study, folder):
+        if walls := [
+            run["wall_seconds"] for run in Queue(place).results(like.jobs()).values() if "wall_seconds" in run
+        ]:
+            each = statistics.median(walls)
+            return f"time: about {format_seconds(each * rounds)} for {left} runs ({each:.1f} s each in {place.name})"
     if study.kind in TRAINED and study.seconds is not None:
         each = study.seconds + BEYOND
         return (
@@ -150,7 +160,7 @@ def _describe_time(study: Study, folder: Path, workers: int) -> str:
 
 
 class Progress:
-    """Says what has ended since the last look, what is running, what is left, and the verdicts so far."""
+    """Shows newly ended runs, running and remaining jobs, and the verdicts so far."""
 
     def __init__(self, folder: Path, display: Display, workers: int) -> None:
         self._folder, self._display, self._workers = folder, display, workers
@@ -223,7 +233,7 @@ def _run_workers(folder: Path, workers: int, device: str, progress: Progress) ->
     """Keeps that many worker processes alive until no job is left. A worker's death counts as an error of its job."""
     queue, logs = Queue(folder), folder / "workers"
     logs.mkdir(exist_ok=True)
-    running: dict[int, subprocess.Popen[bytes]] = {n: _start(folder, n, device) for n in range(workers)}
+    running: dict[int, subprocess.Popen[bytes]] = {n: _start(folder, n, workers, device) for n in range(workers)}
     try:
         while running:
             time.sleep(_POLL)
@@ -236,7 +246,7 @@ def _run_workers(folder: Path, workers: int, device: str, progress: Progress) ->
                     continue
                 log = logs / f"{n}.log"
                 if queue.fail_worker(process.pid, f"worker {n} ended with code {process.returncode}; see {log}"):
-                    running[n] = _start(folder, n, device)
+                    running[n] = _start(folder, n, workers, device)
                 elif not running:  # it died between jobs, or before the first, and nobody is left to go on
                     raise TrainingError(f"worker {n} ended with code {process.returncode}: {_last_line(log)}")
         progress.show()
@@ -249,12 +259,16 @@ def _run_workers(folder: Path, workers: int, device: str, progress: Progress) ->
             process.wait()
 
 
-def _start(folder: Path, number: int, device: str) -> subprocess.Popen[bytes]:
+def _start(folder: Path, number: int, workers: int, device: str) -> subprocess.Popen[bytes]:
     gpus = count_gpus(device)
     chosen = f"cuda:{number % gpus}" if gpus > 1 else device
     command = [sys.executable, "-m", "parbank", "study", "work", str(folder), "--device", chosen]
+    env = dict(os.environ)
+    if workers > gpus:  # they share a device: more threads than cores would wait for each other
+        share, given = max(1, count_cores() // workers), env.get("OMP_NUM_THREADS", "")
+        env["OMP_NUM_THREADS"] = str(min(share, int(given)) if given.isdecimal() and int(given) else share)
     with open(folder / "workers" / f"{number}.log", "ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
 
 def _last_line(path: Path) -> str:

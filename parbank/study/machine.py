@@ -4,7 +4,6 @@ A study compares runs of minutes. A card that throttles, or that another process
 arms do, so every run stores what the card did.
 """
 
-import shutil
 import statistics
 import subprocess
 from types import TracebackType
@@ -12,10 +11,10 @@ from typing import Any
 
 import torch
 
-from parbank.gpu import GpuProcess, other_processes
+from parbank.gpu import GpuProcess, other_processes, read_sample, start_sampling
 
 _FIELDS = {"clock_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temperature.gpu"}
-_EVERY = "500"  # milliseconds between samples
+_EVERY = 500  # milliseconds between samples
 
 
 class Watch:
@@ -27,10 +26,7 @@ class Watch:
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "Watch":
-        if self._device.type == "cuda" and shutil.which("nvidia-smi"):
-            query = ["-i", _card(self._device), f"--query-gpu={','.join(_FIELDS.values())}"]
-            command = ["nvidia-smi", *query, "--format=csv,noheader,nounits", "-lms", _EVERY]
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._process = start_sampling(self._device, _FIELDS.values(), milliseconds=_EVERY)
         return self
 
     def __exit__(
@@ -44,19 +40,11 @@ class Watch:
 
 def summarise(output: str) -> dict[str, float]:
     """Medians of the samples, and the lowest clock. A line that was cut off, or that says [N/A], is left out."""
-    samples = []
-    for line in output.splitlines():
-        try:
-            sample = [float(value) for value in line.split(",")]
-        except ValueError:
-            continue
-        samples += [sample] if len(sample) == len(_FIELDS) else []
+    samples = [sample for line in output.splitlines() if (sample := read_sample(line, _FIELDS))]
     if not samples:
         return {}
-    columns = dict(zip(_FIELDS, zip(*samples, strict=True), strict=True))
-    return {name: statistics.median(values) for name, values in columns.items()} | {
-        "lowest_clock_mhz": min(columns["clock_mhz"])
-    }
+    medians = {name: statistics.median(sample[name] for sample in samples) for name in _FIELDS}
+    return medians | {"lowest_clock_mhz": min(sample["clock_mhz"] for sample in samples)}
 
 
 class Neighbours:
@@ -81,11 +69,6 @@ class Neighbours:
 
     def _list(self) -> list[GpuProcess]:
         return other_processes(self._device) if self._device.type == "cuda" else []
-
-
-def _card(device: torch.device) -> str:
-    """By its UUID: CUDA_VISIBLE_DEVICES renumbers the cards for CUDA, and not for nvidia-smi."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

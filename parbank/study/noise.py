@@ -1,7 +1,8 @@
 """The noise that a study counts on before it has runs of its own, and where that number comes from."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, stdev
@@ -21,7 +22,7 @@ Results = Mapping[Job, dict[str, Any]]
 @dataclass(frozen=True)
 class Noise:
     sd: float
-    """Of paired differences."""
+    """The standard deviation of paired differences."""
     source: str
 
 
@@ -36,32 +37,25 @@ DEFAULTS = {
 
 
 def assume_noise(study: Study, folder: Path) -> Noise:
-    """What the user says; else the study's own runs; else those of a like study beside it; else the usual."""
+    """The noise: the user's number; else that of the study's runs; else that of a like study beside it; else the default."""
     if study.noise is not None:
         return Noise(study.noise, "as given by --noise")
-    for place in (folder, *_neighbours(folder)):
-        found = _measure(place, study)
+    for place, like in find_like(study, folder):
+        found = measure_noise(like, Queue(place).results(like.jobs()), place.name)
         if found is not None:
             return found
     return DEFAULTS.get(study.kind, DEFAULTS["training"])
 
 
-def _neighbours(folder: Path) -> list[Path]:
-    """Other studies in the same folder."""
-    return sorted(path.parent for path in folder.parent.glob(f"*/{STUDY}") if path.parent != folder)
-
-
-def _measure(folder: Path, like: Study) -> Noise | None:
-    if not (folder / STUDY).exists():
-        return None
-    try:
-        study = read_study(folder)
-    except ParbankError:
-        return None
-    same = (study.kind, study.base.recipe, describe_budget(study.base))
-    if same != (like.kind, like.base.recipe, describe_budget(like.base)):
-        return None
-    return measure_noise(study, Queue(folder).results(study.jobs()), folder.name)
+def find_like(study: Study, folder: Path) -> Iterator[tuple[Path, Study]]:
+    """The study of a folder, then others beside it, if their runs are of the same kind, recipe and budget."""
+    beside = sorted(path.parent for path in folder.parent.glob(f"*/{STUDY}") if path.parent != folder)
+    for place in (folder, *beside):
+        with suppress(ParbankError):
+            there = read_study(place)
+            same = (there.kind, there.base.recipe, describe_budget(there.base))
+            if same == (study.kind, study.base.recipe, describe_budget(study.base)):
+                yield place, there
 
 
 def measure_noise(study: Study, results: Results, name: str) -> Noise | None:

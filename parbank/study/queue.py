@@ -192,7 +192,7 @@ def _job(path: Path) -> Job:
 
 
 def _place() -> dict[str, Any]:
-    """Where process numbers mean the same: a machine, and on it a container."""
+    """The scope of process numbers: a machine, and a container on it."""
     try:
         space = os.stat("/proc/self/ns/pid").st_ino
     except OSError:

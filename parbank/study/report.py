@@ -47,12 +47,12 @@ class Report:
 
     @property
     def digits(self) -> int:
-        """Of differences."""
+        """Decimals of a shown difference."""
         return 2 if self.study.own_baselines else 4
 
     @property
     def unit(self) -> str:
-        """Of differences."""
+        """The unit of a difference."""
         return "%" if self.study.own_baselines else ""
 
     def text(self) -> str:
@@ -86,8 +86,16 @@ class Report:
 
     def _against_claim(self, arm: Arm) -> str:
         found = self.comparisons[arm.name]
-        here = "not run yet" if math.isnan(found.mean) else f"{found.mean:+.{self.digits}f}{self.unit}"
-        return f"- {arm.name}: {arm.claim.rstrip('.')}. Here: {here}, {found.describe(self.digits, self.unit)}."
+        here = "no pair of runs" if math.isnan(found.mean) else f"{found.mean:+.{self.digits}f}{self.unit}"
+        return f"- {arm.name}: {arm.claim.rstrip('.')}. Here: {here}, {self.verdict(arm.name)}."
+
+    def verdict(self, arm: str) -> str:
+        """The verdict in words. More seeds would not help where every run failed."""
+        for name, who in ((arm, ""), (BASE, "the base ")):
+            states = {state for job, state in self.states.items() if job.arm == name}
+            if states == {"failed"}:
+                return f"{who}failed in every run"
+        return self.comparisons[arm].describe(self.digits, self.unit)
 
     def _row(self, name: str) -> tuple[str, ...]:
         runs = [result for job, result in self.results.items() if job.arm == name]
@@ -98,13 +106,13 @@ class Report:
         cells = ("", self._mean_interval(values), "")
         if name != BASE:
             found = self.comparisons[name]
-            inside = "-" if math.isinf(found.low) else f"{found.low:+.{d}f}{unit} to {found.high:+.{d}f}{unit}"
+            inside = f"{found.low:+.{d}f}{unit} to {found.high:+.{d}f}{unit}" if math.isfinite(found.low) else "-"
             difference = "-" if math.isnan(found.mean) else f"{found.mean:+.{d}f}{unit}"
-            cells = (difference, inside, found.describe(d, unit))
+            cells = (difference, inside, self.verdict(name))
         return (name, str(len(values)), mean, sd, *cells, *_costs(runs))
 
     def _mean_interval(self, values: Sequence[float]) -> str:
-        """Of the base's mean, where there is nothing to compare it with."""
+        """The interval of the base's mean, for a study without arms."""
         if self.study.arms or len(values) < 2:
             return ""
         low, high = interval(values)
@@ -142,7 +150,9 @@ class Report:
         return {
             "study": to_dict(self.study),
             "noise": asdict(self.noise),
-            "arms": {name: self._as_json(found) for name, found in self.comparisons.items()},
+            "arms": {
+                name: self._as_json(found) | {"words": self.verdict(name)} for name, found in self.comparisons.items()
+            },
             "runs": {job.key: result for job, result in sorted(self.results.items())},
             "failures": {job.key: error for job, error in self.failures.items()},
             "notes": self.notes(),
@@ -150,8 +160,7 @@ class Report:
 
     def _as_json(self, found: Comparison) -> dict[str, Any]:
         """None for a number that is not finite yet: JSON has no other word for it."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(found).items()}
-        return finite | {"words": found.describe(self.digits, self.unit)}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(found).items()}
 
 
 def make_report(folder: Path, study: Study | None = None) -> Report:
@@ -220,7 +229,7 @@ def _notes_on_runs(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def correlate(first: Report, second: Report) -> str:
-    """How well one study ranks the arms of another, by their mean differences."""
+    """The rank correlation of two studies, by the mean differences of the arms that both have."""
     both = [
         arm
         for arm, found in first.comparisons.items()

@@ -30,7 +30,7 @@ class Arm:
     settings: tuple[str, ...] = ()
     """a.b=value, each."""
     claim: str = ""
-    """What is claimed of it, where, and with which number."""
+    """The published claim, with its source and its number."""
 
     def __post_init__(self) -> None:
         require(
@@ -67,7 +67,7 @@ class Study:
 
     name: str
     kind: str = "training"
-    """What a run is: training, or another name in parbank.study.kinds.KINDS."""
+    """The kind of run: training, or another name in parbank.study.kinds.KINDS."""
     base: RunConfig
     arms: tuple[Arm, ...] = ()
     seeds: tuple[int, ...] = (0, 1, 2, 3)
@@ -82,7 +82,7 @@ class Study:
     noise: float | None = None
     """Standard deviation of paired differences to assume before there are any; None looks for earlier runs."""
     difference: float | None = None
-    """The smallest difference of interest; None takes the one that was stated."""
+    """The smallest difference of interest; None takes the stated difference."""
     stated: float | None = None
     """The smallest difference that the seeds can show, as stated before they ran."""
     own_baselines: bool = False

@@ -11,6 +11,7 @@ from parbank.study.kinds.base import Kind
 from parbank.study.machine import Neighbours, describe_machine
 from parbank.study.queue import Claim, Queue
 from parbank.study.study import Study, read_study
+from parbank.threads import compute_with
 from parbank.training.display import Display
 
 _POLL = 0.5  # seconds between looks at a queue in which other workers have the last jobs
@@ -34,7 +35,7 @@ def work(
     neighbours = Neighbours(runtime.pick_device(device))
     if others := neighbours.others():
         display.say(f"warning: other processes are on the GPU: {', '.join(others)}; end them, or times mean little")
-    with runtime.start(device) as place:
+    with compute_with(None), runtime.start(device) as place:
         kind = KINDS[study.kind](place, folder, display, kept)
         while True:
             study = read_study(folder)  # seeds and arms may have been added

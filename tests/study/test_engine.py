@@ -1,6 +1,7 @@
 """A study from the first run to the table: on one process, on two, killed, stopped, and with runs that fail."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -8,14 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from parbank.errors import CheckpointError, ConfigError, TrainingError
+from parbank.study import engine
 from parbank.study.engine import add_to_study, introduce, open_study, run_study
 from parbank.study.kinds.training import Training
 from parbank.study.queue import Queue
 from parbank.study.report import make_report
 from parbank.study.study import BASE, Job, Study, read_study
 from parbank.study.worker import work
+from tests.faults.frozen import freeze
 from tests.study.conftest import values_of
 
 
@@ -64,11 +68,26 @@ def start_worker(folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command)
 
 
-def wait_for_claim(folder: Path) -> None:
-    end = time.monotonic() + 120
-    while not any((folder / "claims").glob("*.json")):
+def freeze_at_work(worker: subprocess.Popen[bytes], folder: Path, study: Study) -> None:
+    """Stops a worker while it holds a job, and not the lock of the queue."""
+    end = time.monotonic() + 300
+    while True:
         assert time.monotonic() < end, "no worker has claimed a job"
+        assert worker.poll() is None, "the worker has ended"
         time.sleep(0.005)
+        if any((folder / "claims").glob("*.json")):
+            freeze(worker.pid)
+            if _is_free(folder / ".lock") and "running" in Queue(folder).states(study.jobs()).values():
+                return
+            os.kill(worker.pid, signal.SIGCONT)
+
+
+def _is_free(lock: Path) -> bool:
+    try:
+        with FileLock(lock).acquire(timeout=0):
+            return True
+    except Timeout:
+        return False
 
 
 def test_two_workers_one_killed_end_with_the_same_table(complete: Path, study: Study, tmp_path: Path) -> None:
@@ -76,18 +95,17 @@ def test_two_workers_one_killed_end_with_the_same_table(complete: Path, study: S
     folder = tmp_path / "killed"
     open_study(folder, study)
     victim = start_worker(folder)
-    wait_for_claim(folder)
-    held, ended = Queue(folder).states(study.jobs()), []
+    freeze_at_work(victim, folder, study)  # or it might end all jobs before this process has had one
+    ended: list[int | None] = []
 
     def kill_after_one_job() -> None:
-        """While both are at work."""
+        """While both hold a job."""
         ended.append(victim.poll())
         if len(ended) == 1:
             victim.kill()
             victim.wait()
 
     here = work(folder, device="cpu", ended=kill_after_one_job)
-    assert "running" in held.values()
     assert ended[0] is None, "the victim was alive when it was killed"
     assert victim.returncode == -signal.SIGKILL
     assert 1 < here <= len(study.jobs())
@@ -143,6 +161,25 @@ def test_a_run_that_fails_is_tried_again_and_then_reported(
     assert report.is_complete
     assert report.comparisons["slow"].pairs == 2
     assert "Failed twice and left out: slow, seed 1: RuntimeError: the disk is full" in report.text()
+
+
+@pytest.mark.parametrize(("broken", "words"), [("slow", "failed in every run"), (BASE, "the base failed in every run")])
+def test_an_arm_without_any_run_does_not_ask_for_more_seeds(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, words: str
+) -> None:
+    def measure(self: Training, study: Study, job: Job) -> dict[str, object]:
+        if job.arm == broken:
+            raise RuntimeError("the disk is full")
+        return {"value": 1.0 + job.seed / 100}
+
+    monkeypatch.setattr(Training, "measure", measure)
+    report = run_study(study, tmp_path / "s", device="cpu", quiet=True)
+    row = next(line for line in report.text().splitlines() if line.startswith("| slow"))
+    assert words in row
+    assert "nan" not in row
+    assert report.to_dict()["arms"]["slow"]["words"] == words
+    if broken != BASE:
+        assert report.verdict("same") == "equal in every pair"
 
 
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +238,9 @@ def test_what_it_can_show_and_how_long_it_takes_is_said_before(
     assert "known after the first" in seconds
     fake(monkeypatch)
     run_study(study, tmp_path / "s", device="cpu", quiet=True)
-    _, smallest, _ = introduce(study, tmp_path / "like", 1)  # a new study beside it counts on its noise
+    _, smallest, seconds = introduce(study, tmp_path / "like", 2)  # a new study beside it counts on its noise and time
     assert "(6 pairs of runs in s)" in smallest
+    assert seconds == "time: about 0:12 for 9 runs (2.5 s each in s)"
     timed = introduce(timed_study(study), tmp_path / "timed", 1)[-1]
     assert timed.startswith("time: about 1:54 for 9 runs (6.66 s of training and some 6 s beyond it each)")
 
@@ -225,3 +263,20 @@ def test_workers_that_cannot_start_end_the_study(study: Study, tmp_path: Path, m
     with pytest.raises(TrainingError, match=r"worker [01] ended with code 1: it left no message"):
         run_study(study, tmp_path / "s", workers=2, device="cpu", quiet=True)
     assert set(make_report(tmp_path / "s").states.values()) == {"waiting"}
+
+
+@pytest.mark.parametrize("given", [None, "1", "64", "4,2"])
+def test_workers_of_one_machine_divide_its_cores(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """OMP_NUM_THREADS is an upper limit: as many threads in each worker would wait for each other, spinning."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(engine, "count_cores", lambda: 6)
+    worker = tmp_path / "worker"
+    worker.write_text('#!/bin/sh\necho "threads: $OMP_NUM_THREADS"\nexit 1\n')
+    worker.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(worker))
+    with pytest.raises(TrainingError, match=f"threads: {1 if given == '1' else 3}$"):
+        run_study(study, tmp_path / "s", workers=2, device="cpu", quiet=True)

@@ -67,9 +67,10 @@ def test_packing_of_one_checkpoint_is_compared_on_parts_of_the_text(stored: list
 
 
 def test_what_needs_training_is_refused(stored: list[Path]) -> None:
-    wide = make_study("published-quantisation", checkpoints=map(str, stored), extra=["wide:model.width=64"])
-    with pytest.raises(ConfigError, match=r"arm wide: model.width=64 would need another training"):
-        KINDS["packing"].check(wide)
+    for setting in ("model.width=64", "quant.qat_share=0.2"):
+        study = make_study("published-quantisation", checkpoints=map(str, stored), extra=[f"other:{setting}"])
+        with pytest.raises(ConfigError, match=f"arm other: {setting} would need another training"):
+            KINDS["packing"].check(study)
     with pytest.raises(ConfigError, match="say which by --checkpoint RUN"):
         make_study("published-quantisation")
 

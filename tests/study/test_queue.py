@@ -100,12 +100,19 @@ def pretend_elsewhere(folder: Path, job: Job) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"host": "elsewhere", "pid": 1}))
 
 
+def make_older(folder: Path, job: Job, seconds: float) -> Path:
+    """Makes a claim look as if it had not been renewed for some time."""
+    path = folder / "claims" / f"{job.key}.json"
+    os.utime(path, times=(time.time() - seconds,) * 2)
+    return path
+
+
 def test_a_silent_worker_elsewhere_loses_its_job_and_its_late_result(tmp_path: Path) -> None:
-    queue = Queue(tmp_path, patience=0.3)
+    queue = Queue(tmp_path, patience=1000)
     lost = claimed(queue)
     pretend_elsewhere(tmp_path, lost.job)
     assert queue.states(JOBS)[lost.job] == "running"
-    time.sleep(0.5)
+    make_older(tmp_path, lost.job, 2000)
     again = claimed(queue)
     assert again.job == lost.job
     assert not queue.finish(lost, {"value": 666.0})
@@ -116,11 +123,15 @@ def test_a_silent_worker_elsewhere_loses_its_job_and_its_late_result(tmp_path: P
 
 
 def test_a_worker_elsewhere_that_beats_keeps_its_job(tmp_path: Path) -> None:
-    queue = Queue(tmp_path, heartbeat=0.05, patience=0.5)
+    queue = Queue(tmp_path, heartbeat=0.05, patience=1000)
     claim = claimed(queue)
     pretend_elsewhere(tmp_path, claim.job)
+    path = make_older(tmp_path, claim.job, 2000)
     with queue.beating(claim):
-        time.sleep(0.8)
+        end = time.monotonic() + 60
+        while path.stat().st_mtime < time.time() - 1000:
+            assert time.monotonic() < end, "no beat has come"
+            time.sleep(0.01)
         assert queue.states(JOBS)[claim.job] == "running"
     assert "study-heartbeat" not in {thread.name for thread in threading.enumerate()}
 

@@ -41,6 +41,8 @@ def test_an_arm_is_the_settings_that_its_function_changes() -> None:
     assert set(make_arm("6x768", base).settings) == {
         "model.layers=6", "model.width=768", "model.heads=12", "model.kv_heads=6", "model.value_layers=[4, 5]",
     }  # fmt: skip
+    lion = override(base, *make_arm("lion", base).settings).optim
+    assert lion.embedding_lr * lion.adam_weight_decay == pytest.approx(0.035 * 0.04), "decay of AdamW's strength"
     assert settings_between(base, base) == ()
     with pytest.raises(ConfigError, match="the arm head-128 does not fit the recipe nano"):
         make_arm("head-128", get_recipe("nano"))

@@ -1,4 +1,4 @@
-"""What a run of a study is. A new kind is a file with a class like these, and a line in KINDS."""
+"""Kinds of runs in a study. A new kind is a file with a class, and a line in KINDS."""
 
 from parbank.study.kinds.base import Kind
 from parbank.study.kinds.inside import Inside

@@ -17,7 +17,7 @@ class Kind(ABC):
 
     name: ClassVar[str]
     unit: ClassVar[str] = "bits/byte"
-    """Of the measured value. Lower is better in every kind."""
+    """The unit of the measured value. Lower is better in every kind."""
 
     def __init__(self, runtime: Runtime, folder: Path, display: Display, kept: dict[Any, Any] | None = None) -> None:
         """`kept`: what earlier studies of this process have made, such as opened data."""

@@ -87,7 +87,7 @@ class Stored(Kind):
         return found | {"value": value, "wall_seconds": time.perf_counter() - began}
 
     def keep(self, make: Callable[[], Any], *key: str) -> Any:
-        """What `make` returns, kept for later jobs of the same key. Only the last of its kind is kept."""
+        """The result of `make`, cached for later jobs with the same key. Only the last of each kind is kept."""
         if key not in self.kept:
             for other in [other for other in self.kept if other[0] == key[0]]:
                 del self.kept[other]
@@ -97,7 +97,7 @@ class Stored(Kind):
     def score(self, study: Study, model: GPT, tokenizer: Tokenizer, method: Method) -> Scored:
         data, say = study.base.data, self.display.say
         tokens = self.keep(lambda: open_validation(data, tokenizer, say=say).tokens, "text", tokenizer.fingerprint)
-        return method.score(model, first_tokens(tokens, study.score_tokens), self.runtime)
+        return method.score(model, first_tokens(tokens, study.score_tokens), self.runtime, tokenizer=tokenizer)
 
 
 def cut_into_parts(scored: Scored, tokenizer: Tokenizer, count: int) -> list[float]:
@@ -118,7 +118,7 @@ def cut_into_parts(scored: Scored, tokenizer: Tokenizer, count: int) -> list[flo
 
 
 class Packing(Stored):
-    """Packs a checkpoint under its cap by other settings of quant, and scores what was packed, by chunks."""
+    """Packs a checkpoint under its cap by other settings of quant, and scores the packed file by chunks."""
 
     name = "packing"
 
@@ -126,7 +126,7 @@ class Packing(Stored):
     def check_arm(cls, study: Study, arm: Arm) -> None:
         for setting in arm.settings:
             require(
-                setting.startswith(("quant.", "budget.max_bytes")),
+                setting.startswith(("quant.", "budget.max_bytes")) and not setting.startswith("quant.qat_"),
                 f"arm {arm.name}: {setting} would need another training; a study of packing changes quant and budget.max_bytes",
             )
         override(study.base, *arm.settings)
@@ -172,7 +172,7 @@ class Scoring(Stored):
 
     name = "scoring"
     METHOD = "streaming"
-    """Of the base."""
+    """The method of the base."""
 
     @classmethod
     def check_arm(cls, study: Study, arm: Arm) -> None:

@@ -115,14 +115,17 @@ class Training(Kind):
         return result
 
     def _open(self, config: RunConfig) -> Dataset:
-        """The data of a config, opened once for each spec and vocabulary. The first time, kernels are compiled beside
+        """The data of a config, opened once for each spec and tokenizer. The first time, kernels are compiled beside
         it."""
-        key = ("dataset", config.data, config.model.vocab_size)
+        vocabulary, operators = config.model.vocab_size, config.tokenizer.case_operators
+        key = ("dataset", config.data, vocabulary, operators)
         if key not in self.kept:
             use_compile_cache()
-            say, vocabulary = self.display.say, config.model.vocab_size
-            with compile_aside(config, self.runtime, say) as compiling:
-                self.kept[key] = open_dataset(config.data, vocab_size=vocabulary, say=say, apart=compiling)
+            say = self.display.say
+            with compile_aside(config, self.runtime, say) as kernels:
+                self.kept[key] = open_dataset(
+                    config.data, vocab_size=vocabulary, case_operators=operators, say=say, apart=kernels.compiles
+                )
         dataset: Dataset = self.kept[key]
         dataset.require_length(config.batch.sequence_length)
         return dataset
