@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from parbank.artifact.about import TOKENIZER, About
-from parbank.artifact.container import decode_artifact, is_artifact, read_artifact
+from parbank.artifact.container import check_target, decode_artifact, is_artifact, read_artifact
 from parbank.artifact.load import LoadedModel
 from parbank.artifact.pack import unpack_tensors
 from parbank.artifact.safetensors import export_model
@@ -150,12 +150,13 @@ class Model:
         is a file or folder; all of its text is scored. A string that names an existing file is refused as ambiguous.
         Bytes are always the text, in UTF-8. None means the validation text of the model's training data.
 
-        method: chunked, sliding, streaming or ttt. `settings` are the method's, such as stride=64 of sliding or
+        method: chunked, sliding, streaming, ttt or adaptive. `settings` are the method's, such as stride=64 of sliding or
         lr=0.002 of ttt; `parbank eval --methods` lists them. docs/design/scoring.md explains each method.
         """
         scoring = make_method(method, context=self.context if context is None else context, **settings)
         model = self._scorable(None if scoring.any_model else method)
-        scored = scoring.score(model, self._open_text(text), Runtime(device=self.device))
+        tokens, place = self._open_text(text), Runtime(device=self.device)
+        scored = scoring.score(model, tokens, place, tokenizer=self.tokenizer)
         if (idle := scoring.find_idle(scored.tokens, model.config)) is not None:
             warnings.warn(idle, stacklevel=2)
         return scored.total(self.tokenizer)
@@ -224,6 +225,8 @@ class Model:
     def logits(self, ids: Tensor | np.ndarray | Iterable[int]) -> Tensor:
         """The logits of the next token at every position, float32: ids (T,) -> (T, vocabulary), (B, T) -> (B, T,
         vocabulary)."""
+        if isinstance(ids, str):
+            raise ConfigError("logits takes token ids, got text; model.tokenizer.encode(text) makes ids of it")
         given = ids if isinstance(ids, Tensor) else torch.from_numpy(np.asarray(ids, dtype=np.int64))
         batch = given.to(self.device, torch.int64)
         if batch.ndim not in (1, 2) or not batch.numel():
@@ -252,6 +255,7 @@ class Model:
             unpack = unpack_state_dict if artifact.meta.get("kind") == FOREIGN else unpack_tensors
             stored, own = unpack(artifact), self.state_dict()
             if stored.keys() == own.keys() and all(torch.equal(stored[name], own[name].cpu()) for name in stored):
+                check_target(Path(path))
                 write_file(Path(path), data)
                 return Path(path)
         raise ArtifactError(
@@ -275,7 +279,7 @@ class Model:
 
     def _gpt(self, what: str) -> GPT:
         if not isinstance(self.module, GPT):
-            raise ConfigError(f"{what} needs a model that parbank built; this one is a {type(self.module).__name__}")
+            raise ConfigError(f"{what} needs a model that parbank built; this model is a {type(self.module).__name__}")
         return self.module
 
     def _network(self) -> GPT | PlainModel:
@@ -291,7 +295,7 @@ class Model:
         if reads_inside is not None and not isinstance(self.module, GPT):
             able = " or ".join(name for name, method in METHODS.items() if method.any_model)
             raise ConfigError(
-                f"method {reads_inside!r} reads inside the network, and this one is a {type(self.module).__name__}; use {able}"
+                f"method {reads_inside!r} reads inside the network, and this network is a {type(self.module).__name__}; use {able}"
             )
         return cast(GPT, self._network())
 

@@ -1,5 +1,6 @@
 """`parbank.pack`: any model under a byte cap."""
 
+import numbers
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -40,8 +41,9 @@ def pack(
     The bytes go where the loss needs them. To measure that, the module runs over `calibration`: some batches of token
     ids (B, T), or dicts or tuples of its arguments. Pass `loss`, a function of the output and the batch, if the
     module returns neither logits, nor a loss, nor an output with `.loss`. A weight that no linear layer and no
-    embedding reads cannot be measured: a warning and `uncalibrated` name it. A parbank `Model` also takes a data
-    spec, whose training part is used; the default is the text it was trained on.
+    embedding reads cannot be measured: a warning and `uncalibrated` name it. If you give no batches, errors in all
+    weights count alike, and the packed model is worse; `uncalibrated` then names every tensor. A parbank `Model` also
+    takes a data spec, whose training part is used; the default is the text it was trained on.
 
     settings: {"quant.low_rank": 8}, as `parbank pack --set`.
 
@@ -58,6 +60,8 @@ def pack(
         >>> module.load_state_dict(parbank.load("module.pbk").state_dict())
         <All keys matched successfully>
     """
+    if not isinstance(max_bytes, numbers.Real):
+        raise ConfigError(f"max_bytes must be a number of bytes such as 8_000_000, got {max_bytes!r}")
     if max_bytes < 1:
         raise ConfigError(f"max_bytes must be positive, got {max_bytes}")
     quant = override(_PackSettings(), *read_settings(settings)).quant

@@ -4,7 +4,6 @@ import json
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any, NoReturn, cast
 from parbank import runtime
 from parbank.api.model import Model, load
 from parbank.config import override
-from parbank.data.sources import absolute_spec
+from parbank.data.sources import absolute_spec, read_data
 from parbank.errors import CheckpointError, ConfigError
 from parbank.plan.choose import NAME
 from parbank.plan.plan import introduce, plan_run
@@ -39,6 +38,9 @@ def train(
     *,
     recipe: str | None = None,
     data: str | None = None,
+    glob: str | Sequence[str] = (),
+    field: str | None = None,
+    skip_bad: bool = False,
     minutes: float | None = None,
     steps: int | None = None,
     tokens: int | None = None,
@@ -55,14 +57,18 @@ def train(
     """Trains a model, scores it, and packs it into one file: `parbank train`, with its options as keywords.
 
     recipe: demo, sprint, golf or nano; if not given, a config is planned for the minutes, the bytes, the text and this
-    machine, as `parbank plan` prints it. `data` is a spec: stdlib, text:PATH, shards:DIR, fineweb.
+    machine, as `parbank plan` prints it.
+    data: a spec: stdlib, text:PATH, parquet:PATH, shards:DIR or fineweb.
+    glob: a pattern, or several; of a folder, only files whose name matches are read.
+    field: the .jsonl field or parquet column with the text.
+    skip_bad: skip, and count, files and lines that cannot be used.
     minutes, steps, tokens: the budget, one of the three; without a recipe, steps and tokens take the demo's shape.
     max_bytes: the cap on the file.
     out: the run's folder; runs/RECIPE-TIME if not given. `resume` continues the run in `out`; given a recipe too, it starts
     the run if there is none.
-    threads: CPU threads; what is free if not given. A budget in minutes then makes way for other processes.
+    threads: CPU threads; the free cores if not given. With a budget in minutes the number then follows the load.
     settings: changes to the recipe, {"model.layers": 6} or ["model.layers=6"]; `parbank recipes NAME` prints all of them. A
-    plan keeps them, and plans the rest around them.
+    plan keeps them and chooses the rest.
     quiet: print nothing. Else a terminal gets a progress bar, a file or a pipe gets lines.
     started: called with the run's folder before the run begins, on the first rank.
 
@@ -76,8 +82,11 @@ def train(
     """
 
     def read_options() -> RunConfig | None:
+        text = data
+        if glob or field is not None or skip_bad:
+            text = read_data(data, [glob] if isinstance(glob, str) else glob, field, skip_bad)
         changes = read_changes(
-            data=data, minutes=minutes, steps=steps, tokens=tokens, max_bytes=max_bytes, seed=seed, settings=settings
+            data=text, minutes=minutes, steps=steps, tokens=tokens, max_bytes=max_bytes, seed=seed, settings=settings
         )
         resume_from = _resumed(out, recipe) if resume else None
         if resume_from is None and _is_planned(recipe, changes):
@@ -91,23 +100,10 @@ def train(
         folder = new if out is None else Path(out)
         if started is not None and place.is_main:
             started(folder)
-        result = run(config, place, folder, resume=resume, quiet=quiet, threads=threads)
+        result = run(config, place, folder, resume=resume, quiet=quiet, threads=threads, write_page=write_run_page)
     if result.summary is None:
-        _leave(result)
-    if place.is_main:
-        _write_page(folder, quiet)
+        _exit_as_stopped(result)
     return Run(folder=folder, summary=result.summary, device=str(place.device))
-
-
-def _write_page(folder: Path, quiet: bool) -> None:
-    """report.html: a side matter, which may fail without failing the run."""
-    try:
-        write_run_page(folder)
-    except Exception as error:
-        if not quiet:
-            print(
-                f"warning: {folder / 'report.html'} was not written ({type(error).__name__}: {error})", file=sys.stderr
-            )
 
 
 def read_changes(
@@ -167,11 +163,11 @@ class Run:
     """
 
     folder: Path
-    """Where everything is: model.pbk, report.html, summary.json, config.json, metrics.jsonl and checkpoint/."""
+    """The run's folder: model.pbk, report.html, summary.json, config.json, metrics.jsonl and checkpoint/."""
     summary: dict[str, Any]
     """The contents of summary.json: val_bpb, artifact_bytes, steps, tokens_per_second and more."""
     device: str = "auto"
-    """Where `model` is put."""
+    """The device of `model`."""
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], device: str = "auto") -> "Run":
@@ -231,7 +227,7 @@ def _new_folder(recipe: str, place: Runtime) -> Path:
     return Path("runs") / f"{recipe}-{datetime.fromtimestamp(stamp):%Y%m%d-%H%M%S}-{int(mark):08x}"
 
 
-def _leave(result: Result) -> NoReturn:
+def _exit_as_stopped(result: Result) -> NoReturn:
     """Exits as the signal that stopped the run requires."""
     if result.stop_signal == signal.SIGINT:
         raise Stopped("training was stopped; its checkpoint is saved, and resume=True continues from it")

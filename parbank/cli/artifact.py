@@ -20,9 +20,9 @@ from parbank.cli.terminal import (
     data_option,
     print_next,
     printable,
-    read_data,
     size_option,
 )
+from parbank.data.sources import read_data
 from parbank.errors import ParbankError
 
 
@@ -174,7 +174,7 @@ def export(
 
     One tensor for each weight, by its plain name (blocks.0.mlp.up.weight), as the model computes with it: an artifact's
     integers are multiplied out. The config, the context and the hash of the tokenizer are in the file's metadata; the
-    tokenizer lies beside it as NAME.model, which SentencePiece reads.
+    tokenizer lies beside it as NAME.model, which SentencePiece reads unless it has case operators.
 
     Examples:
 

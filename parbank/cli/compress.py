@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from parbank import ahead
 from parbank.cli.terminal import DeviceOption, ThreadsOption, print_next, print_pairs, printable
 from parbank.errors import ConfigError
 
@@ -41,19 +42,23 @@ def compress(
 
       parbank decompress texts.pbz --model runs/demo -o texts
     """
+    ahead.begin(device)
     from parbank import runtime
     from parbank.eval.compressor.archive import compress as write
     from parbank.eval.compressor.coder import check_lanes
     from parbank.threads import compute_with
+    from parbank.training.compiled import use_compile_cache
     from parbank.training.display import Display
     from parbank.training.load import load_model
 
     check_lanes(segments)
+    use_compile_cache()
     with runtime.start(device) as place, compute_with(threads):
         if not place.is_main:
             return
         display = Display(file=sys.stderr)
         loaded = load_model(model, place.device)
+        ahead.wait()
         began = time.perf_counter()
         with display.progress("compressing") as progress:
             written = write(files, loaded, out, segments=segments, progress=progress, say=display.say)
@@ -94,13 +99,16 @@ def decompress(
 
       parbank decompress texts.pbz --model runs/demo -o texts
     """
+    ahead.begin(device)
     from parbank import runtime
     from parbank.eval.compressor.archive import decompress as write
     from parbank.eval.compressor.archive import read_made_with
     from parbank.threads import compute_with
+    from parbank.training.compiled import use_compile_cache
     from parbank.training.display import Display
     from parbank.training.load import load_model
 
+    use_compile_cache()
     made_with = read_made_with(file).made_with
     there = made_with.get("threads")
     device = "cpu" if device == "auto" and there is not None else device
@@ -113,6 +121,7 @@ def decompress(
             return
         display = Display(file=sys.stderr)
         loaded = load_model(model, place.device)
+        ahead.wait()
         with display.progress("decompressing") as progress:
             written = write(file, loaded, out, progress=progress, say=display.say)
     for path in written:

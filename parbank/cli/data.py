@@ -11,8 +11,8 @@ from parbank.cli.terminal import (
     SkipBadOption,
     print_next,
     print_tree,
-    read_options,
 )
+from parbank.data.sources import read_options
 from parbank.errors import ConfigError
 
 
@@ -23,6 +23,9 @@ def prepare(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the shards, the tokenizer and the manifest.")],
     vocab: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 1024,
+    case_operators: Annotated[
+        bool, typer.Option("--case-operators", help="Write capitals as operators before small letters.")
+    ] = False,
     glob: GlobOption = None,
     field: FieldOption = None,
     skip_bad: SkipBadOption = False,
@@ -44,18 +47,20 @@ def prepare(
     from parbank.data.dataset import describe
     from parbank.data.prepare import prepare_text
 
-    prepare_text(inputs, out, options=read_options(glob, field, skip_bad), vocab_size=vocab)
+    options = read_options(glob, field, skip_bad)
+    prepare_text(inputs, out, options=options, vocab_size=vocab, case_operators=case_operators)
     print_tree(describe(out))
-    _print_training(f"shards:{out}", vocab)
+    _print_training(f"shards:{out}", vocab, case_operators)
 
 
-def _print_training(spec: str, vocab: int) -> None:
-    """How to train on shards: their vocabulary is given, and the model must have it."""
+def _print_training(spec: str, vocab: int, case_operators: bool = False) -> None:
+    """Prints the command that trains on the shards, with their tokenizer."""
     from parbank.recipes import get_recipe
 
     fits = get_recipe("demo").model.vocab_size == vocab
     changes = () if fits else ("--set", f"model.vocab_size={vocab}")
-    print_next(("parbank", "train", "--data", spec, *changes))
+    operators = ("--set", "tokenizer.case_operators=true") if case_operators else ()
+    print_next(("parbank", "train", "--data", spec, *changes, *operators))
 
 
 def info(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of token shards.")]) -> None:

@@ -63,7 +63,7 @@ def _python() -> Finding:
 
 def _torch() -> Finding:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    found = f"{torch.__version__} ({build}), {torch.get_num_threads()} threads"
+    found = f"{torch.__version__} ({build}), threads: {torch.get_num_threads()}"
     if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < (2, 11):
         return Finding("PyTorch", "bad", found, "parbank needs torch 2.11 or newer: pip install -U torch")
     return Finding("PyTorch", "ok", found)

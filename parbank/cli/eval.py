@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from parbank import ahead
 from parbank.cli.laps import Laps
 from parbank.cli.scoring import Request, check_request, score_models
 from parbank.cli.terminal import (
@@ -23,8 +24,8 @@ from parbank.cli.terminal import (
     data_option,
     print_pairs,
     printable,
-    read_data,
 )
+from parbank.data.sources import read_data
 from parbank.errors import ConfigError
 
 SHOWN_DOCUMENTS = 10
@@ -185,6 +186,7 @@ def evaluate(
     """
     laps = Laps()
     laps.mark("start")
+    ahead.begin(device)
     from parbank.eval.result import compare as compare_results
     from parbank.eval.result import is_result, read_result
 
@@ -194,7 +196,7 @@ def evaluate(
     theirs = read_result(compare) if compare is not None else None
     if len(models) > 1 and (compare is not None or breakdown):
         given = "--breakdown" if breakdown else "--compare"
-        raise ConfigError(f"{given} is for one model, and {len(models)} were given; score that one alone")
+        raise ConfigError(f"{given} takes one model, and {len(models)} were given; score each model alone")
     if path.suffix == ".json" and path.is_file():
         if theirs is not None:
             _show(compare_results(read_result(path), theirs, str(compare)), as_json)
@@ -202,7 +204,7 @@ def evaluate(
         if is_result(path):
             raise ConfigError(f"{path} is a result, not a model; give another one by --compare to see the difference")
     if picture is not None and not breakdown:
-        raise ConfigError("--picture is where --breakdown draws, which was not asked for; give both")
+        raise ConfigError("--picture names the picture of --breakdown; give both")
     picture = picture or Path("breakdown.png")
     if breakdown:
         _check_picture(picture)
@@ -254,10 +256,10 @@ def evaluate(
 
 
 def _name_models(paths: list[Path], unpacked: bool) -> dict[str, Path]:
-    """The models by the names that tables use: paths, and those of checkpoints beside artifacts."""
+    """The models by their names in tables: the paths of artifacts and of the checkpoints beside them."""
     models = {str(path): path for path in paths}
     if len(models) < len(paths):
-        raise ConfigError("a model is given twice; give different ones")
+        raise ConfigError("a model is given twice; name each model once")
     if not unpacked:
         return models
     named: dict[str, Path] = {}
@@ -284,7 +286,8 @@ def _show_several(results: dict[str, dict[str, Any]], laps: Laps, as_json: bool)
         print(json.dumps({"models": models, "differences": differences, "times": laps.seconds}))
         return
     beside = results[first].pop("beside")
-    table = Table("model", "bpb", "difference", "95% interval", "verdict")
+    names = Column("model", overflow="fold")  # two names may differ at their ends only
+    table = Table(names, "bpb", "difference", "95% interval", "verdict")
     for name, result in results.items():
         one = found.get(name)
         shown = [] if one is None else [f"{one.bpb:+.4f}", _interval(one), one.describe()]
@@ -314,6 +317,8 @@ def _describe_proof(proof: dict[str, Any]) -> str:
 
 def _check_picture(path: Path) -> None:
     """Checks the picture's path before the text is scored."""
+    from parbank.eval.breakdown import is_picture
+
     if path.suffix.lower() not in PICTURES:
         raise ConfigError(f"--picture is a file that ends in {', '.join(PICTURES)}, got {path}")
     if path.is_dir():
@@ -322,6 +327,10 @@ def _check_picture(path: Path) -> None:
         raise ConfigError(f"--picture {path}: there is no folder {path.parent}; make it, or give another place")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"--picture {path} cannot be written here; give another place")
+    if os.path.lexists(path) and not is_picture(path):
+        raise ConfigError(
+            f"--picture {path} exists, and does not say that parbank drew it; give another name, or delete it"
+        )
 
 
 def _draw(found: Any, title: str, picture: Path) -> None:
@@ -364,7 +373,7 @@ _FORMATS = {
 
 
 def _show(result: dict[str, Any], as_json: bool) -> None:
-    """All digits as JSON; otherwise the significant ones."""
+    """Prints all digits as JSON, and otherwise the significant digits."""
     if as_json:
         print(json.dumps(result))
         return
@@ -387,7 +396,7 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
 
 
 def _print_breakdown(found: Any) -> None:
-    """Three tables; of many documents the dearest ones."""
+    """Prints three tables. Of many documents, the table shows those that cost the most bits."""
     out = Console(highlight=False)
     for title, parts in (("tokens of context", found.by_context), ("place in document", found.by_place)):
         table = Table(title, "tokens", "bytes", "bpb")
@@ -402,7 +411,7 @@ def _print_breakdown(found: Any) -> None:
         table.add_row(f"at {part.first:,}", f"{part.tokens:,}", f"{part.bytes:,}", _bpb(part), opening)
     out.print(table)
     if len(documents) > SHOWN_DOCUMENTS:
-        print(f"the {SHOWN_DOCUMENTS} dearest of {len(documents):,} documents; --json has all")
+        print(f"the {SHOWN_DOCUMENTS} documents with the most bits, of {len(documents):,}; --json has all")
 
 
 def _bpb(part: Any) -> str:

@@ -1,11 +1,11 @@
-"""Where the seconds of a command went."""
+"""The seconds of each part of a command."""
 
 import os
 import time
 
 
 class Laps:
-    """Seconds by the name of what was done. They begin when the process did, where the system says when that was."""
+    """Seconds by the name of a part. The first part begins with the process, if the system tells its start."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -8,6 +8,7 @@ import gc
 import inspect
 import io
 import os
+import signal
 import sys
 from types import ModuleType
 from typing import Annotated
@@ -28,6 +29,7 @@ def main() -> None:
     atexit.register(gc.freeze)  # the interpreter need not search torch's modules for cycles at its end: 0.35 s
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
+    _replace_closed_streams()
     for stream in (
         sys.stdout,
         sys.stderr,
@@ -36,17 +38,32 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         app(args=arguments, prog_name="parbank")
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+    except SystemExit as ended:
+        interrupt = getattr(ended.__context__, "__cause__", None)
+        if isinstance(interrupt, KeyboardInterrupt):  # which typer turns into an exit, without a word
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would show a traceback of the interpreter's end
+            if debug:
+                raise interrupt from None
+            print("interrupted", file=sys.stderr)
+        raise
     except Exception as error:
         if debug or (message := _explain(error)) is None:
             raise
         if message:
             print(message, file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _replace_closed_streams() -> None:
+    """Opens the null device for standard streams that the caller closed. Otherwise the next file gets the descriptor of a
+    stream, and with it everything that a library prints."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 (open to the end, as the others)
 
 
 def _explain(error: Exception) -> str | None:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from parbank import ahead
 from parbank.cli.terminal import (
     DeviceOption,
     FieldOption,
@@ -13,9 +14,9 @@ from parbank.cli.terminal import (
     ThreadsOption,
     data_option,
     print_next,
-    read_data,
     size_option,
 )
+from parbank.data.sources import read_data
 
 _BUDGET = "Budget"
 
@@ -54,6 +55,7 @@ def plan(
     """
     import sys
 
+    ahead.begin(device)
     from parbank import runtime
     from parbank.api.run import read_changes
     from parbank.plan.describe import describe_plan, plan_table

@@ -29,15 +29,16 @@ def report(
       parbank report runs/study-published-training
     """
     from parbank.errors import ConfigError
+    from parbank.report.record import is_study
     from parbank.report.write import PAGE, write_pages, write_study_page
-    from parbank.study.report import make_report
-    from parbank.study.study import STUDY
 
     target = out or (folders[0] / PAGE if len(folders) == 1 else Path(PAGE))
-    studies = [folder for folder in folders if (folder / STUDY).exists()]
+    studies = [folder for folder in folders if is_study(folder)]
     if studies and len(folders) > 1:
         raise ConfigError(f"{studies[0]} is a study, which has a page of its own; give it alone")
     if studies:
+        from parbank.study.report import make_report  # takes longer to import than the page of a run to make
+
         write_study_page(make_report(studies[0]).to_dict(), studies[0], target)
     else:
         write_pages(folders, target)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from parbank import ahead
 from parbank.cli.terminal import DeviceOption, ThreadsOption, printable
 from parbank.errors import ConfigError, ParbankError
 
@@ -55,17 +56,21 @@ def sample(
         raise ConfigError(f"--samples must be at least 1, got {samples}")
     if interactive and (prompt is not None or samples != 1):
         raise ConfigError("--interactive reads prompts and answers each once; leave --prompt and --samples out")
+    ahead.begin(device)
     from parbank import runtime
     from parbank.eval.sampling import check_settings, sample_tokens, write_text
     from parbank.threads import compute_with
+    from parbank.training.compiled import use_compile_cache
     from parbank.training.load import load_model
 
+    use_compile_cache()
     words = tuple(stop or ())
     check_settings(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=words)
     with runtime.start(device) as place, compute_with(threads):
         if not place.is_main:
             return
         loaded = load_model(artifact, place.device)
+        ahead.wait()
 
         def write(text: str, number: int) -> _Writing:
             before = loaded.tokenizer.encode(text)

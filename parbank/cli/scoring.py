@@ -6,17 +6,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parbank.cli.laps import Laps
 from parbank.errors import ConfigError
+
+if TYPE_CHECKING:
+    from parbank.eval.aside import KernelsAside
+    from parbank.eval.methods.base import Method
 
 LARGEST_BESIDE = 1 << 26  # bytes of text for xz and zstd, which then take a minute
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What `eval` was asked for."""
+    """The options of `parbank eval`."""
 
     data: str | None
     method: str
@@ -34,9 +38,9 @@ class Request:
 
 
 def check_request(request: Request) -> None:
-    """Refuses, before anything is read, what cannot be proved."""
+    """Refuses requests that cannot be proved, before anything is read."""
     if request.segments is not None and not request.prove:
-        raise ConfigError("--segments says how --prove divides the text, which was not asked for; give both")
+        raise ConfigError("--segments says how --prove divides the text; give both")
     if not request.prove:
         return
     from parbank.eval.compressor.coder import check_lanes
@@ -52,6 +56,7 @@ def score_models(paths: dict[str, Path], request: Request, laps: Laps) -> list[d
     """The results in the order of the models, on the first rank; the first one also has the other compressors. Settings
     that cannot be run or compared are refused before the work."""
     from parbank import runtime
+    from parbank.eval.aside import KernelsAside
     from parbank.threads import compute_with
     from parbank.training.compiled import use_compile_cache
     from parbank.training.display import Display
@@ -60,10 +65,11 @@ def score_models(paths: dict[str, Path], request: Request, laps: Laps) -> list[d
     found: list[dict[str, Any]] = []
     with runtime.start(request.device) as place, compute_with(request.threads), _beside() as beside:
         display = Display(enabled=place.is_main, file=sys.stderr)
+        kernels = KernelsAside(place, display.say)
         laps.mark("import")
         for name, path in paths.items():
             said = f" {name}" if len(paths) > 1 else ""
-            result = _score_model(path, request, place, display, laps, said, beside)
+            result = _score_model(path, request, place, display, laps, said, beside, kernels)
             if result is None:
                 continue
             if found and result["text_sha256"] != found[0]["text_sha256"]:
@@ -78,7 +84,14 @@ def score_models(paths: dict[str, Path], request: Request, laps: Laps) -> list[d
 
 
 def _score_model(
-    path: Path, request: Request, place: Any, display: Any, laps: Laps, said: str, beside: "_Beside"
+    path: Path,
+    request: Request,
+    place: Any,
+    display: Any,
+    laps: Laps,
+    said: str,
+    beside: "_Beside",
+    kernels: "KernelsAside",
 ) -> dict[str, Any] | None:
     from parbank.data.validation import open_validation
     from parbank.eval.audit import audited
@@ -88,10 +101,14 @@ def _score_model(
     from parbank.training.load import load_model
 
     laps.mark("import")
-    loaded = load_model(path, place.device)
+
+    def choose_method(own: int) -> "Method":
+        context = own if request.context is None else request.context
+        return make_method(request.method, **{"context": context, **request.settings})
+
+    loaded = load_model(path, place.device, lambda config, own: kernels.begin(config, lambda: choose_method(own)))
     laps.mark("model")
-    context = loaded.context if request.context is None else request.context
-    method = make_method(request.method, **{"context": context, **request.settings})
+    method = choose_method(loaded.context)
     spec, theirs = request.data or loaded.data, request.theirs
     if spec is None:
         raise ConfigError(f"{path} was trained on text without a public name; say by --data what to score")
@@ -104,13 +121,20 @@ def _score_model(
     laps.mark("text")
     if place.is_main:
         beside.begin(loaded.tokenizer, validation.tokens)
+    kernels.wait()
+    laps.mark("kernels")
     with display.progress(f"scoring{said}") as progress, audited(loaded.model) if request.audit else nullcontext() as w:
         began = laps.seconds.get("first piece", 0.0) + laps.seconds.get("scoring", 0.0)
-        scored = method.score(loaded.model, validation.tokens, place, _first(progress, laps))
+        scored = method.score(
+            loaded.model, validation.tokens, place, _first(progress, laps), tokenizer=loaded.tokenizer
+        )
         score = scored.total(loaded.tokenizer)
         laps.mark("scoring")
     seconds = laps.seconds.get("first piece", 0.0) + laps.seconds["scoring"] - began
-    audit_result = {"audit": w.finish(place)} if w is not None else {}
+    audit_result = {}
+    if w is not None:
+        method.audit(w, loaded.model, scored, place, tokenizer=loaded.tokenizer)
+        audit_result["audit"] = w.finish(place)
     if not place.is_main:
         return None
     if (idle := method.find_idle(scored.tokens, loaded.model.config)) is not None:
@@ -131,7 +155,7 @@ def _score_model(
         from parbank.eval.compressor.proof import prove
 
         with display.progress(f"proving{said}") as progress:
-            proved = replace(loaded, context=context)
+            proved = replace(loaded, context=method.context)
             result["proof"] = prove(proved, validation.tokens, segments=request.segments, progress=progress)
         laps.mark("proving")
     if request.breakdown:

@@ -104,6 +104,23 @@ def run(
     from parbank.study.study import STUDY
 
     if (Path(study) / STUDY).exists():
+        given = {
+            "--recipe": recipe,
+            "--arms": arms,
+            "--arm": arm,
+            "--seeds": seeds,
+            "--budget": budget,
+            "--data": data,
+            "--set": settings,
+            "--packed": packed,
+            "--score-tokens": score_tokens,
+            "--keep": keep or None,
+            "--checkpoint": checkpoint,
+            "--noise": noise,
+            "--difference": difference,
+            "--out": out,
+        }
+        _refuse_changes(study, [name for name, value in given.items() if value not in (None, [])])
         made, folder = None, Path(study)
     else:
         made = make_study(
@@ -130,6 +147,17 @@ def run(
     report = run_study(made, folder, workers=workers, device=device)
     print(report.text())
     print_next(("parbank", "study", "add", folder, "--seeds", len(report.study.seeds)))
+
+
+def _refuse_changes(folder: str, given: list[str]) -> None:
+    """A folder has its settings: options beside it would do nothing."""
+    if given:
+        from parbank.errors import ConfigError
+
+        raise ConfigError(
+            f"{folder} holds a study with its own settings, so {', '.join(given)} would change nothing; leave that out to "
+            f"continue it, or add seeds and arms by `parbank study add {folder}`"
+        )
 
 
 def _submit(study: "Study", folder: Path, workers: int, cluster: str, options: list[str], device: str) -> None:

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from parbank.data.sources import add_options, describe_sources
-from parbank.errors import ConfigError
+from parbank.data.sources import describe_sources
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LARGEST = 2**63 - 1  # the limit of file systems, and of other programs' integers
@@ -83,24 +82,6 @@ def data_option(help: str = "") -> Any:
 
 def size_option(help: str, **more: Any) -> Any:
     return typer.Option(parser=read_size, metavar="SIZE", help=f"{help} 16MB, 16MiB, 30_000_000 or 2e6.", **more)
-
-
-def read_options(glob: Sequence[str] | None, field: str | None, skip_bad: bool) -> list[str]:
-    """--glob, --field and --skip-bad as parts of a data spec."""
-    given = [f"glob={pattern}" for pattern in glob or ()]
-    given += [f"field={field}"] if field is not None else []
-    return given + (["skip-bad=yes"] if skip_bad else [])
-
-
-def read_data(data: str | None, glob: Sequence[str] | None, field: str | None, skip_bad: bool) -> str | None:
-    """The data spec with its options as parts of it, so that a run folder identifies the text."""
-    options = read_options(glob, field, skip_bad)
-    if not options:
-        return data
-    if data is None:
-        names = ", ".join(dict.fromkeys("--" + option.partition("=")[0] for option in options))
-        raise ConfigError(f"{names} without --data; say which text it is for, such as --data text:my_folder")
-    return add_options(data, options)
 
 
 def print_next(*commands: Sequence[object]) -> None:

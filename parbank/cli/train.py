@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from parbank import ahead
 from parbank.cli.terminal import (
     DeviceOption,
     FieldOption,
@@ -19,7 +20,6 @@ from parbank.cli.terminal import (
     print_pairs,
     printable,
     read_count,
-    read_data,
     size_option,
 )
 
@@ -94,12 +94,16 @@ def train(
 
     Ctrl-C saves a checkpoint; --resume continues from it.
     """
+    ahead.begin(device)
     from parbank.api import run as api
 
     try:
         done = api.train(
             recipe=recipe,
-            data=read_data(data, glob, field, skip_bad),
+            data=data,
+            glob=glob or (),
+            field=field,
+            skip_bad=skip_bad,
             minutes=minutes,
             steps=steps,
             tokens=tokens,
@@ -185,17 +189,20 @@ def warmup(
     and TRITON_CACHE_DIR say. --export carries it to machines with the same GPU and the same versions. The code will
     run there: import files from people you trust.
     """
+    ahead.begin(device)
     from parbank import runtime
     from parbank.config import override
     from parbank.errors import ConfigError
     from parbank.recipes import get_recipe
     from parbank.training.compiled import use_compile_cache
     from parbank.training.display import Display
-    from parbank.training.portable import export_warmed, import_kept
+    from parbank.training.portable import check_export, export_warmed, import_kept
     from parbank.training.warmup import warm_up
 
     if export is not None and given is not None:
         raise ConfigError("--export and --import exclude each other: export where code is compiled, import elsewhere")
+    if export is not None:
+        check_export(export)
     use_compile_cache()
     config = override(get_recipe(recipe), *(settings or []))
     with runtime.start(device) as place:

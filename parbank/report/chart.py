@@ -1,6 +1,7 @@
 """Line charts as SVG, drawn here: they are complete without a script, and a reader of the file sees the numbers.
 
-A series differs from the others by its dash and its marker as well as by its colour. The script of the page adds a
+A series differs from the others by its dash and its marker as well as by its colour. After six series colours come again,
+with other dashes and markers. The script of the page adds a
 cursor, by pointer or by arrow keys; it reads the values from the chart's `data-chart`.
 """
 
@@ -8,7 +9,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parbank.report.text import escape, is_number, short
 
@@ -16,9 +17,12 @@ Point = tuple[float, float]
 
 DASHES = ("", "7 4", "2 3", "10 3 2 3", "5 5", "1 4")
 MARKERS = "osd^vx"  # circle, square, diamond, triangles, cross
+COLOURS = 6  # c0 to c5 of page.css
 MOST_POINTS = 600  # of a line; more would be narrower than a pixel each
+MOST_IN_CHART = 3000  # of all its lines, so that a page of many runs stays light
 MARKED_POINTS = 40  # a line with more points has a marker on some of them only
 TABLE_ROWS = 40
+MEAN_PARTS = 30  # a running mean reaches so small a share of the points to each side; fewer points have none
 EARLY = 0.06  # the share of a curve whose steepness may be left out of the frame
 
 
@@ -28,9 +32,11 @@ class Series:
     points: Sequence[Point]
     """Sorted by x. Values that are not finite are left out, and break the line."""
     style: int = 0
-    """Which colour, dash and marker."""
+    """The number of the colour, dash and marker."""
     line: bool = True
     """False draws the markers alone."""
+    faint: bool = False
+    """A thin line without markers, behind another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +52,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where numbers lie in the picture."""
+    """The mapping from numbers to positions in the picture."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -80,9 +86,10 @@ def line_chart(
     note: str = "",
 ) -> str:
     """A figure: caption, legend, picture, and its numbers as a table."""
-    kept = [thin(one) for one in series if any(map(is_point, one.points))]
-    if not kept:
+    found = [one for one in series if any(map(is_point, one.points))]
+    if not found:
         return ""
+    kept = [thin(one, min(MOST_POINTS, MOST_IN_CHART // len(found))) for one in found]
     points = [point for one in kept for point in one.points if is_point(point)]
     xs, ys = [p[0] for p in points], [p[1] for p in points]
     top = _top(kept) if y.cut else max(ys)
@@ -126,8 +133,9 @@ def legend(series: Sequence[Series]) -> str:
         return ""
     items = []
     for one in series:
-        line = f'<line x1="1" y1="6" x2="29" y2="6" {_stroke(one.style)}/>' if one.line else ""
-        swatch = f'<svg class="swatch" viewBox="0 0 30 12" aria-hidden="true">{line}{marker(one.style, 15, 6)}</svg>'
+        line = f'<line x1="1" y1="6" x2="29" y2="6" {_stroke(one)}/>' if one.line else ""
+        mark = "" if one.faint else marker(one.style, 15, 6)
+        swatch = f'<svg class="swatch" viewBox="0 0 30 12" aria-hidden="true">{line}{mark}</svg>'
         items.append(f"<li>{swatch}<bdi>{escape(one.name)}</bdi></li>")
     return f'<ul class="legend">{"".join(items)}</ul>'
 
@@ -150,10 +158,10 @@ def draw_series(one: Series, frame: Frame, *, alone: bool = False) -> str:
     for finite, run in itertools.groupby(one.points, key=is_point):
         placed = [f"{frame.across(a):.1f},{frame.down(b):.1f}" for a, b in _enter(list(run), frame)] if finite else []
         if one.line and len(placed) > 1:
-            lines.append(f'<polyline points="{" ".join(placed)}" {_stroke(one.style)}/>')
-    many = one.line and len(places) > MARKED_POINTS
+            lines.append(f'<polyline points="{" ".join(placed)}" {_stroke(one)}/>')
+    many = one.line and (one.faint or len(places) > MARKED_POINTS)
     marked = places[:: math.ceil(len(places) / 8)] if many else places
-    marked = [] if many and alone else marked
+    marked = [] if many and (alone or one.faint) else marked
     marks = "".join(marker(one.style, frame.across(a), frame.down(b)) for a, b in marked if frame.shows(b))
     return f'<g class="series" data-points="{len(places)}">{"".join(lines)}{marks}</g>'
 
@@ -168,7 +176,7 @@ def _enter(points: list[Point], frame: Frame) -> list[Point]:
 
 
 def marker(style: int, x: float, y: float, r: float = 3.2) -> str:
-    kind, c = MARKERS[style % len(MARKERS)], f'class="m c{style % 6}"'
+    kind, c = MARKERS[_turn(style) % len(MARKERS)], f'class="m c{style % COLOURS}"'
     if kind == "o":
         return f'<circle {c} cx="{x:.1f}" cy="{y:.1f}" r="{r}"/>'
     if kind == "s":
@@ -178,15 +186,30 @@ def marker(style: int, x: float, y: float, r: float = 3.2) -> str:
         "d": ((0, -d), (d, 0), (0, d), (-d, 0)),
         "^": ((0, -d), (d, d), (-d, d)),
         "v": ((0, d), (d, -d), (-d, -d)),
-        "x": ((-r, -r), (r, r), (0, 0), (r, -r), (-r, r), (0, 0)),
+        "x": _cross(d),
     }[kind]
     corners = " ".join(f"{x + a:.1f},{y + b:.1f}" for a, b in shape)
     return f'<polygon {c} points="{corners}"/>'
 
 
-def _stroke(style: int) -> str:
-    dash = DASHES[style % len(DASHES)]
-    return f'class="l c{style % 6}"' + (f' stroke-dasharray="{dash}"' if dash else "")
+def _cross(r: float) -> list[tuple[float, float]]:
+    """The corners of a lying cross."""
+    a, b = r, r / 2.2
+    corner = [(0, -b), (a - b, -a), (a, b - a)]
+    turns = ((1, 0), (0, 1), (-1, 0), (0, -1))
+    return [(x * c - y * s, x * s + y * c) for c, s in turns for x, y in corner]
+
+
+def _turn(style: int) -> int:
+    """The number of a dash and a marker: no two of 36 styles have colour, dash and marker in common."""
+    return style + style // COLOURS
+
+
+def _stroke(one: Series) -> str:
+    dash = "" if one.faint else DASHES[_turn(one.style) % len(DASHES)]
+    return f'class="l{" faint" if one.faint else ""} c{one.style % COLOURS}"' + (
+        f' stroke-dasharray="{dash}"' if dash else ""
+    )
 
 
 def _axes(frame: Frame, x: Axis, y: Axis) -> str:
@@ -222,13 +245,24 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return ([0.0] if low <= 0 else []) + [float(2**n) for n in octaves if n % every == (octaves[-1] % every)]
 
 
-def thin(one: Series) -> Series:
-    """At most MOST_POINTS points: every n-th, and the last."""
-    if len(one.points) <= MOST_POINTS:
+def thin(one: Series, most: int) -> Series:
+    """At most so many points, every n-th, and the last."""
+    if len(one.points) <= most:
         return one
-    every = math.ceil(len(one.points) / MOST_POINTS)
+    every = math.ceil(len(one.points) / max(1, most))
     points = [*one.points[::every], *([one.points[-1]] if (len(one.points) - 1) % every else [])]
-    return Series(name=one.name, points=points, style=one.style, line=one.line)
+    return replace(one, points=points)
+
+
+def running_mean(points: Sequence[Point]) -> list[Point]:
+    """The mean over a fifteenth of the points around each. The beginning, where a loss falls steeply, has shorter windows."""
+    kept = [point for point in points if is_point(point)]
+    reach, sums = len(kept) // MEAN_PARTS, [0.0, *itertools.accumulate(y for _, y in kept)]
+    found = []
+    for n, (x, _) in enumerate(kept):
+        first, end = n - min(n, reach), min(n + min(n, reach) + 1, len(kept))
+        found.append((x, (sums[end] - sums[first]) / (end - first)))
+    return found
 
 
 def is_point(point: Point) -> bool:
@@ -252,7 +286,7 @@ def _rounded(point: Point) -> list[float]:
 
 
 def _describe(series: Sequence[Series], y: Axis) -> str:
-    """In words, for people who do not see the picture."""
+    """Describes the chart in words, for people who do not see the picture."""
     parts = []
     for one in series:
         values = [p[1] for p in one.points if is_point(p)]

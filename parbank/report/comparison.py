@@ -1,4 +1,4 @@
-"""The page of several runs beside each other. The first is what the others are compared with."""
+"""The page of several runs beside each other. The first run is the baseline."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parbank.eval.paired import FEWEST, PairedDifference, compare_documents
-from parbank.report.chart import Axis, Series, line_chart
+from parbank.report.chart import Axis, Series, line_chart, running_mean
 from parbank.report.dots import Difference, difference_chart
 from parbank.report.page import Section, grid, missing, page, table
 from parbank.report.record import Record, flatten
@@ -30,7 +30,7 @@ def comparison_page(records: Sequence[Record]) -> str:
     named = _distinct(records)
     title = f"{len(named)} runs compared"
     first = shown(named[0].name)
-    head = f"<h1>{title}</h1><p>Differences are from the first, {first}. Below zero is better.</p>"
+    head = f"<h1>{title}</h1><p>Differences are from the first, {first}, in bits per byte. Below zero is better.</p>"
     return page(f"{title} · parbank", head, _sections(named, [_compare(record, named[0]) for record in named[1:]]))
 
 
@@ -132,37 +132,39 @@ def _interval(other: Compared | None) -> str:
 
 
 def _by_document(first: Record, others: Sequence[Compared]) -> str:
-    rows, said = [], []
+    rows: list[Difference] = []
+    said: list[tuple[str, str]] = []  # (what is missing, and for whom)
     for style, other in enumerate(others, 1):
         found = other.difference
         if found is None:
-            said.append(f"{other.record.name} against {first.name}: {other.why_not}.")
+            said.append(("Not compared. ", f"{other.record.name} against {first.name}: {other.why_not}."))
             continue
         words = f"better on {count(found.better)} of {count(found.documents)} documents"
         rows.append(Difference(
             name=other.record.name, mean=found.bpb, low=found.low, high=found.high, words=words, style=style
         ))  # fmt: skip
         if found.low is None:
-            said.append(
-                f"An interval for {other.record.name}: {FEWEST} documents are needed, the text has {found.documents}."
-            )
+            needed = f"{other.record.name}: {FEWEST} documents are needed, the text has {found.documents}."
+            said.append(("No interval. ", needed))
     chart = difference_chart(
         f"Bits per byte, minus those of {first.name}", rows, lambda value: signed(value, 3), unit="bits per byte"
     )
-    return chart + "".join(missing(text, "Not compared. ") for text in said)
+    return chart + "".join(missing(text, why) for why, text in said)
 
 
 def _curves(records: Sequence[Record]) -> str:
     charts = []
     for title, name, label in (
-        ("Loss", "loss", "nats per token"),
+        ("Loss", "loss", "nats per token, running mean"),
         ("Validation", "val_bpb", "bits per byte of the sample"),
         ("Speed", "tokens_per_second", "tokens per second"),
     ):
         for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS)):
             if name == "tokens_per_second" and key == "tokens":
                 continue
-            series = [Series(name=r.name, points=r.column(name, key), style=n) for n, r in enumerate(records)]
+            lines = [r.column(name, key) for r in records]
+            lines = [running_mean(line) for line in lines] if name == "loss" else lines
+            series = [Series(name=r.name, points=line, style=n) for n, (r, line) in enumerate(zip(records, lines))]
             y = Axis(label=label, zero=name == "tokens_per_second", cut=name == "loss")
             charts.append(line_chart(f"{title} by {what}", series, axis, y, wide=True, unit=label))
     return grid(*charts) or missing("No run has rows of metrics.")
@@ -184,7 +186,7 @@ def _value(settings: dict[str, Any], key: str) -> str:
 
 
 def _cost(records: Sequence[Record]) -> str:
-    names = [name for name, _ in time_parts({})]
+    names = list(dict.fromkeys(name for record in records for name, _ in time_parts(record.summary or {})))
     rows = []
     for record in records:
         summary = record.summary or {}

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from parbank.report.chart import figure, marker, ticks
+from parbank.report.chart import COLOURS, figure, marker, ticks
 from parbank.report.text import escape, is_number
 
-WIDTH, ROW, EDGE = 560, 46, 8
+WIDTH, ROW, EDGE = 560, 50, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ def difference_chart(
     bottom = ROW * len(rows) + 6
     parts = []
     for n, row in enumerate(rows):
-        zero = f'x1="{across(0):.1f}" x2="{across(0):.1f}" y1="{n * ROW + 21}" y2="{n * ROW + 43}"'
+        zero = f'x1="{across(0):.1f}" x2="{across(0):.1f}" y1="{n * ROW + 20}" y2="{n * ROW + 45}"'
         parts.append(f'<line class="zero" {zero}/>{_draw(row, n * ROW, across)}')
-    for value in ticks(low, high, 5):
+    for value in ticks(low, high, 6):
         at, said = across(value), form(value) if value else "0"
         if 24 < at < WIDTH - 24:
             parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
@@ -59,17 +59,20 @@ def difference_chart(
 
 
 def _draw(row: Difference, top: int, across: Callable[[float], float]) -> str:
-    y = top + 32
+    y = top + (28 if row.pairs else 32)  # the pairs have a lane of their own below: the whiskers would cover them
     parts = [f'<text class="value" x="{EDGE}" y="{top + 16}">{escape(row.name)}</text>']
     if row.words:
         parts.append(f'<text class="value end" x="{WIDTH - EDGE}" y="{top + 16}">{escape(row.words)}</text>')
-    parts += [f'<circle class="pair" cx="{across(v):.1f}" cy="{y}" r="3"/>' for v in row.pairs if is_number(v)]
+    parts += [f'<circle class="pair" cx="{across(v):.1f}" cy="{top + 40}" r="3.2"/>' for v in row.pairs if is_number(v)]
     if is_number(row.low) and is_number(row.high):
         a, b = across(row.low), across(row.high)
         ends = "".join(
-            f'<line class="whisker c{row.style}" x1="{x:.1f}" x2="{x:.1f}" y1="{y - 5}" y2="{y + 5}"/>' for x in (a, b)
+            f'<line class="whisker c{row.style % COLOURS}" x1="{x:.1f}" x2="{x:.1f}" y1="{y - 5}" y2="{y + 5}"/>'
+            for x in (a, b)
         )
-        parts.append(f'<line class="whisker c{row.style}" x1="{a:.1f}" x2="{b:.1f}" y1="{y}" y2="{y}"/>{ends}')
+        parts.append(
+            f'<line class="whisker c{row.style % COLOURS}" x1="{a:.1f}" x2="{b:.1f}" y1="{y}" y2="{y}"/>{ends}'
+        )
     parts.append(marker(row.style, across(row.mean), y, 4.5))
     return f'<g data-pairs="{len(row.pairs)}">{"".join(parts)}</g>'
 

@@ -18,9 +18,9 @@ class Line:
     folder: str
     recipe: str
     minutes: float | None
-    """Of the training clock."""
+    """Minutes of the training clock."""
     bytes: int | None
-    """Of the artifact, and of the code where it counts."""
+    """Bytes of the artifact, and of the code where it counts."""
     score: float | None
     """Bits per byte of the packed model."""
     date: str

@@ -8,6 +8,8 @@ from importlib.resources import files
 from parbank import __version__
 from parbank.report.text import escape
 
+GENERATOR = '<meta name="generator" content="parbank '  # and the version: `report` replaces only files that have it
+
 
 @dataclass(frozen=True)
 class Section:
@@ -31,7 +33,7 @@ def page(title: str, head: str, sections: Iterable[Section]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="generator" content="parbank {escape(__version__)}">'
+        f'{GENERATOR}{escape(__version__)}">'
         f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{asset("page.css")}</style></head>\n'
         f'<body><a class="skip" href="#main">To the content</a><header>{head}</header>\n'
         f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n<main id="main">{body}</main>\n'

@@ -20,7 +20,19 @@ NUMBERS = (
     "params", "world_size", "artifact_bytes", "code_bytes",
 )  # fmt: skip
 TABLES_OF_NUMBERS = ("setup_parts", "finish_parts", "compressors_bpb", "threads", "sections")
-TABLES = ("versions", "machine", "surprise", "documents", "model", "budget", "batch", "optim", "train", "quant")
+TABLES = (
+    "versions",
+    "machine",
+    "surprise",
+    "documents",
+    "model",
+    "budget",
+    "batch",
+    "optim",
+    "train",
+    "quant",
+    "tokenizer",
+)
 LISTS = ("tensors", "by_context", "by_place", "samples")
 
 
@@ -31,11 +43,11 @@ class Record:
     folder: Path
     config: Values
     rows: Sequence[Values]
-    """Of metrics.jsonl."""
+    """The rows of metrics.jsonl."""
     summary: Values | None
     """None while the run has not ended."""
     details: Values = field(default_factory=dict)
-    """Of details.json; empty for a run of an older parbank."""
+    """The contents of details.json; empty for a run of an older parbank."""
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -83,7 +95,11 @@ def read_record(folder: Path) -> Record:
 
 
 def is_run(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and not (folder / "study.json").exists()
+    return (folder / "config.json").is_file() and not is_study(folder)
+
+
+def is_study(folder: Path) -> bool:
+    return (folder / "study.json").exists()
 
 
 def read_rows(path: Path) -> list[Values]:
@@ -139,5 +155,5 @@ def flatten(values: Values, path: str = "") -> Values:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
+    """The value as JSON would return it."""
     return json.loads(json.dumps(value))

@@ -100,8 +100,13 @@ def _tensor_row(tensor: Values, most: float, per_byte: float) -> tuple[str, ...]
         number(8 * tensor["packed_bytes"] / weights, 2),
         *each,
         share(tensor["error"], 1, 2) if is_number(tensor.get("error")) else "–",
-        f"{1000 * cost * per_byte:.2g}" if is_number(cost) else "–",
+        _small(1000 * cost * per_byte) if is_number(cost) else "–",
     )
+
+
+def _small(value: float) -> str:
+    """With four decimals, so that a column can be compared by eye."""
+    return "&lt;0.0001" if 0 < value < 0.00005 else number(value, 4)
 
 
 def _per_weight(bits: Any, weights: float) -> str:
@@ -153,7 +158,7 @@ def surprise_section(record: Record) -> Section:
 
 
 def _inner(piece: Any) -> str:
-    """Escaped, without an element of its own: the whole text is isolated."""
+    """Escaped text without an element: the whole text is isolated."""
     return shown(piece).removeprefix("<bdi>").removesuffix("</bdi>")
 
 

@@ -1,17 +1,33 @@
 """The page of one run."""
 
-from collections.abc import Iterator
+import time
 from typing import Any
 
 from parbank.report.bars import parted_bar
-from parbank.report.chart import Axis, Series, line_chart
+from parbank.report.chart import MEAN_PARTS, Axis, Series, line_chart, running_mean
 from parbank.report.page import Section, grid, missing, page, table, tiles
 from parbank.report.record import Record, Values, flatten
 from parbank.report.result import bytes_section, sample_section, score_section, surprise_section
-from parbank.report.text import count, date, duration, escape, is_number, number, share, short, shown, size
+from parbank.report.text import (
+    count,
+    date,
+    duration,
+    escape,
+    is_number,
+    listed,
+    number,
+    share,
+    short,
+    short_spec,
+    shown,
+    size,
+)
 
 CLOCK = Axis(label="seconds of training")
 TOKENS = Axis(label="training tokens")
+OWN, PAGE_PARTS = "page", ("details for the page", "page")
+"""The page's part of the time, and the entries of `finish_parts` that it sums."""
+LONGEST_WORD = 40  # letters of a setting that may stay on one line
 NO_RECIPE = "The run follows no recipe of this parbank, so all its settings are its own."
 RATES = {
     "matrix_lr": "matrices",
@@ -21,16 +37,17 @@ RATES = {
 }  # settings of optim, and the parameters they are for
 
 
-def run_page(record: Record) -> str:
-    """A run, from its budget to its settings. What was not recorded is said in words."""
-    return page(f"{record.name} · parbank", _head(record), _sections(record))
+def run_page(record: Record, began: float | None = None) -> str:
+    """The page of a run, from its budget to its settings. It names records that are missing. `began`: the moment
+    (`time.perf_counter`) from which the page counts its own seconds."""
+    return page(f"{record.name} · parbank", _head(record), _sections(record, began))
 
 
 def _head(record: Record) -> str:
     summary, budget = record.summary or {}, record.config.get("budget", {})
     when = f", {date(record.details['ended_at'])}" if "ended_at" in record.details else ""
     state = "" if record.summary else " The run has not ended: no score yet."
-    about = f"<p>Recipe {shown(record.recipe)} on {shown(record.config.get('data', 'unknown data'))}{when}.{state}</p>"
+    about = f"<p>Recipe {shown(record.recipe)} on {shown(short_spec(record.config.get('data', 'unknown data')))}{when}.{state}</p>"
     last = record.rows[-1] if record.rows else {}
     seconds = summary.get("train_seconds", last.get("seconds"))
     tokens = summary.get("tokens", last.get("tokens"))
@@ -43,7 +60,7 @@ def _head(record: Record) -> str:
             duration(seconds),
             f"of {duration(60 * minutes)}" if is_number(minutes) else _steps(summary, last),
         ),
-        ("Tokens", short(tokens) if is_number(tokens) else "–", f"{count(summary.get('tokens_per_second'))} a second"),
+        ("Tokens", short(tokens) if is_number(tokens) else "–", _speed(summary, last)),
         ("Parameters", short(summary["params"]) if is_number(summary.get("params")) else "–", ""),
         ("Device", shown(summary.get("device", "–")), _ranks(summary)),
     ]
@@ -70,6 +87,12 @@ def _steps(summary: Values, last: Values) -> str:
     return f"{count(summary.get('steps', last.get('step')))} steps"
 
 
+def _speed(summary: Values, last: Values) -> str:
+    """Of the whole run; of the last row while it trains."""
+    speed = summary.get("tokens_per_second", last.get("tokens_per_second"))
+    return f"{count(speed)} a second" if is_number(speed) else ""
+
+
 def _ranks(summary: Values) -> str:
     world = summary.get("world_size")
     if is_number(world) and world > 1:
@@ -78,19 +101,14 @@ def _ranks(summary: Values) -> str:
     return f"{count(threads.get('cores'))} cores" if is_number(threads.get("cores")) else ""
 
 
-def _sections(record: Record) -> Iterator[Section]:
-    yield curve_section(record)
-    yield Section("Training", _training(record))
-    summary = record.summary
-    if summary:
-        yield score_section(record)
-        yield bytes_section(record)
-    yield Section("Time", _time(record))
-    if summary:
-        yield surprise_section(record)
-        yield sample_section(record)
-    yield config_section(record)
-    yield Section("Machine and versions", _machine(record))
+def _sections(record: Record, began: float | None) -> list[Section]:
+    first, then = [curve_section(record), Section("Training", _training(record))], []
+    if record.summary:
+        first += [score_section(record), bytes_section(record)]
+        then += [surprise_section(record), sample_section(record)]
+    then += [config_section(record), Section("Machine and versions", _machine(record))]
+    own = 0.0 if began is None else time.perf_counter() - began
+    return [*first, Section("Time", _time(record, own)), *then]  # made last, so that its own seconds count
 
 
 def curve_section(record: Record) -> Section:
@@ -102,12 +120,17 @@ def curve_section(record: Record) -> Section:
 
 
 def loss_charts(record: Record) -> list[str]:
-    y = Axis(label="Loss, nats per token", cut=True)
-    return [
-        line_chart(f"Loss by {what}", [Series(name="training loss", points=record.column("loss", key))], axis, y, wide=True,
-                   unit="nats per token")
-        for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS))
-    ]  # fmt: skip
+    y, found = Axis(label="Loss, nats per token", cut=True), []
+    for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS)):
+        points = record.column("loss", key)
+        series = [
+            Series(name="training loss", points=points, style=5, faint=True),
+            Series(name="running mean", points=running_mean(points)),
+        ]
+        if len(points) < MEAN_PARTS:  # the mean would be the loss itself, and cover it
+            series = [Series(name="training loss", points=points)]
+        found.append(line_chart(f"Loss by {what}", series, axis, y, wide=True, unit="nats per token"))
+    return found
 
 
 def validation_charts(record: Record) -> list[str]:
@@ -168,25 +191,30 @@ def _no_gpu(record: Record) -> str:
 
 
 def _rates(record: Record) -> list[Series]:
-    """Every rate follows the one of the matrices, which is in the rows."""
+    """Learning rates of all groups. The rows hold the matrices' rate, and the others are multiples of it."""
     optim, rows = record.config.get("optim", {}), record.column("lr", "seconds")
     peak = optim.get("matrix_lr")
     if not is_number(peak) or not peak:
         return [Series(name="learning rate", points=rows)]
     tied = record.config.get("model", {}).get("tied")
-    kept = {k: v for k, v in RATES.items() if is_number(optim.get(k)) and not (k == "head_lr" and tied)}
+    groups: dict[float, list[str]] = {}  # groups of one rate are one line: the last drawn would hide the others
+    for key, what in RATES.items():
+        if is_number(optim.get(key)) and not (key == "head_lr" and tied):
+            groups.setdefault(optim[key], []).append(what)
     return [
-        Series(name=what, points=[(x, y / peak * optim[key]) for x, y in rows], style=n)
-        for n, (key, what) in enumerate(kept.items())
+        Series(name=listed(names), points=[(x, y / peak * rate) for x, y in rows], style=n)
+        for n, (rate, names) in enumerate(groups.items())
     ]
 
 
 def time_parts(summary: Values) -> list[tuple[str, float]]:
-    """Setup, training, scoring and packing, in the order in which they happened."""
+    """Setup, training, packing, scoring, and the rest."""
     finish = summary.get("finish_parts", {})
-    packing = sum(finish.get(name, 0) for name in ("calibration", "packing"))
-    scoring = sum(finish.get(name, 0) for name in ("scoring", "scoring the packed model"))
-    rest = (summary.get("finish_seconds", 0)) - packing - scoring
+    packing, scoring, shown = (
+        sum(finish.get(name, 0) for name in names)
+        for names in (("calibration", "packing"), ("scoring", "scoring the packed model"), PAGE_PARTS)
+    )
+    rest = summary.get("finish_seconds", 0) - packing - scoring - shown
     parts = [
         ("setup", summary.get("setup_seconds", 0)),
         ("training", summary.get("train_seconds", 0)),
@@ -194,14 +222,17 @@ def time_parts(summary: Values) -> list[tuple[str, float]]:
         ("scoring", scoring),
         ("compressors and the rest", rest),
     ]
+    parts += [(OWN, shown)] if shown else []  # older runs did not measure it
     return [(name, max(0.0, seconds)) for name, seconds in parts]
 
 
-def _time(record: Record) -> str:
+def _time(record: Record, own: float) -> str:
+    """`own`: seconds of this page that the summary does not have yet."""
     summary = record.summary
     if not summary:
         return ""
-    bar = parted_bar("Seconds of the whole command", [(n, s, duration(s)) for n, s in time_parts(summary)])
+    parts = [(name, seconds + own * (name == OWN)) for name, seconds in time_parts(summary)]
+    bar = parted_bar("Seconds of the run", [(n, s, duration(s)) for n, s in parts])
     setup = ", ".join(f"{name} {duration(s)}" for name, s in summary.get("setup_parts", {}).items() if s >= 0.05)
     waited = share(summary.get("data_wait_seconds"), summary.get("train_seconds"), 2)
     notes = [f"Setup: {escape(setup)}." if setup else "", f"Waiting for data took {waited} of the training clock."]
@@ -213,7 +244,7 @@ def _time(record: Record) -> str:
 
 
 def config_section(record: Record) -> Section:
-    """What differs from the recipe first, everything after it."""
+    """Settings: first those that differ from the recipe, then all."""
     changes = record.changes
     rows = [(f"<code>{escape(k)}</code>", setting(was), setting(now)) for k, (was, now) in changes.items()]
     body = table(("setting", "recipe", "this run"), rows, label="Settings that differ from the recipe") if rows else ""
@@ -229,7 +260,8 @@ def setting(value: Any) -> str:
     """The value of a setting, as HTML."""
     if value is None:
         return "none"
-    return shown(str(value).lower() if isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else value)
+    text = str(value).lower() if isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else str(value)
+    return shown(text) if len(text) <= LONGEST_WORD else f'<span class="long">{shown(text)}</span>'
 
 
 def _machine(record: Record) -> str:

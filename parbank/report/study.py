@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from parbank.report.chart import Axis, Point, Series, line_chart
+from parbank.report.chart import COLOURS, Axis, Point, Series, line_chart, running_mean
 from parbank.report.dots import Difference, difference_chart
 from parbank.report.page import Section, grid, missing, page, table
 from parbank.report.record import Values, read_rows
 from parbank.report.run import CLOCK, setting
-from parbank.report.text import count, duration, is_number, number, shown, signed, size
+from parbank.report.text import count, duration, is_number, number, plural, short_spec, shown, signed, size
 
 BASE = "base"
 GRID = 120  # points of a mean curve
@@ -36,11 +36,16 @@ class StudyRecord:
 
     @property
     def percent(self) -> bool:
-        """Every arm is measured beside what it would replace, in percent of it."""
+        """Whether differences are in percent: a kernel is measured beside the code it would replace."""
         return bool(self.study.get("own_baselines"))
 
+    @property
+    def unit(self) -> str:
+        """The unit of a difference."""
+        return "percent" if self.percent else "bits per byte"
+
     def runs(self, arm: str) -> dict[int, Values]:
-        """By seed; those that have ended."""
+        """The ended runs by seed."""
         found = {seed: self.result["runs"].get(f"{arm}.{seed}") for seed in self.study["seeds"]}
         return {seed: run for seed, run in found.items() if run is not None}
 
@@ -62,10 +67,10 @@ def study_page(result: Values, folder: Path) -> str:
     record = StudyRecord(result, folder)
     study = record.study
     data, recipe = study["base"]["data"], study["base"]["recipe"]
-    arms = f"{len(record.arms)} arms against the base" if len(record.arms) != 1 else "one arm against the base"
+    arms, seeds = plural(len(record.arms), "arm"), plural(len(study["seeds"]), "seed")
     head = (
-        f"<h1>{shown(study['name'])}</h1><p>A study of {shown(study['kind'])}: recipe {shown(recipe)} on {shown(data)}, "
-        f"{arms}, {len(study['seeds'])} seeds.</p>"
+        f"<h1>{shown(study['name'])}</h1><p>A study of {shown(study['kind'])}: recipe {shown(recipe)} on "
+        f"{shown(short_spec(data))}, {arms} against the base, {seeds}.</p>"
     )
     return page(f"{study['name']} · parbank study", head, _sections(record))
 
@@ -73,7 +78,11 @@ def study_page(result: Values, folder: Path) -> str:
 def _sections(record: StudyRecord) -> Iterator[Section]:
     yield Section("Verdicts", _verdicts(record), _how(record))
     yield Section("Effects", _effects(record))
-    yield Section("Curves by clock", _curves(record), "Training loss, the mean over seeds, against that of the base.")
+    yield Section(
+        "Curves by clock",
+        _curves(record),
+        "Training loss, a running mean over time and seeds, against that of the base.",
+    )
     yield Section("Cost", _cost(record))
     yield Section("Every run", _runs(record))
     yield Section("What to know", _notes(record))
@@ -81,7 +90,8 @@ def _sections(record: StudyRecord) -> Iterator[Section]:
 
 def _how(record: StudyRecord) -> str:
     return (
-        f"The interval decides, and nothing else does. The noise was taken to be "
+        f"Differences are arm minus base, in {record.unit}; below zero is better. The interval decides, and nothing else "
+        f"does. The noise was taken to be "
         f"{record.form(record.result['noise']['sd'], 5).lstrip('+')} ({shown(record.result['noise']['source'])})."
     )
 
@@ -110,7 +120,7 @@ def _verdicts(record: StudyRecord) -> str:
 
 def _effects(record: StudyRecord) -> str:
     rows = []
-    for n, arm in enumerate(record.arms, 1):
+    for n, arm in enumerate(record.arms):
         found = record.result["arms"].get(arm["name"], {})
         rows.append(
             Difference(
@@ -120,25 +130,33 @@ def _effects(record: StudyRecord) -> str:
                 high=found.get("high"),
                 pairs=record.pairs(arm["name"]),
                 words=str(found.get("words", "")),
-                style=n,
+                style=_style(n),
             )
         )
-    unit = "percent" if record.percent else "bits per byte"
-    note = "Grey dots: the pairs, one a seed. Marker and whiskers: mean and interval. Left of zero is better."
+    note = "Marker and whiskers: mean and interval. Grey dots: the pairs, one a seed. Left of zero is better."
     chart = difference_chart(
-        f"Arm minus base, {unit}", rows, lambda v: record.form(v, 1 if record.percent else 4), unit=unit, note=note
+        f"Arm minus base, {record.unit}",
+        rows,
+        lambda v: record.form(v, 1 if record.percent else 4),
+        unit=record.unit,
+        note=note,
     )
     return chart or missing("No pair of runs has ended yet.")
+
+
+def _style(arm: int) -> int:
+    """The style of an arm by its number. No arm has the base's colour."""
+    return 1 + arm + arm // (COLOURS - 1)
 
 
 def _curves(record: StudyRecord) -> str:
     base = _mean_curve(record, BASE)
     charts = []
-    for n, arm in enumerate(record.arms, 1):
+    for n, arm in enumerate(record.arms):
         own = _mean_curve(record, arm["name"])
         if not own:
             continue
-        series = [Series(name=BASE, points=base), Series(name=arm["name"], points=own, style=n)]
+        series = [Series(name=BASE, points=base), Series(name=arm["name"], points=own, style=_style(n))]
         charts.append(
             line_chart(arm["name"], series, CLOCK, Axis(label="Loss, nats per token", cut=True), unit="nats per token")
         )
@@ -156,7 +174,7 @@ def _mean_curve(record: StudyRecord, arm: str) -> list[Point]:
         return []
     seconds = np.linspace(max(c[0, 0] for c in curves), min(c[-1, 0] for c in curves), GRID)
     mean = np.mean([np.interp(seconds, c[:, 0], c[:, 1]) for c in curves], axis=0)
-    return list(zip(seconds.tolist(), mean.tolist()))
+    return running_mean(list(zip(seconds.tolist(), mean.tolist())))
 
 
 def _cost(record: StudyRecord) -> str:
@@ -204,12 +222,16 @@ def _runs(record: StudyRecord) -> str:
                     shown((run or {}).get("device", "–")),
                 )
             )
-    columns = ("arm", "seed", "state", "value", "steps", "clock", "device")
+    value = "milliseconds" if record.percent else "bits per byte"
+    columns = ("arm", "seed", "state", value, "steps", "clock", "device")
     return table(columns, rows, label="Every run", numeric=(1, 3, 4, 5))
 
 
 def _notes(record: StudyRecord) -> str:
     notes = "".join(f"<li>{shown(note)}</li>" for note in record.result.get("notes", ()))
     budget = record.study["base"].get("budget", {})
-    rows = [(f"<code>budget.{shown(key)}</code>", setting(value)) for key, value in budget.items() if value is not None]
-    return (f"<ul>{notes}</ul>" if notes else "") + table(("setting", "value"), rows, label="Budget of a run")
+    rows = [("<code>data</code>", setting(record.study["base"]["data"]))]
+    rows += [
+        (f"<code>budget.{shown(key)}</code>", setting(value)) for key, value in budget.items() if value is not None
+    ]
+    return (f"<ul>{notes}</ul>" if notes else "") + table(("setting", "value"), rows, label="Text and budget of a run")

@@ -12,6 +12,7 @@ _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
+_FOLDERS = re.compile("(?<=[:=])[^,:=]*/(?=[^,/])")
 _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -42,6 +43,15 @@ def number(value: Any, digits: int = 4) -> str:
 
 def count(value: Any) -> str:
     return f"{value:,.0f}" if is_number(value) else "–"
+
+
+def plural(value: int, name: str) -> str:
+    return f"{value:,} {name}{'' if value == 1 else 's'}"
+
+
+def short_spec(spec: Any) -> str:
+    """A data spec with the names of files alone. The settings of a page have their folders."""
+    return _FOLDERS.sub("", str(spec))
 
 
 def signed(value: Any, digits: int = 4) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from parbank.api.model import Model, load
 from parbank.config import require
-from parbank.data.tokenizer import Tokenizer
+from parbank.data.tokenizer import DecodeState, Tokenizer
 from parbank.errors import DataError
 from parbank.eval.sampling import Choice, check_settings, draw_tokens
 from parbank.eval.surprise import score_pieces
@@ -30,7 +30,7 @@ class Player:
     model: Model
 
     def describe(self) -> dict[str, Any]:
-        """What the page says about the model."""
+        """The facts about the model that the page shows."""
         source = self.model.source
         return {
             "name": self.name,
@@ -51,7 +51,7 @@ class Player:
     def _write(self, prompt: str, **settings: Any) -> Iterator[Item]:
         tokenizer, began = self.model.tokenizer, time.perf_counter()
         before = tokenizer.encode(prompt)
-        pieces = Pieces(tokenizer, int(before[-1]) if len(before) else None)
+        pieces = Pieces(tokenizer, before)
         count = 0
         for drawn in draw_tokens(self._network, tokenizer, before, context=self.model.context, **settings):
             count += 1
@@ -68,7 +68,7 @@ class Player:
         tokenizer = self.model.tokenizer
         ids = np.concatenate([[tokenizer.bos_id], tokenizer.encode(text)]).astype(np.uint16)
         size = int(tokenizer.count_bytes(ids[1:].astype(np.int64), ids[:-1].astype(np.int64)).sum())
-        pieces, bits = Pieces(tokenizer, None), 0.0
+        pieces, bits = Pieces(tokenizer), 0.0
         yield {"tokens": len(ids) - 1}
         done, waiting = 1, (0.0, 0)
         for found in score_pieces(self._network, ids, context=self.model.context):
@@ -98,25 +98,27 @@ class Player:
 
 
 class Pieces:
-    """The text of tokens, one after the other. Tokens that hold parts of a character give it with the last of them."""
+    """The text of tokens, one after the other. Tokens that hold parts of a character give it with the last of them, and case
+    operators give the letters after them."""
 
-    def __init__(self, tokenizer: Tokenizer, previous: int | None) -> None:
-        self._tokenizer, self._previous = tokenizer, previous
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] | np.ndarray = ()) -> None:
+        self._tokenizer, self._state = tokenizer, DecodeState()
+        tokenizer.decode_bytes(before, state=self._state)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int) -> str:
         """The text that is certain now; empty inside a character."""
-        data = self._tokenizer.decode_bytes([token], previous=self._previous)
-        self._previous = token
-        return self._decoder.decode(data)
+        return self._decoder.decode(self._tokenizer.decode_bytes([token], state=self._state))
 
     def finish(self) -> str:
-        """What an unfinished character is shown as."""
+        """The replacement text for an unfinished character."""
         return self._decoder.decode(b"", final=True)
 
 
 def show_token(tokenizer: Tokenizer, token: int) -> str:
-    """A token by itself. A part of a character is shown as its bytes, such as <E2 82>."""
+    """A token by itself. A part of a character is shown as its bytes, such as <E2 82>, and a case operator by its name."""
+    if (name := tokenizer.name_operator(token)) is not None:
+        return name
     data = tokenizer.decode_bytes([token], previous=token)
     try:
         return data.decode()

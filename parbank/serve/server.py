@@ -45,7 +45,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a server listens."""
+    """The host and port of a server."""
 
     host: str = LOOPBACK
     port: int = 0

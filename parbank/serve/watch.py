@@ -114,7 +114,7 @@ def add_script(html: str) -> str:
 
 
 def make_policy() -> str:
-    """That of other pages, with the styles and the one script that a report has inside."""
+    """The content policy of other pages, plus the styles and the script inside a report."""
     script = base64.b64encode(hashlib.sha256(asset("page.js").encode()).digest()).decode()
     free = POLICY.replace("script-src 'self'", f"script-src 'self' 'sha256-{script}'")
     return free.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")

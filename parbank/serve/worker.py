@@ -34,7 +34,7 @@ class Job:
         self._cancelled.set()
 
     async def items(self) -> AsyncIterator[Item]:
-        """What the steps give, as it comes. An error ends the items with {"error": message}."""
+        """Yields the steps' results as they come. An error ends them with {"error": message}."""
         while (item := await self._items.get()) is not None:
             yield item
 

@@ -115,7 +115,7 @@ def test_it_is_scored_in_bits_per_byte(trained: Trained) -> None:
     assert model.score(TEXT, method="sliding", stride=4).bpb < score.bpb, "more context"
     for method in ("streaming", "ttt"):
         with pytest.raises(
-            ConfigError, match=r"reads inside the network, and this one is a Plain; use chunked or sliding"
+            ConfigError, match=r"reads inside the network, and this network is a Plain; use chunked or sliding"
         ):
             model.score(TEXT, method=method)
     assert model.logits([1, 2, 3]).shape == (3, 320)
@@ -189,6 +189,7 @@ def test_what_pack_refuses(trained: Trained) -> None:
     state = trained.module.state_dict()
     for arguments, message in (
         ({"model": state, "max_bytes": 0}, "must be positive"),
+        ({"model": state, "max_bytes": "8MB"}, "a number of bytes such as 8_000_000, got '8MB'"),
         ({"model": state, "max_bytes": 10_000, "calibration": []}, "nothing runs it"),
         ({"model": trained.module, "max_bytes": 10_000, "calibration": "stdlib"}, "give a list of batches"),
         ({"model": [1], "max_bytes": 10_000}, "a Model, a torch.nn.Module or a state dict, got a list"),

@@ -105,6 +105,8 @@ def test_logits_are_those_of_the_network(model: parbank.Model) -> None:
     for bad in ([], [320], [-1], torch.zeros(1, 1, 1)):
         with pytest.raises(ConfigError, match="ids"):
             model.logits(bad)
+    with pytest.raises(ConfigError, match=r"token ids, got text; model\.tokenizer\.encode"):
+        model.logits("text")
 
 
 def test_samples_are_pieces_put_together(model: parbank.Model) -> None:

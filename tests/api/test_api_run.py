@@ -1,5 +1,6 @@
 """`parbank.train` and `Run`: the command's run, from Python."""
 
+import inspect
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 
 import parbank
 from parbank.api.run import Stopped, configure, read_changes
+from parbank.cli import train as command
 from parbank.errors import CheckpointError, ConfigError
 from parbank.recipes import get_recipe
 from parbank.training.checkpoint import find_checkpoint
@@ -42,7 +44,25 @@ def test_quiet_prints_nothing_and_the_default_prints_lines(
     assert "val bpb" in capfd.readouterr().out
 
 
-def test_the_keywords_are_the_options_of_the_command() -> None:
+def test_every_option_of_the_command_is_a_keyword() -> None:
+    options, keywords = (set(inspect.signature(function).parameters) for function in (command.train, parbank.train))
+    assert options - keywords == {"live"}, "a page in a browser: `started` serves other programs"
+    assert keywords - options == {"quiet", "started"}
+
+
+def test_options_of_the_text_are_parts_of_its_spec(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [json.dumps({"body": path.read_text(encoding="utf-8")}) for path in sorted((home / "books").rglob("*.txt"))]
+    assert rows
+    (tmp_path / "rows.jsonl").write_text("\n".join([*rows, "{broken"]), encoding="utf-8")
+    (tmp_path / "notes.md").write_text("left out", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    options = {"glob": "*.jsonl", "field": "body", "skip_bad": True}
+    run = parbank.train(recipe="nano", data="text:.", steps=1, out="run", device="cpu", quiet=True, **options)  # type: ignore[arg-type]
+    spec = json.loads((run.folder / "config.json").read_text(encoding="utf-8"))["data"]
+    assert spec == f"text:train={tmp_path},glob=*.jsonl,field=body,skip-bad=yes"
+
+
+def test_options_become_settings() -> None:
     options = {"steps": 7, "max_bytes": 9, "seed": 3}
     config = configure("nano", read_changes(**options, settings={"model.layers": 2, "model.value_layers": []}))
     assert (config.budget.steps, config.budget.max_bytes, config.seed) == (7, 9, 3)

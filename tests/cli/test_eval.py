@@ -1,7 +1,9 @@
 """`parbank eval` by every method, as a stranger meets it."""
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
 ) -> None:
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "file").touch()
+    (tmp_path / "mine.png").write_bytes(b"a photograph")
     common = ("eval", trained, "--data", page)
     for name, message in (
         ("x.txt", "ends in .png, .pdf, .svg, .jpg, got"),
@@ -140,28 +143,30 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
         ("folder.png", "folder.png is a folder; give a file in it"),
         ("gone/x.png", "there is no folder"),
         ("file/x.png", "there is no folder"),
+        ("mine.png", "does not say that parbank drew it"),
     ):
         answer = call(*common, "--breakdown", "--picture", tmp_path / name)
         assert (answer.code, answer.out) == (2, "")
         assert message in answer.err
         assert "scoring" not in answer.err
+    assert (tmp_path / "mine.png").read_bytes() == b"a photograph"
     answer = call(*common, "--picture", tmp_path / "x.png")
     assert answer.code == 2
-    assert "--picture is where --breakdown draws" in answer.err
+    assert "--picture names the picture of --breakdown; give both" in answer.err
 
 
 def test_a_picture_that_fails_does_not_take_the_score_with_it(
-    call: Call,
-    trained: Path,
-    page: str,
+    call: Call, trained: Path, page: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not Path("/dev/full").exists():
-        pytest.skip("needs a disk that is always full")
+    def find_no_space(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", find_no_space)
     picture = trained.parent / "full.png"
-    picture.symlink_to("/dev/full")
     answer = call("eval", trained, "--data", page, "--breakdown", "--picture", picture)
-    assert answer.code != 0
-    assert "free space" in answer.err
+    assert answer.code == 2
+    assert "No space left on device" in answer.err
+    assert not picture.exists()
     assert "val_bpb" in answer.out
     assert "place in document" in answer.out
 
@@ -229,7 +234,13 @@ def test_what_cannot_be_done_is_said(
 def test_methods_are_listed_with_their_settings(call: Call) -> None:
     answer = call("eval", "--methods")
     assert answer.code == 0
-    for words in ("chunked: windows side by side", "  stride  ", "How far windows move", "  adapter  ", "  momentum  "):
+    for words in (
+        "chunked: windows side by side",
+        "  stride  ",
+        "distance between windows",
+        "  adapter  ",
+        "  momentum  ",
+    ):
         assert words in answer.out
 
 

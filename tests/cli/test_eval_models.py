@@ -43,6 +43,7 @@ def test_several_models_are_compared_by_document(call: Call, trained: Path, othe
     assert answer.code == 0, answer.err
     assert "+0.0000" in answer.out
     assert "by 3 documents: a paired t test" in answer.out
+    assert "…" not in answer.out, "names that begin alike are told apart by their ends"
     found = json.loads(call("eval", trained, other, "--data", page, "--json").out)
     assert [model["model"] for model in found["models"]] == [str(trained), str(other)]
     alone = json.loads(call("eval", other, "--data", page, "--json").out)
@@ -82,8 +83,8 @@ def test_what_does_not_go_together_is_refused_before_the_work(
         ((trained, "--prove"), "add --method streaming"),
         ((trained, "--segments", 4), "--segments says how --prove divides"),
         ((trained, "--method", "streaming", "--prove", "--segments", 0), "--segments is a number from 1 to"),
-        ((trained, other, "--breakdown"), "--breakdown is for one model, and 2 were given"),
-        ((trained, other, "--compare", tmp_path / "r.json"), "--compare is for one model"),
+        ((trained, other, "--breakdown"), "--breakdown takes one model, and 2 were given"),
+        ((trained, other, "--compare", tmp_path / "r.json"), "--compare takes one model"),
         ((trained, trained), "a model is given twice"),
     ):
         answer = call("eval", *arguments, "--data", page)

@@ -72,7 +72,7 @@ def test_tokens_without_text_are_said_to_be_not_proved(
     assert "tokens of another tokenizer" in answer.err
 
 
-@pytest.mark.parametrize("method", [("chunked",), ("ttt", "--chunk", "128", "--epochs", "1")])
+@pytest.mark.parametrize("method", [("chunked",), ("ttt", "--chunk", "128", "--epochs", "1"), ("adaptive",)])
 def test_an_audit_says_how_far_probabilities_are_from_one(
     call: Call, trained: Path, page: Path, method: tuple[str, ...]
 ) -> None:

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,8 @@ ROOT = Path(__file__).parents[2]
         ("eval missing.pbk", "missing.pbk does not exist", "RUN_FOLDER/model.pbk"),
         ("eval short.txt", "short.txt is neither", ".pbk"),
         ("eval .", "no checkpoint at .", "run folder"),
+        ("eval .", "no checkpoint at .", "its .pbk file"),
+        ("train --recipe nano --data txt:short.txt", "unknown data 'txt:short.txt'", "did you mean text:short.txt?"),
         ("sample missing.pbk", "missing.pbk does not exist", "RUN_FOLDER/model.pbk"),
         ("pack missing --max-bytes 9", "missing", "run folder"),
         ("pack missing", "--max-bytes", "--help"),
@@ -63,7 +66,7 @@ ROOT = Path(__file__).parents[2]
         ("data prepare --out x", "INPUT", "--help"),
         ("data prepare missing --out x", "missing does not exist", "give files"),
         ("data prepare short.txt --out file", "file is a file", "choose a folder"),
-        ("data prepare short.txt --out . --vocab 300", "holds other files", "choose a new or empty folder"),
+        ("data prepare short.txt --out . --vocab 300", "holds the current folder", "choose a folder inside it"),
         ("data prepare short.txt --out x --vocab 5", "vocabulary of 5", "choose 288 to 65536"),
         ("data info missing", "missing is not a folder", "_train_"),
         ("data fetch c4", "'c4'", "fineweb"),
@@ -98,12 +101,16 @@ def test_debug_keeps_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
             cli.main()
 
 
-def test_ctrl_c_outside_training_ends_quietly(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ctrl_c_outside_training_ends_by_a_word(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
+    handlers: dict[int, object] = {}
+    monkeypatch.setattr("parbank.cli.main.signal.signal", handlers.__setitem__)
     monkeypatch.setattr("parbank.data.prepare.prepare_text", interrupt)
-    assert call("data", "prepare", "x", "--out", tmp_path / "x").code == 130
+    answer = call("data", "prepare", "x", "--out", tmp_path / "x")
+    assert (answer.code, answer.err) == (130, "interrupted\n")
+    assert handlers == {signal.SIGINT: signal.SIG_IGN}
 
 
 class OutOfMemoryError(RuntimeError):
@@ -127,7 +134,7 @@ def test_what_is_said_by_whom(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_closed_pipe_is_no_crash() -> None:
     command = f"'{sys.executable}' -m parbank recipes golf | head -n 1"
     ended = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60, env=os.environ
+        ["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT, timeout=300, env=os.environ
     )
     assert ended.stdout == 'recipe = "golf"    # The recipe this started from.\n'
     assert ended.stderr == ""

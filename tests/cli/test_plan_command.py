@@ -60,3 +60,19 @@ def test_wrong_settings_are_named_before_any_work(call: Call, text_spec: str) ->
         assert said in answer.err
     with pytest.raises(ConfigError, match="a plan needs a clock"):
         parbank.train(recipe="auto", data=text_spec, steps=3, device="cpu", quiet=True)
+
+
+def test_a_plan_counts_on_compiled_passes_where_the_run_compiles_them(
+    call: Call, text_spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rate(minutes: float, compiler: str | None, *settings: str) -> float:
+        monkeypatch.setattr(planning, "find_compiler", lambda: compiler)
+        shape = ("model.layers=2", "model.width=64", "model.vocab_size=320", "batch.batch_tokens=512", *settings)
+        words = [word for setting in shape for word in ("--set", setting)]
+        answer = call("plan", "--data", text_spec, "--max-bytes", "300kB", "--minutes", minutes, "--json", *words)
+        return float(json.loads(answer.out)["expected"]["tokens_per_second"])
+
+    plain = rate(3, None)
+    assert rate(3, "g++") > 1.2 * plain
+    for same in (rate(1, "g++"), rate(3, "g++", "train.compile=false")):
+        assert same == pytest.approx(plain)

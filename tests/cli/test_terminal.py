@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from parbank.cli.terminal import print_next, printable, read_count, read_data, read_size
+from parbank.cli.terminal import print_next, printable, read_count, read_size
+from parbank.data.sources import read_data
 from parbank.errors import ConfigError
 
 

@@ -13,14 +13,21 @@ TEXT = "The sea was calm, and the boat lay still. def main(self):\n    return va
 
 
 def make_run(
-    folder: Path, *settings: str, recipe: str = "sprint", seed: int = 0, gpu: bool = True, **changes: Any
+    folder: Path,
+    *settings: str,
+    recipe: str = "sprint",
+    seed: int = 0,
+    gpu: bool = True,
+    rows_of: int = 90,
+    **changes: Any,
 ) -> Path:
-    """A finished run. `changes` replace entries of the summary; a None for `details` leaves that file out."""
+    """A finished run with so many rows. `changes` replace entries of the summary; a None for `details` leaves that file
+    out."""
     folder.mkdir(parents=True)
     dice = random.Random(seed)
     config = override(get_recipe(recipe), f"seed={seed}", *settings)
     _write(folder / "config.json", to_dict(config))
-    rows = [_row(n, dice, config.optim.matrix_lr, gpu) for n in range(1, 91)]
+    rows = [_row(n, dice, config.optim.matrix_lr, gpu) for n in range(1, rows_of + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     details = changes.pop("details", {})
     score = rows[-1]["loss"] / 2.4 + dice.gauss(0, 0.001)
@@ -36,7 +43,7 @@ def _row(n: int, dice: random.Random, lr: float, gpu: bool) -> dict[str, Any]:
         "tokens": 1_966_080 * n,
         "seconds": 1.31 * n,
         "loss": 2.7 + 4.2 * math.exp(-n / 7) + 0.9 * math.exp(-n / 60) + dice.gauss(0, 0.02),
-        "lr": lr * min(1, 2 - n / 45),
+        "lr": lr * max(0, min(1, 2 - n / 45)),
         "grad_norm": 0.3 + 0.6 * math.exp(-n / 12) + dice.random() / 20,
         "tokens_per_second": 1.5e6 + dice.gauss(0, 9000),
         "data_wait": abs(dice.gauss(0, 2e-5)),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from parbank.config import to_dict
 from parbank.eval.paired import FEWEST, compare_documents
 from parbank.recipes import get_recipe
+from parbank.report.chart import marker
 from parbank.report.write import write_pages, write_study_page
 from tests.report.folders import make_run
 from tests.report.test_run_page import EVIL, Page
@@ -44,6 +46,54 @@ def test_runs_of_other_texts_and_windows_are_not_compared(tmp_path: Path) -> Non
     assert "other against base: another validation text than base" in page.text
     assert "short against base: windows of 1024 tokens, base has 2048" in page.text
     assert "old against base: no bits by document" in page.text
+
+
+def test_a_short_text_is_compared_without_an_interval(tmp_path: Path) -> None:
+    folders = []
+    for name, bits in (("base", 130.0), ("other", 120.0)):
+        documents = {"documents": {"bytes": [100] * 3, "bits": [bits] * 3}}
+        folders.append(make_run(tmp_path / name, details=documents))
+    page = Page(write_pages(folders, tmp_path / "page.html"))
+    assert "better on 3 of 3 documents" in page.text
+    assert "No interval. other: 20 documents are needed, the text has 3." in page.text
+    assert "Not compared" not in page.text
+
+
+def test_many_long_runs_make_a_light_page_and_are_told_apart(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / f"run-{n}", seed=n, rows_of=700 if n else 3000) for n in range(9)]
+    page = Page(write_pages(folders, tmp_path / "page.html"))
+    assert len(page.source.encode()) < 1_000_000
+    assert [len(points) for points in page.chart("Loss by clock").values()] == [301, *[234] * 8]
+    drawn = [a for a in page.all("polyline") if a.get("class")]
+    looks = {(a["class"], a.get("stroke-dasharray")) for a in drawn[:9]}
+    assert len(looks) == 9, "colours come again with other dashes"
+    known = {f"c{n}" for n in range(6)}
+    used = {name for _, a in page.tags for name in str(a.get("class")).split() if re.fullmatch(r"c\d+", name)}
+    assert used == known, "a class that the style lacks has no colour"
+    one = Page(write_pages(folders[:1], tmp_path / "one.html"))
+    assert len(one.chart("Loss by clock")["training loss"]) == 601
+    assert len(one.source.encode()) < 500_000
+
+
+def test_every_marker_covers_an_area() -> None:
+    """By the shoelace formula; a polygon without an area is not seen."""
+    for style in range(36):
+        found = re.search(r'points="([^"]+)"', marker(style, 0.0, 0.0, 10.0))
+        if found is None:  # a circle or a square
+            continue
+        corners = [tuple(map(float, pair.split(","))) for pair in found[1].split()]
+        area = sum(a[0] * b[1] - b[0] * a[1] for a, b in zip(corners, corners[1:] + corners[:1])) / 2
+        assert abs(area) > 80, style
+
+
+def test_a_part_of_the_time_that_a_run_did_not_measure_is_no_zero(tmp_path: Path) -> None:
+    parts = {"packing": 22.0, "details for the page": 0.3, "page": 0.1}
+    folders = [make_run(tmp_path / "new", finish_parts=parts), make_run(tmp_path / "old")]
+    page = Page(write_pages(folders, tmp_path / "page.html"))
+    cost = page.text[page.text.index("compressors and the rest") :]
+    assert re.search(r"page.*?400 ms.*?–", cost)
+    only = Page(write_pages(folders[1:] * 2, tmp_path / "old.html"))
+    assert "compressors and the restin all" in only.text, "no column of the page"
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -115,8 +165,33 @@ def test_a_study_shows_verdicts_pairs_curves_and_failures(tmp_path: Path) -> Non
         assert words in page.text
     assert set(page.chart("wide")) == {"base", "wide"}
     assert next(a for a in page.all("g") if "data-pairs" in a)["data-pairs"] == "2"
+    dots = [float(str(a["cy"])) - float(str(a["r"])) for a in page.all("circle") if a.get("class") == "pair"]
+    whiskers = [float(str(a["y2"])) for a in page.all("line") if str(a.get("class")).startswith("whisker")]
+    assert len(dots) == 2
+    assert min(dots) > max(whiskers), "whiskers cover no pair"
     assert len(page.all("script")) == 1
     assert not page.all("img")
+
+
+def test_no_arm_of_a_study_looks_like_its_base(tmp_path: Path) -> None:
+    result = study_result()
+    names = [f"arm-{n}" for n in range(12)]
+    result["study"]["arms"] = [{"name": name, "settings": []} for name in names]  # type: ignore[index]
+    result["arms"] = dict.fromkeys(names, result["arms"]["wide"])  # type: ignore[index]
+    result["runs"] |= {f"{name}.0": result["runs"]["base.0"] for name in names}  # type: ignore[index, operator]
+    rows = [{"step": n, "seconds": n, "loss": 3 + math.exp(-n)} for n in range(1, 20)]
+    for name in ("base", *names):
+        folder = tmp_path / "runs" / f"{name}.0"
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(write_study_page(result, tmp_path, tmp_path / "page.html"))
+    lines = [(a["class"], a.get("stroke-dasharray")) for a in page.all("polyline")]
+    base, arms = set(lines[::2]), lines[1::2]
+    assert len(base) == 1
+    assert len(set(arms)) == 12
+    assert not {kind for kind, _ in base} & {kind for kind, _ in arms}
+    whiskers = {a["class"] for a in page.all("line") if str(a.get("class")).startswith("whisker")}
+    assert whiskers == {f"whisker c{n}" for n in range(1, 6)}
 
 
 def test_a_study_without_runs_has_a_page(tmp_path: Path) -> None:

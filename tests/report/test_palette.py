@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from importlib.resources import files
 
 import pytest
 
@@ -49,6 +50,18 @@ def lab(colour: Colour, kind: str) -> Colour:
     )
     x, y, z = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in xyz)
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_nothing_moves_by_itself() -> None:
+    """No animation, and no script that scrolls smoothly, focuses or plays by itself."""
+    served = [
+        file for file in (files("parbank.serve") / "page").iterdir() if file.name.endswith((".css", ".js", ".html"))
+    ]
+    texts = [asset("page.css"), asset("page.js"), *(file.read_text(encoding="utf-8") for file in served)]
+    assert len(texts) == 7
+    for text in texts:
+        found = re.search(r"animat|transition|@keyframes|smooth|autoplay|autofocus|marquee|blink|setInterval", text)
+        assert found is None, found
 
 
 @pytest.mark.parametrize("mode", ["light", "dark"])

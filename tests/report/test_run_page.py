@@ -1,6 +1,7 @@
 """The page of one run: what it shows, what it escapes, and what it says about old folders."""
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -52,6 +53,13 @@ class Page(HTMLParser):
         found = next(a for a in self.all("svg") if "data-chart" in a and str(a["aria-label"]).startswith(f"{title}. "))
         return {one["name"]: one["points"] for one in json.loads(str(found["data-chart"]))["series"]}
 
+    def time_of(self, part: str) -> float:
+        """Milliseconds of a part of the bar of time."""
+        label = next(str(a["aria-label"]) for a in self.all("div") if str(a.get("aria-label")).startswith("Seconds of"))
+        found = re.search(rf"[:,] {part} ([\d.]+) (ms|s)(,|$)", label)
+        assert found is not None, label
+        return float(found[1]) * (1000 if found[2] == "s" else 1)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -71,11 +79,30 @@ def test_the_numbers_are_those_of_the_summary(page: Page, folder: Path) -> None:
 
 def test_curves_have_every_row(page: Page, folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert len(page.chart("Loss by clock")["training loss"]) == len(rows) == 90
+    loss = page.chart("Loss by clock")
+    assert len(loss["training loss"]) == len(loss["running mean"]) == len(rows) == 90
+    assert loss["running mean"][0] == loss["training loss"][0]
+    last = [row["loss"] for row in rows[-4:]]
+    assert loss["running mean"][-1][1] == pytest.approx(sum(last) / 4, rel=1e-5)
     assert page.chart("Loss by tokens")["training loss"][-1][0] == pytest.approx(rows[-1]["tokens"], rel=1e-5)
     assert len(page.chart("Validation by clock")["sample, during training"]) == 10
-    assert set(page.chart("Learning rates")) == {"matrices", "embeddings", "scalars"}
+    rates = page.chart("Learning rates")
+    assert set(rates) == {"matrices and scalars", "embeddings"}, "equal rates are one line, that hides no other"
+    assert rates["matrices and scalars"][60][1] == pytest.approx(rows[60]["lr"], rel=1e-5)
+    assert rates["embeddings"][0][1] == pytest.approx(0.035 / 0.025 * rows[0]["lr"], rel=1e-5)
     assert page.chart("GPU power")["GPU power"][0][1] == pytest.approx(rows[0]["gpu_power_w"], rel=1e-5)
+
+
+def test_costs_of_tensors_share_their_decimals(tmp_path: Path) -> None:
+    tensor = {"count": 4, "packed_bytes": 2.0, "levels": 3}
+    costs = {"large": 1e-3, "small": 1e-6, "tiny": 1e-9, "free": 0.0}
+    tensors = [tensor | {"name": name, "cost_nats": cost} for name, cost in costs.items()]
+    page = Page(write_run_page(make_run(tmp_path / "run", details={"tensors": tensors})))
+    rows = dict(re.findall(r"<bdi>(\w+)</bdi></code></th>.*?<td class=\"n\">([^<]*)</td></tr>", page.source))
+    per_nat = 198_986 / 526_910 / math.log(2)  # tokens and bytes of the summary
+    assert rows["large"] == f"{per_nat:.4f}"
+    assert rows["small"] == f"{per_nat / 1000:.4f}"
+    assert (rows["tiny"], rows["free"]) == ("&lt;0.0001", "0.0000")
 
 
 def test_a_page_needs_nothing_from_elsewhere_and_is_light(page: Page) -> None:
@@ -93,6 +120,10 @@ def test_every_picture_says_in_words_what_it_shows(page: Page) -> None:
     assert len(pictures) > 10
     assert all(len(str(a["aria-label"])) > 20 for a in pictures)
     assert all(a.get("aria-hidden") == "true" for a in page.all("svg") if a.get("role") != "img")
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", page.source)
+    assert [text for text in captions if "<small>" not in text] == ["Bits per byte, beside compressors"], (
+        "all have units"
+    )
     ids = [a["id"] for _, a in page.tags if "id" in a]
     assert len(ids) == len(set(ids))
 
@@ -100,6 +131,13 @@ def test_every_picture_says_in_words_what_it_shows(page: Page) -> None:
 def test_settings_that_differ_from_the_recipe_come_first(page: Page) -> None:
     rows = re.findall(r"<code>([\w.]+)</code></th><td><bdi>(\S+?)</bdi></td><td><bdi>(\S+?)</bdi></td>", page.source)
     assert rows == [("optim.warmdown", "0.5", "0.6")]
+
+
+def test_the_head_names_the_files_of_the_text_without_their_folders(tmp_path: Path) -> None:
+    data = "text:train=/home/me/corpus/train.jsonl,val=/home/me/corpus/val.jsonl"
+    page = Page(write_run_page(make_run(tmp_path / "run", f"data={json.dumps(data)}")))
+    assert "on text:train=train.jsonl,val=val.jsonl," in page.text
+    assert page.text.count(data) == 2, "among the settings that differ, and among all"
 
 
 def test_foreign_text_is_shown_as_text(tmp_path: Path) -> None:
@@ -146,12 +184,22 @@ def test_a_run_that_has_not_ended_has_a_page(tmp_path: Path) -> None:
     page = Page(write_run_page(folder))
     assert "The run has not ended" in page.text
     assert "Loss by clock" in page.text
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert f"{last['tokens_per_second']:,.0f} a second" in page.text
+
+
+def test_few_rows_have_no_running_mean(tmp_path: Path) -> None:
+    few, more = (Page(write_run_page(make_run(tmp_path / str(n), rows_of=n))) for n in (29, 30))
+    assert {name: len(points) for name, points in few.chart("Loss by clock").items()} == {"training loss": 29}
+    assert set(more.chart("Loss by clock")) == {"training loss", "running mean"}
 
 
 def test_a_run_without_rows_has_a_page(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_text("")
     assert "metrics.jsonl has no rows" in Page(write_run_page(folder)).text
+    (folder / "summary.json").unlink()
+    assert "a second" not in Page(write_run_page(folder)).text
 
 
 def test_odd_values_do_no_harm(tmp_path: Path) -> None:

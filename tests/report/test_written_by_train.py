@@ -1,12 +1,15 @@
 """`train` leaves the page of its run in the folder, and no fault of the page ends a run."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 
 import parbank
-from parbank.api.run import _write_page
+from parbank.report.write import write_run_page
+from parbank.training.display import Display
+from parbank.training.run import DETAILS, PAGE, _write_page
 from tests.report.test_run_page import Page
 
 
@@ -22,9 +25,18 @@ def test_a_run_leaves_its_page(text_spec: str, tmp_path: Path) -> None:
     assert sum(t["packed_bytes"] for t in details["tensors"]) < run.summary["artifact_bytes"]
     assert details["tensors"][0]["name"] in page.text
     assert details["samples"][0]["text"] == run.summary["sample"]
-    assert (run.folder / "summary.json").stat().st_mtime_ns >= (run.folder / "details.json").stat().st_mtime_ns
+    written = [(run.folder / name).stat().st_mtime_ns for name in ("details.json", "report.html", "summary.json")]
+    assert written == sorted(written), "a run with a summary has ended"
+    parts = run.summary["finish_parts"]
+    assert min(parts[DETAILS], parts[PAGE], parts["sample"]) > 0
+    assert run.summary["finish_seconds"] == pytest.approx(sum(parts.values()))
+    assert run.summary == json.loads((run.folder / "summary.json").read_text())
+    again = Page(write_run_page(run.folder))
+    assert page.time_of("page") <= again.time_of("page"), "the first page has no seconds of its own writing"
+    assert again.time_of("page") == pytest.approx(1000 * (parts[DETAILS] + parts[PAGE]), abs=51)  # shown in tenths
 
 
-def test_a_page_that_fails_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _write_page(tmp_path, quiet=False)
-    assert "report.html was not written (ConfigError" in capsys.readouterr().err
+def test_a_page_that_fails_is_a_warning(tmp_path: Path) -> None:
+    said = io.StringIO()
+    _write_page(write_run_page, tmp_path, {}, Display(file=said))
+    assert "warning: the page of the run could not be written (ConfigError" in said.getvalue()

@@ -446,7 +446,7 @@ function setHidden(index, hidden) {
 
 function showModels() {
   const facts = (model) => [
-    model.recipe && `recipe ${model.recipe}`, model.bytes && `${count(model.bytes)} bytes`, `${count(model.parameters)} numbers`,
+    model.recipe && `recipe ${model.recipe}`, model.bytes && `${count(model.bytes)} bytes`, `${count(model.parameters)} parameters`,
     `vocabulary ${count(model.vocabulary)}`, `window ${plural(model.context, "token")}`,
   ].filter(Boolean).join(", ");
   models.forEach((model, index) => {

@@ -7,7 +7,8 @@ document.documentElement.style.overflowAnchor = "none"; // the script below keep
 
 function keepPlace(change) {
   const blocks = [...document.querySelectorAll("header, main h2, main h3, main figure, main table, main p, main details")];
-  const anchor = blocks.find((one) => one.getBoundingClientRect().top > -2) || blocks.at(-1); // the first that begins in sight
+  const shown = blocks.filter((one) => !one.parentElement.closest("details:not([open])")); // others have no true place
+  const anchor = shown.find((one) => one.getBoundingClientRect().top > -2) || shown.at(-1); // the first that begins in sight
   const before = anchor?.getBoundingClientRect().top;
   change();
   if (anchor?.isConnected && scrollY > 0) scrollBy({ top: anchor.getBoundingClientRect().top - before, behavior: "instant" });
@@ -84,7 +85,7 @@ const end = document.getElementById("watch-end");
 
 function finish(text) {
   keepPlace(() => {
-    when.textContent = "";
+    when.remove();
     pause.parentElement.remove();
     end.textContent = text;
   });
