@@ -1,6 +1,6 @@
 """Train on your own text and see what came out: python examples/train_on_text.py FOLDER [MINUTES]
 
-Reads every .txt, .md, .py and .jsonl file in the folder. Everything about the run is in runs/own-text.
+Reads every UTF-8 text file in the folder. Everything about the run is in runs/own-text.
 """
 
 import sys

@@ -27,6 +27,8 @@ SPEC: dict[str, Any] = {
             "rows": [["a step", "{step.ours}, not {step.theirs}"], ["not yet", "{later.x} and {step.ours}"]],
         },
         "picture": {"text": "![it]({step/curve.png})\n"},
+        "led": {"lead": "In ms:", "columns": ["what"], "rows": [["a step of {step.ours}"]]},
+        "leading nowhere": {"lead": "In ms:", "columns": ["what"], "rows": [["{later.x}"]]},
         "nothing": {"text": "{later.x} is measured later\n"},
         "grid": {"grid": "step", "show": "{:.0f}", "cases": {"step": "a step"}, "providers": {"ours": "us", "no": "-"}},
     },
@@ -102,6 +104,12 @@ def test_tables_leave_out_lines_without_results(claims: ModuleType, results: Pat
         "<!-- claims:table -->\n\n| what | ours | result |\n| --- | --- | --- |\n"
         f"| a step | 5.0 ms, not 12.0 ms | {link} |\n\n<!-- /claims -->\n<!-- claims:nothing -->\n<!-- /claims -->\n"
     )
+
+
+def test_a_lead_stands_above_a_table_and_never_alone(claims: ModuleType, results: Path) -> None:
+    found, page = claims.Claims(SPEC, results), results / "page.md"
+    assert found.block("led", page).startswith("In ms:\n\n| what | result |\n")
+    assert found.block("leading nowhere", page) == ""
 
 
 def test_grids_and_pictures_follow_the_newest_result(claims: ModuleType, results: Path) -> None:

@@ -1,5 +1,7 @@
 """benchmarks/compression.py: the scores of segments are the bits that the coder counts for the same segments."""
 
+import ctypes
+import ctypes.util
 from collections.abc import Callable
 from types import ModuleType
 
@@ -23,3 +25,17 @@ def test_scored_segments_are_the_coded_ones(benchmark: Callable[[str], ModuleTyp
 def test_other_compressors_give_the_text_back_smaller(benchmark: Callable[[str], ModuleType]) -> None:
     for compress in benchmark("compression").find_compressors().values():
         assert 0 < len(compress(b"abc" * 1000)) < 300
+
+
+def test_the_system_s_brotli_gives_the_text_back(benchmark: Callable[[str], ModuleType]) -> None:
+    """By the library's own decoder, where the system has both."""
+    encoder, decoder = (ctypes.util.find_library(name) for name in ("brotlienc", "brotlidec"))
+    if encoder is None or decoder is None:
+        pytest.skip("this system has no brotli libraries")
+    text = b"".join(b"line %d of a text\n" % number for number in range(3000))
+    packed = benchmark("compression").compress_by_library(ctypes.CDLL(encoder), text)
+    assert len(packed) < len(text) // 5
+    size, out = ctypes.c_size_t(len(text)), ctypes.create_string_buffer(len(text))
+    read = ctypes.CDLL(decoder).BrotliDecoderDecompress
+    assert read(ctypes.c_size_t(len(packed)), packed, ctypes.byref(size), out) == 1
+    assert out.raw[: size.value] == text

@@ -15,7 +15,7 @@ from tests.docs.pages import ROOT, Block, find_blocks, find_pages, name
 
 MUON = ROOT / "docs" / "guide" / "muon.md"  # its blocks are for several ranks
 PAGES = [page for page in find_pages() if page != MUON and any(block.reason is None for block in find_blocks(page))]
-SECONDS = 120
+SECONDS = 300
 MOST_NOT_RUN = 2
 
 

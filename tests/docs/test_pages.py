@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from parbank import ops
 from tests.docs.pages import FENCE, ROOT, find_pages, name, prose_lines
 
 LINK = re.compile(r"(?:\]\(|^\[[^\]]+\]: )([^)\s]+)", flags=re.MULTILINE)
@@ -12,6 +13,8 @@ GENERATED = {"docs/reference/cli.md", "docs/reference/settings.md"}  # docs/hook
 COLUMNS = 120
 WORDS = 800
 README_LINES = 150
+START_LINES = 6
+OWN = {"changes", "faults", "files", "promises"}  # pages about this repository alone
 
 
 @pytest.mark.parametrize("page", find_pages(), ids=name)
@@ -58,6 +61,19 @@ def test_a_design_page_is_short(page: Path) -> None:
     assert len(words) <= WORDS
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "design").glob("*.md")), ids=name)
+def test_a_design_page_says_what_it_builds_on(page: Path) -> None:
+    assert ("REFERENCES.md)" in page.read_text()) != (page.stem in OWN)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "guide").glob("*.md")), ids=name)
+def test_a_guide_page_begins_with_a_command(page: Path) -> None:
+    """Or with six lines of Python: right after its title, before any prose."""
+    found = re.match(r"# [^\n]+\n\n```(python)?\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    assert found
+    assert len([line for line in found[2].splitlines() if line.strip()]) <= START_LINES
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < README_LINES
 
@@ -81,3 +97,8 @@ def test_the_nav_of_the_site_has_every_page() -> None:
     folders = [ROOT / "docs" / folder for folder in ("guide", "reference", "design")]
     pages = [page.relative_to(ROOT / "docs").as_posix() for folder in folders for page in folder.glob("*.md")]
     assert not [page for page in pages if page not in nav]
+
+
+def test_the_page_on_ops_names_every_op() -> None:
+    page = (ROOT / "docs" / "design" / "ops.md").read_text()
+    assert not [op for op in ops.__all__ if f"`{op}`" not in page]

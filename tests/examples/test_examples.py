@@ -11,7 +11,7 @@ import pytest
 from tests.docs.pages import ROOT
 
 EXAMPLES = ROOT / "examples"
-SECONDS = 120
+SECONDS = 300
 
 
 def run_example(name: str, *arguments: str, folder: Path) -> str:

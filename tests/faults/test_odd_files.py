@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import parbank
+from parbank.artifact.container import read_artifact, write_artifact
 from parbank.artifact.safetensors import export_model, import_model
 from parbank.cli.main import app
 from parbank.config import override
 from parbank.data.tokenizer import Tokenizer
-from parbank.errors import ArtifactError, CheckpointError, ConfigError, DataError
+from parbank.errors import ArtifactError, CheckpointError, ConfigError, DataError, FileError
+from parbank.model import GPT, ModelConfig
+from parbank.model.config import MAX_BUCKETS, MAX_CHANNELS, MAX_LAYERS
 from parbank.recipes import get_recipe
+from parbank.report.write import write_pages
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
 from parbank.training.display import Display
@@ -57,7 +63,7 @@ def test_odd_fields_of_a_checkpoint_are_refused_soon(name: str, finished: Path, 
     began = time.monotonic()
     with pytest.raises(CheckpointError, match=r"step_00000004\.pt does not hold what its config says: \S"):
         load_trained(tmp_path / "step_00000004.pt", PLACE.device)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(
@@ -89,6 +95,43 @@ def test_a_config_that_cannot_be_read_is_named(content: bytes, tmp_path: Path) -
         load_run_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "model.width=1073741824",
+        "model.mlp_multiple=1e300",
+        "model.mlp_multiple=Infinity",
+        "model.mlp_multiple=NaN",
+        *(f"model.{name}={2**63}" for name in ("vocab_size", "bigram_buckets", "bigram_width", "value_width")),
+        *(f"batch.{name}={2**63}" for name in ("batch_tokens", "prefetch")),
+        f"batch.stages=[[0.5, 64, {2**63}]]",
+    ],
+)
+def test_numbers_that_no_machine_can_hold_are_refused_by_name(setting: str) -> None:
+    """Without the bounds, PyTorch ends in an error of its own, or the first step lasts for ever."""
+    with pytest.raises(ConfigError, match=re.escape(setting.partition("=")[0])):
+        override(get_recipe("nano"), setting)
+
+
+def test_the_largest_model_that_is_allowed_can_be_described() -> None:
+    sizes = {"width": MAX_CHANNELS, "mlp_multiple": 1.0, "layers": 1, "heads": 1, "kv_heads": 1, "rope_dims": 0}
+    largest = ModelConfig(**sizes, vocab_size=MAX_CHANNELS, bigram_buckets=MAX_BUCKETS, bigram_width=MAX_CHANNELS)
+    with torch.device("meta"):
+        found = GPT(largest).state_dict()
+    bytes_of_a_layer = sum(4 * tensor.numel() for name, tensor in found.items() if "blocks.0" in name)
+    assert MAX_LAYERS * bytes_of_a_layer < 2**63
+
+
+def test_an_export_to_a_name_that_is_not_utf8_is_refused(finished: Path, tmp_path: Path) -> None:
+    """safetensors opens no such file. Its folder may have any name."""
+    loaded = load_model(finished / "model.pbk", PLACE.device)
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        export_model(loaded, tmp_path / "a\udcff.safetensors")
+    folder = tmp_path / "b\udcff"
+    export_model(loaded, folder / "a.safetensors")
+    assert sorted(path.name for path in folder.iterdir()) == ["a.model", "a.safetensors"]
+
+
 def test_a_tensor_name_is_shown_and_not_obeyed(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def rename(found: object) -> list[Any]:
         rows = describe(found)
@@ -105,9 +148,12 @@ def test_a_tensor_name_is_shown_and_not_obeyed(finished: Path, monkeypatch: pyte
     assert "\x1b" not in done.output
 
 
-def test_a_text_of_one_letter_is_not_called_short_alone() -> None:
-    with pytest.raises(DataError, match="or always the same; give more text that does not repeat itself"):
+def test_a_text_of_one_letter_is_not_called_short() -> None:
+    with pytest.raises(DataError, match="repeats itself too much for a vocabulary of 320 tokens") as caught:
         Tokenizer.train(["a" * 300_000], 320)
+    assert "short" not in str(caught.value)
+    with pytest.raises(DataError, match="the text is too short for a vocabulary of 320 tokens"):
+        Tokenizer.train(["hello"], 320)
 
 
 def test_a_file_of_another_kind_is_not_replaced(finished: Path, tmp_path: Path) -> None:
@@ -125,6 +171,23 @@ def test_a_file_of_another_kind_is_not_replaced(finished: Path, tmp_path: Path) 
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ArtifactError, match=r"notes\.txt exists and is no artifact"):
         import_model(tmp_path / "a.safetensors", tmp_path / "notes.txt")
+    with pytest.raises(ArtifactError, match=r"notes\.txt exists and is no artifact"):
+        parbank.load(finished, "cpu").save(tmp_path / "notes.txt")
+    write_pages([finished], tmp_path / "page.html")
+    write_pages([finished], tmp_path / "page.html")  # a page replaces a page
+    with pytest.raises(FileError, match=r"notes\.txt exists and is no page of parbank"):
+        write_pages([finished], tmp_path / "notes.txt")
+    (tmp_path / "b.safetensors").write_text("mine")
+    with pytest.raises(ConfigError, match=r"b\.safetensors exists and was not exported by parbank"):
+        export_model(loaded, tmp_path / "b.safetensors")
+    assert {(tmp_path / name).read_text() for name in ("notes.txt", "b.safetensors")} == {"mine"}
+
+
+def test_an_artifact_does_not_choose_which_files_are_read(finished: Path, tmp_path: Path) -> None:
+    artifact = read_artifact(finished / "model.pbk")
+    for given, kept in ("stdlib", "stdlib"), ("text:/home", None), ("shards:/home", None):
+        write_artifact(tmp_path / "named.pbk", artifact.meta | {"data": given}, artifact.sections)
+        assert load_model(tmp_path / "named.pbk", PLACE.device).data == kept
 
 
 def test_packing_says_what_it_cost(finished: Path, tmp_path: Path) -> None:

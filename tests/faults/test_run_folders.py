@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -51,6 +50,14 @@ def test_a_folder_of_the_user_is_refused_and_left_alone(name: str, tmp_path: Pat
     ):
         pass
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", [".run.lock", ".run.json"])
+def test_a_file_of_the_user_with_the_name_of_a_lock_is_left_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"pid": "mine"}')
+    with pytest.raises(FileError, match=f"{name} is a file of another program"), open_folder(tmp_path, False, PLACE):
+        pass
+    assert contents(tmp_path) == {name: b'{"pid": "mine"}'}
 
 
 def test_an_attempt_that_failed_before_its_first_checkpoint_may_be_repeated(tmp_path: Path) -> None:
@@ -101,14 +108,14 @@ def test_the_second_run_is_told_of_the_first_and_a_kill_frees_the_folder(text_sp
     with start(text_spec, out, "--minutes", "5") as first:
         wait_for(first, "the clock starts now")
         with start(text_spec, out, "--steps", "2") as second:
-            said = second.communicate(timeout=120)[0]
+            said = second.communicate(timeout=300)[0]
         assert second.returncode == 2
         assert f"{out} is in use by process {first.pid} on " in said
         assert "since 20" in said
         first.kill()
     assert (out / UNFINISHED).exists()
     with start(text_spec, out, "--steps", "2") as third:
-        said = third.communicate(timeout=120)[0]
+        said = third.communicate(timeout=300)[0]
     assert third.returncode == 0, said
     assert {path.name for path in out.iterdir()} == {
         "config.json", "metrics.jsonl", "tensorboard", "checkpoint", "model.pbk", "details.json", "summary.json",
@@ -120,7 +127,7 @@ def test_the_second_run_is_told_of_the_first_and_a_kill_frees_the_folder(text_sp
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from parbank.files import locked\n"
-        "with locked(Path(sys.argv[1]) / 'x.lock', Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+        "with locked(Path(sys.argv[1]) / 'x.lock', Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         wait_for(process, "held")
@@ -132,15 +139,19 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     with locked(tmp_path / "x.lock", tmp_path, wait=said.append):
         pass
     assert said == []
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_that_has_just_taken_the_lock_is_named(tmp_path: Path) -> None:
+def test_a_process_that_has_just_taken_the_lock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = FileLock(tmp_path / "x.lock", is_singleton=False)
     holder = {"pid": 4711, "host": "here", "since": "2026-01-01 00:00:00"}
-    with lock, ThreadPoolExecutor() as pool:
-        pool.submit(lambda: (time.sleep(0.4), (tmp_path / "x.json").write_text(json.dumps(holder), encoding="utf-8")))
+
+    def write_meanwhile(seconds: float) -> None:
+        (tmp_path / "x.json").write_text(json.dumps(holder), encoding="utf-8")
+
+    with lock:
+        monkeypatch.setattr("parbank.files.time.sleep", write_meanwhile)
         with pytest.raises(FileError, match="in use by process 4711 on here"), locked(tmp_path / "x.lock", tmp_path):
             pass
 
@@ -148,7 +159,7 @@ def test_a_process_that_has_just_taken_the_lock_is_named(tmp_path: Path) -> None
 def test_a_resumed_run_has_no_summary_until_it_ends(text_spec: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with start(text_spec, out, "--steps", "2") as process:
-        said = process.communicate(timeout=120)[0]
+        said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
     command = [
         sys.executable,

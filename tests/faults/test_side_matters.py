@@ -23,6 +23,7 @@ from parbank.training.config import BudgetConfig, RunConfig
 from parbank.training.display import Display
 from parbank.training.folder import UNFINISHED
 from parbank.training.run import run
+from parbank.training.seal import SealingWriter
 
 PLACE = Runtime(device=torch.device("cpu"))
 TRAIN = [sys.executable, "-m", "parbank", "train", "--device", "cpu"]
@@ -36,10 +37,23 @@ def test_a_full_standard_output_costs_nothing_but_the_words(text_spec: str, tmp_
     out = tmp_path / "run"
     command = [*TRAIN, "--recipe", "nano", "--steps", "2", "--data", text_spec, "--out", str(out)]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=180, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("the output cannot be written any more") == 1
     assert json.loads((out / "summary.json").read_text())["steps"] == 2
+
+
+def test_closed_standard_streams_cost_nothing_but_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import os, sys; from parbank.cli.main import _replace_closed_streams\n"
+        "for number in range(3): os.close(number)\n"
+        "sys.stdin = sys.stdout = sys.stderr = None; _replace_closed_streams(); print('unheard'); sys.stderr.write('too')\n"
+        "sys.exit(os.open(os.devnull, os.O_RDONLY))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=300, check=False)
+    assert done.returncode >= 3, "a file must not get the descriptor of a standard stream"
+    monkeypatch.setattr(sys, "stdout", None)
+    Display().say("unheard")
 
 
 def test_files_that_cannot_be_written_warn_and_the_result_is_the_same(text_spec: str, tmp_path: Path) -> None:
@@ -67,14 +81,14 @@ def test_a_shard_cut_short_ends_the_run_with_a_checkpoint(text_spec: str, tmp_pa
         while "step 1 " not in process.stdout.readline():
             assert process.poll() is None
         os.truncate(shards / "text_train_000000.bin", 5000)
-        said = process.communicate(timeout=180)[0]
+        said = process.communicate(timeout=300)[0]
     assert process.returncode == 2, said
     (saved,) = list_checkpoints(out / "checkpoint")
     assert "text_train_000000.bin was cut short while it was read" in said
     assert f"is saved as {saved}" in said
     (shards / "text_train_000000.bin").write_bytes(whole)
     command = [*TRAIN, "--resume", "--out", str(out), "--minutes", "0.0001"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads((out / "summary.json").read_text())["steps"] == int(saved.stem.removeprefix("step_"))
 
@@ -106,6 +120,23 @@ def test_a_full_disk_in_a_save_says_so_and_keeps_the_older_one(tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001.pt"]
 
 
+def test_a_disk_that_fills_up_while_torch_writes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.save then gives an 'unexpected pos' of its own: the reason is in the error before it."""
+    whole = SealingWriter.write
+
+    def write(self: SealingWriter, data: memoryview | bytes) -> int:
+        if len(data) >= 4000:
+            raise OSError(28, "No space left on device")
+        return whole(self, data)
+
+    monkeypatch.setattr(SealingWriter, "write", write)
+    with pytest.raises(
+        CheckpointError, match=r"step_00000002\.pt: \[Errno 28\] No space left on device; free some space"
+    ):
+        save_checkpoint(tmp_path, {"step": 2, "model": {"a": torch.zeros(1000)}}, keep=1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def _full(handle: int) -> None:
     raise OSError(28, "No space left on device")
 
@@ -119,7 +150,7 @@ def test_a_stopped_run_that_cannot_be_saved_is_an_error(text_spec: str, tmp_path
         while "step 1 " not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=180)[0]
+        said = process.communicate(timeout=300)[0]
     assert process.returncode == 2, said
     assert "error: cannot write the checkpoint" in said
     assert "Traceback" not in said
@@ -153,6 +184,6 @@ def test_a_full_disk_under_tensorboard_fails_in_this_thread(tmp_path: Path) -> N
         "for step in range(100): logger.write({'step': step, 'loss': 1.0})\n"
     )
     command = [sys.executable, "-c", code, str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "OSError: [Errno 27] File too large" in done.stderr
     assert "Thread" not in done.stderr

@@ -4,33 +4,38 @@ import re
 from collections import Counter
 
 import pytest
-from torch import nn
 
-from tests.integrations.architectures import NAMES, PAGE, build, describe
+from tests.integrations.architectures import NAMES, PAGE, TIMM_NAMES, Findings, inspect, inspect_timm
 
 NO_MATRICES = ("embed", "router", "gate", "classifier", "head", "decoder.upscale", "mapping_in")
 
 
+@pytest.fixture(scope="module")
+def timm_findings() -> dict[str, Findings]:
+    return inspect_timm()
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_go_where_the_table_says(name: str) -> None:
-    row = describe(name)
-    assert str(row) in PAGE.read_text(), "python -m tests.integrations.architectures writes the table"
-    model = build(name)
-    assert set(row.algorithms) == {n for n, p in model.named_parameters() if p.requires_grad}
+def test_parameters_of_transformers_go_where_the_table_says(name: str) -> None:
+    check(inspect(name))
+
+
+@pytest.mark.parametrize("name", TIMM_NAMES)
+def test_parameters_of_timm_go_where_the_table_says(name: str, timm_findings: dict[str, Findings]) -> None:
+    check(timm_findings[name])
+
+
+def check(found: Findings) -> None:
+    assert found.row in PAGE.read_text(), "python -m tests.integrations.architectures writes the table"
+    assert set(found.algorithms) == set(found.trainable)
 
     # Independent of the rules in parbank: a Linear that every layer has is hidden, unless its name says otherwise.
-    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-    kinds = Counter(re.sub(r"\d+", "*", n) for n in linears)
-    for linear in linears:
+    kinds = Counter(re.sub(r"\d+", "*", name) for name in found.linears)
+    for linear, side in found.linears.items():
         weight = f"{linear}.weight"
-        repeated = kinds[re.sub(r"\d+", "*", linear)] > 1 and weight in row.algorithms
-        if repeated and not any(word in linear for word in NO_MATRICES) and min(model.get_parameter(weight).shape) > 1:
-            assert row.algorithms[weight] == "muon", linear
-    for module_name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module.weight.numel() and f"{module_name}.weight" in row.algorithms:
-            assert row.algorithms[f"{module_name}.weight"] == "adamw", module_name
-    for method in ("get_output_embeddings", "get_classifier"):
-        head = getattr(model, method, lambda: None)()
-        layers = [layer for layer in (head if isinstance(head, tuple) else [head]) if layer is not None]
-        ids = {id(param) for layer in layers for param in layer.parameters()}
-        assert not [n for n, p in model.named_parameters() if id(p) in ids and row.algorithms.get(n) == "muon"]
+        repeated = kinds[re.sub(r"\d+", "*", linear)] > 1 and weight in found.algorithms
+        if repeated and not any(word in linear for word in NO_MATRICES) and side > 1:
+            assert found.algorithms[weight] == "muon", linear
+    for embedding in found.embeddings:
+        assert found.algorithms.get(embedding, "adamw") == "adamw", embedding
+    assert not [head for head in found.heads if found.algorithms.get(head) == "muon"]

@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from parbank.serve.player import Player
 from parbank.serve.worker import Item
+from tests.faults.ranks import ROOT
 from tests.integrations.browser import DESK, PHONE, WAIT_MS, Reader, open_browser, open_reader, read_bits
 from tests.serve.site import ARTIFACT, Site, load_player, open_site
 
@@ -31,6 +32,15 @@ class Slow(Player):
         while True:
             time.sleep(0.02)
             yield {**choice, "likeliest": [choice, {"token": 2, "text": HOSTILE, "probability": 0.25, "chance": 0.25}]}
+
+
+ENDLESS = """
+from parbank.cli.main import main
+from parbank.serve.player import Player
+from tests.integrations.test_browser_playground import Slow
+Player.write = Slow.write
+main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -310,8 +320,9 @@ def test_the_page_is_accessible(browser: Browser, site: Site, scheme: str, size:
 
 
 def test_ctrl_c_ends_the_command_while_a_page_streams(browser: Browser) -> None:
-    command = [sys.executable, "-m", "parbank", "serve", str(ARTIFACT), "--port", "0", "--no-open"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    """The command itself, with a model that does not come to an end before the signal."""
+    command = [sys.executable, "-c", ENDLESS, "serve", str(ARTIFACT), "--port", "0", "--no-open"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             found = re.search(r"http://\S+", process.stderr.readline())

@@ -61,7 +61,7 @@ def test_curves_have_a_point_for_every_row(browser: Browser, pages: dict[str, Pa
     with open_reader(browser) as reader:
         reader.page.goto(pages["run"].as_uri())
         for chart in ("Loss by clock", "Loss by tokens"):
-            assert list(count_points(reader.page, chart).values()) == [POINTS]
+            assert count_points(reader.page, chart) == {"training loss": POINTS, "running mean": POINTS}
         figure = reader.page.locator("figure:has(figcaption:text-is('Loss by clock'))")
         line = figure.locator("polyline").first
         drawn = line.evaluate("one => one.points.numberOfItems")

@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, expect
 
 from parbank.serve.watch import Watched, WatchSite
 from parbank.training.folder import HOLDER
+from tests.faults.ranks import ROOT
 from tests.integrations.browser import DESK, PHONE, WAIT_MS, open_browser, open_reader
 from tests.report.folders import make_run
 from tests.serve.site import open_app
@@ -109,11 +110,13 @@ def test_pause_holds_the_page(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_train_live_shows_its_run_and_ends(browser: Browser, tmp_path: Path, text_spec: str) -> None:
-    out = tmp_path / "run"
+    out, hold = tmp_path / "run", tmp_path / "hold"
+    hold.write_text("step 1 ")  # the run does not end before the page is open
     command = [
         sys.executable,
         "-m",
-        "parbank",
+        "tests.faults.held",
+        str(hold),
         "train",
         "--recipe",
         "nano",
@@ -123,7 +126,7 @@ def test_train_live_shows_its_run_and_ends(browser: Browser, tmp_path: Path, tex
         str(out),
         "--live",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None
             url = ""
@@ -134,6 +137,7 @@ def test_train_live_shows_its_run_and_ends(browser: Browser, tmp_path: Path, tex
             assert url
             with open_reader(browser) as reader:
                 reader.page.goto(url)
+                hold.unlink()
                 process.stdout.read()
                 assert process.wait(timeout=WAIT_MS / 1000) == 0
                 expect(reader.page.locator("#watch-end")).to_have_text("The run has ended. The page stays as it is.")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from parbank.artifact.load import LoadedModel
 from parbank.data.dataset import open_dataset
 from tests.eval.test_compressor import CONTENTS, make_loaded, round_trip
+from tests.faults.frozen import freeze
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,15 +50,22 @@ def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 
 def kill_while_writing(folder: Path, *arguments: object) -> None:
-    """Kills the command, without a chance to clean up, as soon as its temporary file is there."""
-    with subprocess.Popen(
-        command(*arguments), cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    ) as process:
-        while not any(folder.glob(".*.tmp")):
-            assert process.poll() is None, "it ended before it wrote"
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
+    """Kills the command, without a chance to clean up, as soon as its temporary file is there. A command that ended before
+    this process saw the file, on a busy machine, is repeated."""
+    silent = subprocess.DEVNULL
+    for _ in range(10):
+        with subprocess.Popen(command(*arguments), cwd=ROOT, stderr=silent, stdout=silent) as process:
+            while process.poll() is None:
+                if any(folder.glob(".*.tmp")):
+                    freeze(process.pid)
+                    os.kill(process.pid, signal.SIGKILL if any(folder.glob(".*.tmp")) else signal.SIGCONT)
+                time.sleep(0.01)
+        if process.returncode == -signal.SIGKILL:
+            return
+        assert process.returncode == 0
+        for path in folder.iterdir():
+            path.unlink()
+    pytest.fail("ten commands ended before they could be killed")
 
 
 def test_a_killed_command_leaves_no_half_file_and_the_next_one_succeeds(model: Path, tmp_path: Path) -> None:

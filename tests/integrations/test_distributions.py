@@ -16,13 +16,45 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants.run import copied_tree
+
 TREE = Path(__file__).parents[2]
+ORIGIN = """
+def pytest_terminal_summary(terminalreporter):
+    import parbank
+
+    terminalreporter.write_line(f"parbank is {parbank.__file__}")
+"""
+"""A pytest plugin that says which package was tested."""
+QUICK = {
+    ".": "config files layers runtime statistics surface",
+    "api": "api_model",
+    "artifact": "container streams versions",
+    "benchmarks": "claims levers provenance",
+    "cli": "help terminal",
+    "data": "batches case shards",
+    "docs": "figures pages references",
+    "eval": "ngrams registry result",
+    "examples": "examples",
+    "faults": "odd_files",
+    "model": "banks qat",
+    "mutants": "mutants",
+    "ops": "backend checks",
+    "optim": "optim_layout optim_split schedules",
+    "plan": "plan_laws plan_texts",
+    "quant": "ans integers rotation",
+    "report": "listing palette",
+    "serve": "player",
+    "study": "queue study",
+    "training": "budget loggers telemetry",
+}
+"""Files of each folder of tests that take seconds, without `test_` and `.py`."""
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    """What a command prints; its output is the message where it fails."""
+def run(*command: str | Path, cwd: Path, path: tuple[Path, ...] = ()) -> str:
+    """What a command prints; its output is the message where it fails. `path` is Python's; the caller's may name the tree."""
     words = [str(word) for word in command]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which may name the tree
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     done = subprocess.run(
         words, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
@@ -32,9 +64,13 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with both; the wheel is built from the source distribution."""
+    """A folder with both; the wheel is built from the source distribution.
+
+    setuptools lays out its files in the tree it builds from, while other tests copy the working tree. So it gets a copy.
+    """
     out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--outdir", out, TREE, cwd=out)
+    with copied_tree() as tree:
+        run(sys.executable, "-m", "build", "--outdir", out, tree, cwd=out)
     return out
 
 
@@ -127,12 +163,41 @@ def test_commands_run_from_the_wheel(empty: Path, tmp_path: Path, text_spec: str
     assert Path(where.strip()).is_relative_to(empty.parent)
 
 
-def test_the_sources_tests_collect_and_pass(source: Path) -> None:
-    """All are collected; a few files of several rooms are run."""
-    assert run(sys.executable, "-c", "import parbank; print(parbank.__file__)", cwd=source).startswith(str(source))
-    pytest_command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
-    collected = {line.partition("::")[0] for line in run(*pytest_command, "--collect-only", cwd=source).splitlines()}
-    files = {path.relative_to(TREE).as_posix() for path in (TREE / "tests").rglob("test_*.py")}
-    assert files - collected == {f"tests/integrations/{path.name}" for path in Path(__file__).parent.glob("test_*.py")}
-    chosen = ("test_layers", "test_config", "quant/test_integers", "artifact/test_container", "data/test_shards")
-    run(*pytest_command, *(f"tests/{name}.py" for name in chosen), cwd=source)
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package as pip installs it from the wheel, which was built from the source distribution."""
+    folder = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, wheel, cwd=folder)
+    (folder / "origin.py").write_text(ORIGIN)
+    return folder
+
+
+def run_pytest(tree: Path, installed: Path, package: Path, *arguments: str) -> list[str]:
+    """pytest's lines in a tree, whose own package is tested only where `package` says so: neither `-m` nor pyproject.toml
+    puts the tree before the installed package."""
+    command = (sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-p", "origin", "-o", "pythonpath=")
+    path = (package, tree, installed)
+    lines = run(*command, *arguments, cwd=tree, path=path).splitlines()
+    assert f"parbank is {package / 'parbank' / '__init__.py'}" in lines
+    return lines
+
+
+@pytest.mark.parametrize("selection", [(), ("-m", "integration", "tests/integrations")], ids=["tests", "integrations"])
+def test_the_sources_tests_collect(source: Path, installed: Path, selection: tuple[str, ...]) -> None:
+    """All that the tree has, by name, with warnings as errors."""
+    given, expected = (
+        [line for line in run_pytest(*where, "--collect-only", *selection) if "::" in line]
+        for where in ((source, installed, installed), (TREE, installed, TREE))
+    )
+    assert len(expected) > 100
+    assert given == expected
+
+
+def test_the_sources_tests_pass(source: Path, installed: Path) -> None:
+    """Some files of every folder, on the installed package."""
+    folders = {path.parent.relative_to(TREE / "tests").parts[:1] for path in (TREE / "tests").rglob("test_*.py")}
+    assert {Path(folder).parts for folder in QUICK} == folders - {("integrations",)}
+    files = [f"tests/{folder}/test_{name}.py" for folder, names in QUICK.items() for name in names.split()]
+    lines = run_pytest(source, installed, installed, *files)
+    (passed,) = [int(match[1]) for line in lines if (match := re.match(r"(\d+) passed", line))]
+    assert passed > 900

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import parbank
+from parbank.data.dataset import open_dataset
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ConfigError, DataError
 from tests.data.attacks import letters_to_a
@@ -172,6 +173,19 @@ def test_a_token_across_the_border_does_not_lend_its_characters(model: parbank.M
     word = next(w for w in ("return", "import", "self", "def") if len(tokenizer.encode(w)) == 1)
     (found,) = ask(lm, (word[:2], word[2:]))
     assert found[0] == pytest.approx(by_hand(model, word[:2], word[2:]), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [("HTT", "ps"), ("at NASA", " is"), ("the ", "Sea"), ("A", "B"), ("ABC", "D e"), ("ab", "cD"), ("It is", " PARIS")],
+)
+def test_with_case_operators_both_texts_stay_what_they_are(
+    model: parbank.Model, text_spec: str, context: str, continuation: str
+) -> None:
+    tokenizer = open_dataset(text_spec, vocab_size=320, case_operators=True, say=lambda line: None).tokenizer
+    ids, first = ParbankLM(parbank.Model(model.module, tokenizer, context=64))._encode_pair(context, continuation)
+    assert tokenizer.decode(ids) == context + continuation
+    assert tokenizer.decode(ids[:first]) == context.rstrip()
 
 
 def test_windows_score_each_target_once() -> None:

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,12 +16,15 @@ from typing import Any
 import pytest
 import torch
 
+from parbank import watch
 from parbank.data.dataset import open_dataset
 from parbank.training.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
-from tests.faults.ranks import ROOT, Loss, Rank, join, lose_rank, start_ranks, wait_for
+from tests.faults.ranks import LIMIT_SECONDS, ROOT, Loss, Rank, find_port, join, lose_rank, start_ranks, wait_for
 
 STEPS = 24
 KILLS = 6  # benchmarks/faults.py does 50
+LATE = "step 20 "  # tests hold a run here that must not end before they have acted
+LONGEST = 600.0  # seconds that a sound run may take on a busy machine
 MOMENTS = ("training tokens", "step 1 ", "step 20 ", "before packing", "scoring the packed model")
 
 
@@ -35,9 +37,10 @@ def words(spec: str, out: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def agent(*options: str, arguments: list[str], log: Path) -> Rank:
-    """A process of torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "parbank", *arguments]
+def agent(*options: str, arguments: list[str], log: Path, hold: Path) -> Rank:
+    """A process of torchrun. `hold` is the file of tests/faults/held.py."""
+    program = ["-m", "tests.faults.held", str(hold)]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *program, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     out, err = log.with_suffix(".out"), log.with_suffix(".err")
     with out.open("wb") as stdout, err.open("wb") as stderr:
@@ -87,7 +90,7 @@ def losses(out: Path) -> list[float]:
 
 def train_ranks(spec: str, out: Path, world: int, *more: str) -> Path:
     with start_ranks(out.parent / f"log-{out.name}", [words(spec, out, *more)] * world) as ranks:
-        codes = join(ranks, 240)
+        codes = join(ranks, LONGEST)
         assert codes == [0] * world, [rank.complained() for rank in ranks]
     return out
 
@@ -100,18 +103,23 @@ def undisturbed(text_spec: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_torchrun_restarts_give_the_same_result(undisturbed: Path, text_spec: str, tmp_path: Path) -> None:
     """A rank is killed before the first checkpoint could be written, then another rank in the middle of the run."""
-    out = tmp_path / "run"
+    out, hold = tmp_path / "run", tmp_path / "hold"
     options = ("--standalone", "--nproc_per_node=2", "--max-restarts=3")
-    run = agent(*options, arguments=words(text_spec, out, "--resume"), log=tmp_path / "agent")
+    hold.write_text("training tokens")
+    run = agent(*options, arguments=words(text_spec, out, "--resume"), log=tmp_path / "agent", hold=hold)
     try:
-        for text, victim in (("training tokens", 1), ("step 12 ", 0)):
+        for starts, text, victim in ((1, "training tokens", 1), (2, "step 12 ", 0)):
             wait_for(run, text)
+            assert run.said().count("training tokens") == starts
             os.kill(children(run.process.pid)[victim], signal.SIGKILL)
-            seen = run.said().count("training tokens")
-            while run.said().count("training tokens") == seen:
+            hold.write_text(LATE)
+            deadline = time.monotonic() + LONGEST
+            while run.said().count("training tokens") == starts:
                 assert run.process.poll() is None, run.complained()
+                assert time.monotonic() < deadline, run.said()
                 time.sleep(0.05)
-        assert join([run], 240) == [0], run.complained()
+        hold.unlink()
+        assert join([run], LONGEST) == [0], run.complained()
     finally:
         run.process.kill()
         run.process.wait()
@@ -127,16 +135,16 @@ def test_torchrun_restarts_give_the_same_result(undisturbed: Path, text_spec: st
     assert (summary["world_size"], summary["steps"]) == (2, STEPS)
 
 
-def test_two_agents_restart_together(undisturbed: Path, text_spec: str, tmp_path: Path, free_port: int) -> None:
+def test_two_agents_restart_together(undisturbed: Path, text_spec: str, tmp_path: Path) -> None:
     """torchrun --nnodes 2, both agents on this machine; a rank of the second is killed."""
-    out = tmp_path / "run"
+    out, hold = tmp_path / "run", tmp_path / "hold"
     options = ("--nnodes=2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_backend=c10d", "--rdzv_id=parbank")
-    options += (f"--rdzv_endpoint=127.0.0.1:{free_port}", "--local_addr=127.0.0.1")
-    agents = [
-        agent(*options, arguments=words(text_spec, out, "--resume"), log=tmp_path / f"agent{n}") for n in range(2)
-    ]
+    options += (f"--rdzv_endpoint=127.0.0.1:{find_port()}", "--local_addr=127.0.0.1")
+    hold.write_text(LATE)
+    arguments = words(text_spec, out, "--resume")
+    agents = [agent(*options, arguments=arguments, log=tmp_path / f"agent{n}", hold=hold) for n in range(2)]
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + LONGEST
         while not any("step 8 " in run.said() for run in agents):
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -144,7 +152,8 @@ def test_two_agents_restart_together(undisturbed: Path, text_spec: str, tmp_path
         ((rank, worker),) = children(second.process.pid).items()
         assert rank == 1
         os.kill(worker, signal.SIGKILL)
-        assert join(agents, 240) == [0, 0], [run.complained() for run in agents]
+        hold.unlink()
+        assert join(agents, LONGEST) == [0, 0], [run.complained() for run in agents]
     finally:
         for run in agents:
             run.process.kill()
@@ -154,23 +163,18 @@ def test_two_agents_restart_together(undisturbed: Path, text_spec: str, tmp_path
     assert (out / "model.pbk").read_bytes() == (undisturbed / "model.pbk").read_bytes()
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
 def test_a_checkpoint_continues_on_another_number_of_ranks(
     before: int, after: int, text_spec: str, tmp_path: Path
 ) -> None:
-    out = tmp_path / "run"
-    with start_ranks(tmp_path / "log", [words(text_spec, out)] * before) as ranks:
+    out, hold = tmp_path / "run", tmp_path / "hold"
+    hold.write_text("step 8 ")
+    with start_ranks(tmp_path / "log", [words(text_spec, out)] * before, hold=hold) as ranks:
         wait_for(ranks[0], "step 8 ")
         for rank in ranks:
             rank.process.send_signal(signal.SIGTERM)
-        assert join(ranks, 120) == [128 + signal.SIGTERM] * before
+        hold.unlink()
+        assert join(ranks, LONGEST) == [128 + signal.SIGTERM] * before
     train_ranks(text_spec, out, after, "--resume")
     whole = train_ranks(text_spec, tmp_path / "whole", after)
     assert losses(out) == pytest.approx(losses(whole), rel=1e-4)
@@ -200,6 +204,7 @@ def test_a_stopped_rank_ends_the_other(text_spec: str, tmp_path: Path) -> None:
         folder = tmp_path / str(victim)
         return lose_rank(text_spec, folder, victim=victim, after="step 1 ", steps=100_000, number=signal.SIGSTOP)
 
+    assert watch.SILENT_BEATS * watch.BEAT_SECONDS + watch.GRACE_SECONDS < LIMIT_SECONDS
     with ThreadPoolExecutor(2) as both:  # two runs at once: each takes 50 s of waiting
         for loss in both.map(stop, (0, 1)):
             assert loss.complaint() == ""
@@ -208,14 +213,18 @@ def test_a_stopped_rank_ends_the_other(text_spec: str, tmp_path: Path) -> None:
 
 def test_all_ranks_stopped_and_continued_go_on(text_spec: str, tmp_path: Path) -> None:
     """As a batch system does that lends their machine to another job."""
-    arguments = words(text_spec, tmp_path / "run")
-    with start_ranks(tmp_path / "log", [arguments] * 2) as ranks:
+    arguments, hold = words(text_spec, tmp_path / "run"), tmp_path / "hold"
+    hold.write_text(LATE)
+    with start_ranks(tmp_path / "log", [arguments] * 2, hold=hold) as ranks:
         wait_for(ranks[0], "step 2 ")
-        for number, seconds in ((signal.SIGSTOP, 50.0), (signal.SIGCONT, 0.0)):
-            for rank in ranks:
-                rank.process.send_signal(number)
-            time.sleep(seconds)
-        assert join(ranks, 240) == [0, 0]
+        for rank in ranks:
+            rank.process.send_signal(signal.SIGSTOP)
+        hold.unlink()
+        time.sleep(50.0)
+        for rank in ranks:
+            assert rank.process.poll() is None
+            rank.process.send_signal(signal.SIGCONT)
+        assert join(ranks, LONGEST) == [0, 0]
 
 
 def test_a_shard_cut_short_under_two_ranks_leaves_a_checkpoint(text_spec: str, tmp_path: Path) -> None:
@@ -227,7 +236,7 @@ def test_a_shard_cut_short_under_two_ranks_leaves_a_checkpoint(text_spec: str, t
     with start_ranks(tmp_path / "log", [[*train, "--steps", "100000"]] * 2) as ranks:
         wait_for(ranks[0], "step 1 ")
         os.truncate(file, len(whole) // 2)
-        assert join(ranks, 120) == [2, 2]
+        assert join(ranks, LONGEST) == [2, 2]
         first, second = (rank.complained() for rank in ranks)
     (saved,) = list_checkpoints(out / "checkpoint")
     assert len(first) == len(second) == 1
@@ -238,14 +247,14 @@ def test_a_shard_cut_short_under_two_ranks_leaves_a_checkpoint(text_spec: str, t
     step = int(saved.stem.removeprefix("step_"))
     resume = ["train", "--resume", "--out", str(out), "--steps", str(step + 2), "--device", "cpu"]
     with start_ranks(tmp_path / "log", [resume] * 2) as ranks:
-        assert join(ranks, 120) == [0, 0], [rank.complained() for rank in ranks]
+        assert join(ranks, LONGEST) == [0, 0], [rank.complained() for rank in ranks]
     assert json.loads((out / "summary.json").read_text())["steps"] == step + 2
 
 
 def test_real_processes_that_differ_say_so_once_each(text_spec: str, tmp_path: Path) -> None:
     arguments = words(text_spec, tmp_path / "run")
     with start_ranks(tmp_path / "log", [arguments, [*arguments, "--seed", "7"]]) as ranks:
-        assert join(ranks, 120) == [2, 2]
+        assert join(ranks, LONGEST) == [2, 2]
         first, second = (rank.complained() for rank in ranks)
     assert len(first) == len(second) == 1
     assert first[0].startswith("error: rank 1 differs from rank 0: seed 7 instead of 0; start all ranks")

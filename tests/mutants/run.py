@@ -21,7 +21,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +95,8 @@ def copied_tree() -> Iterator[Path]:
         for name in filter(None, names):
             if (ROOT / name).is_file():
                 (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, Path(folder) / name)
+                with suppress(FileNotFoundError):  # a file that another test made and has removed since it was listed
+                    shutil.copy2(ROOT / name, Path(folder) / name)
         yield Path(folder)
 
 
