@@ -23,7 +23,7 @@ test: dev check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # the wheel in an empty environment, the source distribution, adapters to other packages, planted faults; 25 minutes at most
-integrations: $(VENV)/installed-integrations browser
+integrations: $(VENV)/installed-integrations $(VENV)/installed-timm browser
 	timeout --signal=INT 1500 $(BIN)/python -m pytest -n 2 --dist loadfile -m integration --durations=10 tests/integrations
 
 # Chromium for the tests of pages. Playwright drives the system's: its own would be another download.
@@ -42,6 +42,7 @@ check: dev
 claims: dev
 	$(BIN)/python benchmarks/pictures.py
 	$(BIN)/python benchmarks/claims.py
+	$(BIN)/python benchmarks/levers.py
 
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -70,6 +71,12 @@ $(VENV)/installed-dev: $(VENV)/torch pyproject.toml
 $(VENV)/installed-integrations: $(VENV)/torch pyproject.toml
 	$(PIP) install --quiet --editable ".[dev,integrations]"
 	touch $@ $(VENV)/installed-dev $(VENV)/installed
+
+# timm, for the table of architectures, needs torchvision. In the environment itself torchvision would break transformers where
+# its build does not fit PyTorch's, so that both have a folder of their own.
+$(VENV)/installed-timm: $(VENV)/torch
+	$(PIP) install --quiet --upgrade --no-deps --target $(VENV)/timm timm==1.0.30 torchvision==0.28.0
+	touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info runs

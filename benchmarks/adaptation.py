@@ -13,7 +13,7 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,17 +35,30 @@ from parbank.training.load import load_model  # noqa: E402
 MEASURED = ("parbank/eval", "benchmarks/adaptation.py")
 
 
-def variants(full: Adaptive) -> dict[str, tuple[Adaptive, bool, tuple[str, ...]]]:
-    """Mixtures by name, whether the factors take part, and where n-grams are counted."""
-    change = dataclasses.replace
+class Variant(NamedTuple):
+    """A mixture to be scored."""
+
+    method: Adaptive
+    adapted: np.ndarray | None
+    """Nats of the model that reads each document alone, at every temperature."""
+    scopes: tuple[str, ...]
+    """Where n-grams are counted."""
+
+
+def variants(full: Adaptive, unlearnt: np.ndarray, adapted: np.ndarray) -> dict[str, Variant]:
+    change, both = dataclasses.replace, ("document", "text")
+    plain, learnt = (nats[:, [full.temperatures.index(1.0)]] for nats in (unlearnt, adapted))
     return {
-        "factors of each document": (full, True, ()),
-        "n-grams of the document": (full, False, ("document",)),
-        "n-grams of the text": (full, False, ("text",)),
-        "n-grams of both": (full, False, ("document", "text")),
-        "everything": (full, True, ("document", "text")),
-        "everything, weights that do not learn": (change(full, mix_rate=0.0), True, ("document", "text")),
-        "everything, hardly guarded": (change(full, prior=1e-9), True, ("document", "text")),
+        "each document alone": Variant(full, plain, ()),
+        "temperatures": Variant(full, unlearnt, ()),
+        "factors of each document": Variant(full, learnt, ()),
+        "factors and temperatures": Variant(full, adapted, ()),
+        "n-grams of the document": Variant(full, None, ("document",)),
+        "n-grams of the text": Variant(full, None, ("text",)),
+        "n-grams of both": Variant(full, None, both),
+        "everything": Variant(full, adapted, both),
+        "everything, weights that do not learn": Variant(change(full, mix_rate=0.0), adapted, both),
+        "everything, hardly guarded": Variant(change(full, prior=1e-9, allowance=1e9), adapted, both),
     }
 
 
@@ -56,6 +69,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="tokens of the text, from its start; all if not given")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the method")
+    parser.add_argument("--claim", default="adaptation", help="the result's folder")
     arguments = harness.start(parser)
     place = Runtime(device=pick_device(arguments.device))
     loaded = load_model(arguments.model, place.device)
@@ -64,22 +78,25 @@ def main() -> None:
     given = dict(assignment.split("=", 1) for assignment in arguments.set)
     method = make_method("adaptive", context=loaded.context, **{name: parse_value(v) for name, v in given.items()})
     assert isinstance(method, Adaptive)
+    if not method.rank or 1.0 not in method.temperatures:
+        parser.error("the table of ingredients needs factors (rank above 0) and a temperature of 1")
 
     began = time.perf_counter()
     plain = Streaming(context=loaded.context).score(loaded.model, TokenSet([tokens]), place).nats
     streamed = time.perf_counter()
     text = Text.load(TokenSet([tokens]), place)
-    adapted = method.read_documents(loaded.model, text, place, silent) if method.rank else plain
-    seconds = {"streaming": streamed - began, "factors of each document": time.perf_counter() - streamed}
+    adapted = method.read_documents(loaded.model, text, place, silent)
+    seconds = {"streaming": streamed - began, "factors and temperatures": time.perf_counter() - streamed}
+    unlearnt = dataclasses.replace(method, lr=0.0).read_documents(loaded.model, text, place, silent)
 
     bos_id, sizes = loaded.model.config.bos_id, Scored(tokens, plain).byte_counts(loaded.tokenizer)
     ngrams = method.count_ngrams(tokens, bos_id)
     starts = np.flatnonzero(tokens[:-1] == bos_id)
     rows = [harness.Row("streaming", "bpb", bits(plain) / sizes.sum(), "bpb")]
-    for name, (variant, with_factors, scopes) in variants(method).items():
+    for name, variant in variants(method, unlearnt, adapted).items():
         began = time.perf_counter()
-        own = {scope: ngrams[scope] for scope in scopes if scope in ngrams}
-        nats = variant.mix(tokens, bos_id, plain, adapted if with_factors else None, own)
+        own = {scope: ngrams[scope] for scope in variant.scopes if scope in ngrams}
+        nats = variant.method.mix(tokens, bos_id, sizes, plain, variant.adapted, own)
         seconds.setdefault(name, time.perf_counter() - began)
         lost = np.add.reduceat(nats - plain, starts) / np.log(2) / np.maximum(np.add.reduceat(sizes, starts), 1)
         gain = (bits(plain) - bits(nats)) / sizes.sum()
@@ -95,7 +112,7 @@ def main() -> None:
         "seconds": seconds,
     }
     settings = harness.settings_of(arguments)
-    print(harness.write("adaptation", rows, out=arguments.out, settings=settings, measured=MEASURED, extra=extra))
+    print(harness.write(arguments.claim, rows, out=arguments.out, settings=settings, measured=MEASURED, extra=extra))
 
 
 def bits(nats: np.ndarray) -> float:

@@ -149,7 +149,9 @@ class Claims:
             except Missing:
                 return ""
         columns, lines = (self._grid if "grid" in spec else self._table)(spec, where)
-        return "".join(f"| {' | '.join(cells)} |\n" for cells in [columns, ["---"] * len(columns), *lines] if lines)
+        lead = f"{spec['lead']}\n\n" if lines and "lead" in spec else ""
+        table = [columns, ["---"] * len(columns), *lines] if lines else []
+        return lead + "".join(f"| {' | '.join(cells)} |\n" for cells in table)
 
     def _table(self, spec: dict[str, Any], where: Path) -> tuple[list[str], list[list[str]]]:
         """Lines of templates, with the results they come from in the last column."""

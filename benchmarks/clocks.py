@@ -1,14 +1,15 @@
 """The clock and the power of the GPU while something runs, as nvidia-smi gives them."""
 
-import shutil
 import statistics
 import subprocess
 from types import TracebackType
 
 import torch
 
-_FIELDS = "clocks.sm,power.draw"
-_EVERY = "100"  # milliseconds between samples
+from parbank.gpu import read_sample, start_sampling
+
+_FIELDS = {"clock": "clocks.sm", "power": "power.draw"}
+_EVERY = 100  # milliseconds between samples
 
 
 class Watch:
@@ -21,19 +22,8 @@ class Watch:
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "Watch":
-        if shutil.which("nvidia-smi"):
-            # By its UUID: CUDA_VISIBLE_DEVICES renumbers the cards for CUDA, and not for nvidia-smi.
-            card = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-            command = [
-                "nvidia-smi",
-                "-i",
-                card,
-                f"--query-gpu={_FIELDS}",
-                "--format=csv,noheader,nounits",
-                "-lms",
-                _EVERY,
-            ]
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._process = start_sampling(device, _FIELDS.values(), milliseconds=_EVERY)
         return self
 
     def __exit__(
@@ -42,15 +32,7 @@ class Watch:
         if self._process is None:
             return
         self._process.terminate()
-        samples = list(filter(None, map(_read, self._process.communicate()[0].splitlines())))
+        lines = self._process.communicate()[0].splitlines()
+        samples = [sample for line in lines if (sample := read_sample(line, _FIELDS))]
         if later := samples[len(samples) // 2 :]:
-            self.clock, self.power = (statistics.median(column) for column in zip(*later, strict=True))
-
-
-def _read(line: str) -> tuple[float, float] | None:
-    """A sample; None for a line that was cut off, or a card that does not tell."""
-    try:
-        clock, power = map(float, line.split(","))
-    except ValueError:
-        return None
-    return clock, power
+            self.clock, self.power = (statistics.median(sample[name] for sample in later) for name in _FIELDS)

@@ -52,7 +52,12 @@ def main() -> None:
     config = override(get_recipe("demo"), *settings)
     dataset = open_dataset(arguments.data, vocab_size=config.model.vocab_size)
     rows = [train(config, dataset, order) for order in ("contiguous", "shuffled")]
-    measured = ("parbank/data/batches.py", "parbank/data/orders.py", "benchmarks/data_order.py")
+    measured = (
+        "parbank/data/batches.py",
+        "parbank/data/orders.py",
+        "parbank/data/windows.py",
+        "benchmarks/data_order.py",
+    )
     options = harness.settings_of(arguments)
     print("written:", harness.write("data_order", rows, out=arguments.out, settings=options, measured=measured))
 

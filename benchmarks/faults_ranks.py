@@ -77,5 +77,12 @@ def judge_difference(shared: Shared, index: int) -> Outcome:
 
 
 PART = Part(
-    prepare, attempt, ("benchmarks/faults_ranks.py", "tests/faults/ranks.py", "tests/training/test_agreement.py")
+    prepare,
+    attempt,
+    (
+        "benchmarks/faults_ranks.py",
+        "tests/faults/held.py",
+        "tests/faults/ranks.py",
+        "tests/training/test_agreement.py",
+    ),
 )

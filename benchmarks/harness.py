@@ -5,6 +5,8 @@ op costs inside a training step, where its input was last touched long ago. Ever
 same run, a large copy and a large bfloat16 product, from which each row's bound is computed. The same card gives other
 numbers when it is hot or shared, and then its bounds move too. So the providers of a case take turns: were one timed after
 the other, the last, which is ours, would be timed on the hottest card.
+
+A provider that compiles a kernel or a graph while it is timed fails: its time would be the compiler's.
 """
 
 import argparse
@@ -13,7 +15,9 @@ import importlib.util
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,7 +94,8 @@ def run_case(case: Case, settings: Settings) -> list[Row]:
             ready[provider] = prepare(build(), settings, graph=case.graph)
         except Exception as error:
             notes[provider] = in_a_line(error)
-    times = take_turns(ready, settings)
+    times, compiled = take_turns(ready, settings)
+    notes |= compiled
     rows = [Row(case.name, name, times.get(name), "ms", bound, notes.get(name, "")) for name in case.providers]
     for row in rows:
         shown = row.note or f"{row.value:9.4f} ms"
@@ -106,7 +111,10 @@ def in_a_line(error: Exception) -> str:
 def measure(call: Callable[[], Any], *, settings: Settings | None = None, graph: bool = False) -> float:
     """The median time of one call in milliseconds."""
     settings = settings or Settings()
-    return take_turns({"": prepare(call, settings, graph=graph)}, settings)[""]
+    times, compiled = take_turns({"": prepare(call, settings, graph=graph)}, settings)
+    if compiled:
+        raise Recompiled(compiled[""])
+    return times[""]
 
 
 def prepare(call: Callable[[], Any], settings: Settings, *, graph: bool) -> Callable[[], Any]:
@@ -117,16 +125,38 @@ def prepare(call: Callable[[], Any], settings: Settings, *, graph: bool) -> Call
     return capture(call) if graph else call
 
 
-def take_turns(calls: dict[str, Callable[[], Any]], settings: Settings) -> dict[str, float]:
-    """The median milliseconds of each call."""
+class Recompiled(RuntimeError):
+    """Code was compiled while it was timed."""
+
+
+@contextmanager
+def nothing_compiles() -> Iterator[None]:
+    """Raises Recompiled at its end if a kernel or a graph was built inside."""
+    from parbank.training.compiled import count_kernels, count_lookups
+
+    count_kernels()
+    before = count_lookups().built
+    yield
+    if built := count_lookups().built - before:
+        raise Recompiled(f"{built} kernels or graphs were compiled while it was timed")
+
+
+def take_turns(calls: dict[str, Callable[[], Any]], settings: Settings) -> tuple[dict[str, float], dict[str, str]]:
+    """The median milliseconds of each call; and of those that have none, why."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in calls}
+    notes: dict[str, str] = {}
     for _ in range(TURNS):
         for name, call in calls.items():
-            events = [_time(call, flush) for _ in range(max(1, settings.repeats // TURNS))]
-            torch.cuda.synchronize()
+            try:
+                with nothing_compiles():
+                    events = [_time(call, flush) for _ in range(max(1, settings.repeats // TURNS))]
+                    torch.cuda.synchronize()
+            except Recompiled as error:
+                notes[name] = in_a_line(error)
+                continue
             times[name] += [start.elapsed_time(end) for start, end in events]
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(found) for name, found in times.items() if name not in notes}, notes
 
 
 def _time(call: Callable[[], Any], flush: torch.Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -275,7 +305,18 @@ def _markdown(result: dict[str, Any], rows: list[Row]) -> str:
     notes += [
         f"- {peer['name']} at {peer['commit'][:9]}: {text}" for peer in result["peers"] for text in peer["differs"]
     ]
-    return "\n".join([*lines, *(["", *notes] if notes else []), ""])
+    return wrap_prose("\n".join([*lines, *(["", *notes] if notes else []), ""]))
+
+
+def wrap_prose(text: str) -> str:
+    """Markdown with lines of 118 columns at most, tables aside."""
+    lines = []
+    for line in text.splitlines():
+        indent = "  " if line.startswith("- ") else ""
+        fits = len(line) <= 118 or line.startswith(("|", "#"))
+        wrapped = textwrap.wrap(line, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        lines += [line] if fits else wrapped
+    return "\n".join(lines) + "\n"
 
 
 def _cell(row: Row | None) -> str:
@@ -283,4 +324,4 @@ def _cell(row: Row | None) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -2,13 +2,15 @@
 
     python benchmarks/ops.py [--only xxt,mlp] [--quick] [--out DIR]
 
-The cases live in the ops_*.py files beside this one; each has a function `cases(quick)`.
+The cases live in the ops_*.py files beside this one; each has a function `cases(quick)`. A file that times a peer's code
+also has `describe_peers(rows)`.
 """
 
 import argparse
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,14 +33,24 @@ def main() -> None:
     torch.manual_seed(0)
     settings = harness.Settings(quick=arguments.quick, only=tuple(filter(None, arguments.only.split(","))))
     rows: list[harness.Row] = []
+    peers: list[dict[str, Any]] = []
     for file in sorted(HERE.glob("ops_*.py")):
         module = importlib.import_module(file.stem)
         found = harness.run_cases(module.cases(settings.quick), settings)
         if not found:
             continue
         rows += found
-        options = harness.settings_of(arguments)
-        print("written:", harness.write(arguments.claim, rows, out=arguments.out, settings=options, measured=MEASURED))
+        if hasattr(module, "describe_peers"):
+            peers += module.describe_peers(found)
+        path = harness.write(
+            arguments.claim,
+            rows,
+            out=arguments.out,
+            settings=harness.settings_of(arguments),
+            measured=MEASURED,
+            peers=peers,
+        )
+        print("written:", path)
 
 
 if __name__ == "__main__":

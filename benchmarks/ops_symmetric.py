@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from harness import Case, forward_backward
+from harness import Case, Row, forward_backward
 from torch import Tensor
 
 from parbank import ops
@@ -22,6 +22,7 @@ STEPS = 5
 BANKS = [(22, 512, 512), (22, 256, 512), (22, 512, 1536)]
 PUBLISHED_BANKS = [(22, 512, 512), (22, 256, 512), (11, 512, 1536), (11, 512, 1536)]
 DTYPE = torch.bfloat16
+DION = "dion's kernels"
 
 
 def make_x(shape: tuple[int, ...], dtype: torch.dtype = DTYPE) -> Tensor:
@@ -67,6 +68,15 @@ def method(name: str) -> Callable[[Tensor], Tensor]:
     return lambda x: iterate(x, [QUINTIC] * STEPS, name, graphed=True)
 
 
+def describe_peers(rows: list[Row]) -> list[dict[str, Any]]:
+    """Where dion's kernels came from, and how they differ from ours here, if these rows time them."""
+    from peers import dion
+
+    timed = any(row.provider == DION for row in rows)
+    differs = ("in bfloat16, as it always is; ours in float16", "it also divides by the norm; our input has norm 1")
+    return [dion.PEER.describe(*differs, dion.GRAM)] if timed else []
+
+
 def public_kernels() -> Callable[[Tensor], Tensor]:
     """microsoft/dion's Newton-Schulz on symmetric products in Triton. It normalises its input, which ours is here already."""
     from peers import dion
@@ -92,7 +102,7 @@ def bank_case() -> Case:
         "eager": lambda: over(plain, banks(BANKS)),
         "compile": lambda: over(torch.compile(plain), banks(BANKS)),
         "compile, 4 banks": lambda: over(torch.compile(plain), banks(PUBLISHED_BANKS)),
-        "dion's kernels": lambda: over(public_kernels(), banks(BANKS)),
+        DION: lambda: over(public_kernels(), banks(BANKS)),
         "ours": lambda: over(method("auto"), banks(BANKS, half)),
         "ours, 4 banks": lambda: over(method("auto"), banks(PUBLISHED_BANKS, half)),
         "ours, plain": lambda: over(method("plain"), banks(BANKS, half)),

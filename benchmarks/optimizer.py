@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import Row, Settings, bound_ms, capture, in_a_line, settings_of, start, write
+from harness import Row, Settings, bound_ms, capture, in_a_line, nothing_compiles, settings_of, start, write
 from optimizer_shapes import MODELS
 from torch import Tensor, nn
 
@@ -100,17 +100,21 @@ def wall_ms(step: Step, params: list[nn.Parameter], settings: Settings) -> float
     """The median time from the call to an idle device, in milliseconds."""
     grads = [p.grad for p in params]
     originals = [g.clone() for g in grads if g is not None]
-    times: list[float] = []
-    for number in range(settings.warmup + settings.repeats):
+
+    def time_once() -> float:
         torch._foreach_copy_(grads, originals)
         torch.cuda.synchronize()
         began = time.perf_counter()
         step()
         torch.cuda.synchronize()
-        if number >= settings.warmup:
-            times.append(1e3 * (time.perf_counter() - began))
-        if len(times) >= 10 and sum(times) > LONG_ENOUGH:
-            break
+        return 1e3 * (time.perf_counter() - began)
+
+    for _ in range(settings.warmup):
+        time_once()
+    times: list[float] = []
+    with nothing_compiles():
+        while len(times) < settings.repeats and not (len(times) >= 10 and sum(times) > LONG_ENOUGH):
+            times.append(time_once())
     return statistics.median(times)
 
 

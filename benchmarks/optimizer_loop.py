@@ -20,12 +20,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Row, in_a_line, settings_of, start, write
+from harness import Row, in_a_line, nothing_compiles, settings_of, start, write
 from optimizer_shapes import MODELS
 from torch import Tensor, nn
 
@@ -90,22 +91,25 @@ def measure(make: Maker, shapes: list[tuple[int, ...]], *, moving: bool, device:
     in_place = isinstance(optimizer, DionGraph)
     before, gradients = _allocated(device), sum(param.numel() * 4 for param in params)
     walls, hosts, peaks, held = [], [], [], []
-    for number in range(WARMUP + repeats):
-        if moving:
-            held = [torch.empty(chance.randrange(1, 2**20), device=device) for _ in range(8)]
-        pads = sum(pad.numel() * 4 for pad in held)
-        for param in params:
-            if in_place and param.grad is not None:
-                param.grad.zero_()
-            else:
-                param.grad = None
-        _loss(params, inputs).backward()
-        _settle(device)
-        wall, host, peak = _time(optimizer.step, device)
-        walls.append(wall)
-        hosts.append(host)
-        if number >= WARMUP and peak is not None:
-            peaks.append((peak - before - gradients - pads) / 2**20)
+    with ExitStack() as timed:
+        for number in range(WARMUP + repeats):
+            if number == WARMUP:
+                timed.enter_context(nothing_compiles())
+            if moving:
+                held = [torch.empty(chance.randrange(1, 2**20), device=device) for _ in range(8)]
+            pads = sum(pad.numel() * 4 for pad in held)
+            for param in params:
+                if in_place and param.grad is not None:
+                    param.grad.zero_()
+                else:
+                    param.grad = None
+            _loss(params, inputs).backward()
+            _settle(device)
+            wall, host, peak = _time(optimizer.step, device)
+            walls.append(wall)
+            hosts.append(host)
+            if number >= WARMUP and peak is not None:
+                peaks.append((peak - before - gradients - pads) / 2**20)
     said = [line.strip() for line in repr(optimizer).splitlines() if "cuda_graph:" in line]
     return Measured(
         statistics.median(walls[WARMUP:]), statistics.median(hosts[WARMUP:]), walls[0],

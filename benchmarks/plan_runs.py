@@ -2,6 +2,7 @@
 
     python benchmarks/plan_runs.py --grid cpu --text stdlib=text:FOLDER,glob=*.py,holdout=dev --out runs.jsonl
     python benchmarks/plan_runs.py --grid h200 --text corpus=text:train.jsonl.xz,holdout=dev --out runs.jsonl
+    python benchmarks/plan_runs.py --grid epochs --text stdlib=stdlib --score-share 0.5 --out epochs.jsonl
     python -m parbank.plan.fit runs.jsonl
 
 Every run ends with its learning rate at zero, so that its score is that of a whole schedule. Runs that the file has
@@ -96,7 +97,19 @@ def h200_grid() -> list[Trial]:
     return found
 
 
-GRIDS = {"cpu": (cpu_grid, "demo"), "h200": (h200_grid, "sprint")}
+def epochs_grid() -> list[Trial]:
+    """Two models on 100,000 tokens of the standard library, seen 1 to 12 times: when does a further epoch hurt?"""
+    plain = ("train.compile=false",)
+    large = Trial(
+        "stdlib", 1024, 2, 128, 2048, 100_000, train_share=0.00854, extra=(*plain, "model.bigram_buckets=4096")
+    )
+    small = replace(large, width=64, extra=(*plain, "model.bigram_buckets=512"))
+    found = [replace(large, tokens=100_000 * epochs) for epochs in (1, 2, 3, 4, 6, 12)]
+    found += [replace(small, tokens=100_000 * epochs) for epochs in (2, 3, 4, 6, 8, 12)]
+    return [*found, replace(large, tokens=1_200_000, extra=(*large.extra, "train.dropout=0.1"))]
+
+
+GRIDS = {"cpu": (cpu_grid, "demo"), "h200": (h200_grid, "sprint"), "epochs": (epochs_grid, "demo")}
 
 
 def configure(trial: Trial, recipe: str, spec: str) -> RunConfig:

@@ -1,12 +1,14 @@
 """Trains one recipe with several seeds, each in a process of its own, and writes down what came out.
 
     python benchmarks/quality.py --recipe sprint --data text:train=A,val=B --seeds 0,1,2 [--out DIR] [--runs DIR]
-                                [--set a.b=v]...
+                                [--minutes M] [--max-bytes B] [--streaming] [--set a.b=v]...
 
-A run that --runs already holds, finished, is not run again: a benchmark that was cut off goes on with the next seed.
+A run that --runs already holds, finished, is not run again: a benchmark that was cut off goes on with the next seed. A run
+that compiled something while its clock ran fails.
 
 The result holds every run's summary and loss curve. `command` is the whole of `parbank train`: data, compilation, training,
-scores and packing.
+scores and packing. --streaming scores each artifact once more, by `parbank eval --method streaming`. With --recipe auto, give
+the budget by --minutes and --max-bytes.
 """
 
 import argparse
@@ -29,6 +31,7 @@ MEASURED = ("parbank", "benchmarks/quality.py")
 UNITS = {
     "val_bpb_before_packing": "bits/byte",
     "val_bpb": "bits/byte",
+    "val_bpb_streaming": "bits/byte",
     "tokens_per_second": "tokens/s",
     "artifact_bytes": "bytes",
     "code_bytes": "bytes",
@@ -42,21 +45,39 @@ UNITS = {
 }
 
 
-def train(recipe: str, data: str, seed: int, out: Path, settings: list[str]) -> dict[str, Any]:
+PARBANK = (sys.executable, "-m", "parbank")
+
+
+def budget_of(arguments: argparse.Namespace) -> list[str]:
+    """The options of `parbank train` that say how long and how large."""
+    given = {"--minutes": arguments.minutes, "--max-bytes": arguments.max_bytes}
+    return [str(word) for pair in given.items() if pair[1] is not None for word in pair]
+
+
+def train(recipe: str, data: str, seed: int, out: Path, more: list[str]) -> dict[str, Any]:
     """One run, or what an earlier call left of it; its summary with the loss curve in it."""
-    command = [sys.executable, "-m", "parbank", "train", "--recipe", recipe, "--data", data, "--seed", str(seed)]
-    command += ["--out", str(out), *(part for setting in settings for part in ("--set", setting))]
+    command = [*PARBANK, "train", "--recipe", recipe, "--data", data, "--seed", str(seed), "--out", str(out), *more]
     timing = out / "command_seconds.json"
     if not (out / "summary.json").exists():
         began = time.perf_counter()
         subprocess.run(command, check=True, cwd=HERE.parent)
         timing.write_text(json.dumps(time.perf_counter() - began))
     summary = json.loads((out / "summary.json").read_text())
+    if built := summary.get("recompilations", 0):
+        raise SystemExit(f"seed {seed} is no result: {built} kernels or graphs were compiled while its clock ran")
     summary["command_seconds"] = json.loads(timing.read_text())
     summary["data_wait_share"] = summary["data_wait_seconds"] / summary["train_seconds"]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     summary["curve"] = [[row["seconds"], row["step"], row["loss"]] for row in rows]
     return summary
+
+
+def score_streaming(out: Path) -> float:
+    """Bits per byte of a run's artifact by the streaming method."""
+    command = [*PARBANK, "eval", str(out), "--method", "streaming", "--json"]
+    said = subprocess.run(command, check=True, cwd=HERE.parent, stdout=subprocess.PIPE, text=True).stdout
+    found: float = json.loads(next(line for line in said.splitlines() if line.startswith("{")))["val_bpb"]
+    return found
 
 
 def without_paths(run: dict[str, Any]) -> dict[str, Any]:
@@ -66,6 +87,8 @@ def without_paths(run: dict[str, Any]) -> dict[str, Any]:
 def rows_of(runs: list[dict[str, Any]]) -> list[harness.Row]:
     rows = []
     for name, unit in UNITS.items():
+        if name not in runs[0]:
+            continue
         for run in runs:
             rows.append(harness.Row(name, f"seed {run['seed']}", run[name], unit))
         rows.append(harness.Row(name, "median", statistics.median(run[name] for run in runs), unit))
@@ -101,15 +124,21 @@ def main() -> None:
     parser.add_argument("--recipe", default="sprint")
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--minutes", type=float, default=None)
+    parser.add_argument("--max-bytes", default=None)
+    parser.add_argument("--streaming", action="store_true", help="score by the streaming method too")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="a.b=v")
     parser.add_argument("--claim", default=None, help="the result's folder; the recipe's name if not given")
     parser.add_argument("--runs", type=Path, default=None, help="keep the runs' folders here; else they are deleted")
     arguments = harness.start(parser)
+    more = budget_of(arguments) + [word for setting in arguments.settings for word in ("--set", setting)]
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in map(int, arguments.seeds.split(",")):
             out = (arguments.runs or Path(folder)) / str(seed)
-            runs.append(train(arguments.recipe, arguments.data, seed, out, arguments.settings))
+            runs.append(train(arguments.recipe, arguments.data, seed, out, more))
+            if arguments.streaming:
+                runs[-1]["val_bpb_streaming"] = score_streaming(out)
             # after every seed, so that a run that is cut off still leaves what it has
             path = harness.write(
                 arguments.claim or arguments.recipe,

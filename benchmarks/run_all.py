@@ -85,6 +85,11 @@ BENCHMARKS = {
     "adaptation": Benchmark(
         "adaptation.py {model} --data {data}", 2.0, "what each ingredient of adaptive scores gains on streaming"
     ),
+    "compression": Benchmark(
+        "compression.py {model} --data {data} --bytes 4_000_000 --segments 256 512 1024",
+        4.0,
+        "size, score and speed of the compressor by segments, beside xz, zstd and brotli",
+    ),
     "peer_autoresearch": Benchmark(
         "peers/autoresearch.py --data {data} --seed {seed}", 3.7, "karpathy/autoresearch's train.py on our tokens"
     ),

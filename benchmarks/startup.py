@@ -1,16 +1,18 @@
 """How long a command takes before and after its real work: `parbank train` to its first step, and `parbank eval`.
 
     python benchmarks/startup.py [--only train] [--recipe sprint] [--data SPEC] [--steps 20] [--set a.b=v]...
+    python benchmarks/startup.py --only train --profile stacks.txt; python benchmarks/stacks.py --show stacks.txt
     python benchmarks/startup.py --only eval --model ARTIFACT --data SPEC [--methods chunked,streaming,ttt] --claim startup_eval
+    python benchmarks/startup.py --only eval --model runs/demo/model.pbk --claim startup_eval_cpu    (two CPU cores: 3 minutes)
 
 Every command is a process of its own, as a user starts it, and runs twice. The first start finds PARBANK_CACHE empty: it
 prepares the data, trains the tokenizer and compiles every kernel. The second finds what the first has left. On a GPU `train` has
-a third start between them, "imported": an empty cache with nothing but the kernels of `warmup --export`, as on a fresh machine.
+a third start, "imported": an empty cache with nothing but the kernels of `warmup --export`, as on a fresh machine.
 `eval` gets an empty cache for each method, so that no method finds another one's kernels.
 
 The parts of a training's setup, and of what follows its last step, are those that its summary.json holds. `imports` is the time
-from the command to the start of the setup. `saving, exit` is what is left of the command: the last checkpoint, and the process's
-end. Those of an `eval` are the `times` that `--json` prints.
+from the command to the start of the setup; with --recipe auto it contains the plan. `saving, exit` is what is left of the
+command: the last checkpoint, and the process's end. Those of an `eval` are the `times` that `--json` prints.
 """
 
 import argparse
@@ -38,14 +40,16 @@ READY = "the clock starts now"
 """In the line that `parbank train` prints when setup ends."""
 
 
-def run(words: list[str], cache: Path) -> tuple[float, list[tuple[float, str]]]:
-    """Runs a command of parbank; returns its seconds, and every line it printed with the seconds until then."""
+def run(words: list[str], cache: Path, profile: Path | None = None) -> tuple[float, list[tuple[float, str]]]:
+    """Runs a command of parbank; returns its seconds, and every line it printed with the seconds until then. `profile`
+    gets the stacks of its threads."""
     # A user's own folders for compiled code would make the first start a warm one.
     hidden = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"PARBANK_CACHE": str(cache), "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
     began, lines = time.perf_counter(), []
-    command = [sys.executable, "-m", "parbank", *words]
+    sampled = ["-m", "parbank"] if profile is None else [str(HERE / "stacks.py"), str(profile.resolve())]
+    command = [sys.executable, *sampled, *words]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=HERE.parent, env=environment, **streams) as process:
         assert process.stdout is not None
@@ -161,10 +165,16 @@ def main() -> None:
     parser.add_argument("--recipe", default="sprint")
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--steps", type=int, default=20, help="of training; the setup is that of a whole run")
+    parser.add_argument(
+        "--minutes", type=float, default=None, help="instead of --steps: for --recipe auto, which plans"
+    )
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="a.b=v")
     parser.add_argument("--model", type=Path, default=None, help="for eval; the one just trained if not given")
     parser.add_argument("--methods", default="chunked,streaming,ttt", help="of eval, separated by commas")
     parser.add_argument("--claim", default="startup", help="the result's folder")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="one more second start of train, sampled by stacks.py"
+    )
     arguments = harness.start(parser)
     if arguments.only == "eval" and arguments.model is None:
         parser.error("--only eval trains no model: name one by --model")
@@ -179,15 +189,20 @@ def main() -> None:
         folder = Path(temporary)
         recipe = ["--recipe", arguments.recipe]
         recipe += [part for setting in arguments.settings for part in ("--set", setting)]
-        starts = [STARTS[0], IMPORTED, STARTS[1]] if torch.cuda.is_available() else [*STARTS]
+        carries = torch.cuda.is_available() and arguments.recipe != "auto"  # a warm-up needs a recipe of fixed shape
+        starts = [*STARTS, IMPORTED] if carries else [*STARTS]
+        clock = arguments.minutes is not None
+        budget = ["--minutes", str(arguments.minutes)] if clock else ["--steps", str(arguments.steps)]
         for start in starts if arguments.only != "eval" else ():
             out, cache = folder / start.replace(" ", "-"), folder / ("fresh" if start == IMPORTED else "cache")
             if start == IMPORTED:
                 rows += carry_kernels(recipe, folder / "kernels.zip", folder / "cache", cache)
-            words = ["train", *recipe, "--data", arguments.data, "--steps", str(arguments.steps), "--out", str(out)]
+            words = ["train", *recipe, "--data", arguments.data, *budget, "--out", str(out)]
             seconds, lines = run(words, cache)
             rows += train_rows(start, seconds, lines, json.loads((out / "summary.json").read_text(encoding="utf-8")))
             save()
+        if arguments.profile is not None and arguments.only != "eval":
+            run([*words[:-1], str(folder / "profiled")], folder / "cache", arguments.profile)
         model = arguments.model or out / "model.pbk"
         for method in arguments.methods.split(",") if arguments.only != "train" else ():
             for start in STARTS:

@@ -10,6 +10,8 @@ the golf recipe, each variant:
   PyTorch has: the baseline, plain PyTorch under Inductor
 - `ours`: as it is shipped, the trainer's own step: passes and optimizer replayed as CUDA graphs, no torch.compile
 - `cudnn`: as `ours`, without FlashAttention 3 where it is installed
+- `isolated`, `isolated cudnn`: as `ours` and `cudnn`, with attention within documents, which random tokens make as long as
+  the vocabulary is large, on average
 - `compiled`: as `ours`, with the model through torch.compile
 - `kernels`: as `ours`, launch by launch
 - `reference`: our model under torch.compile with every op in its plain-PyTorch definition, which is written to be read and
@@ -42,7 +44,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from clocks import Watch
-from harness import Row, Settings, can_draw, capture, hardware, in_a_line, measure, settings_of, start, write
+from harness import (
+    Row,
+    Settings,
+    can_draw,
+    capture,
+    hardware,
+    in_a_line,
+    measure,
+    nothing_compiles,
+    settings_of,
+    start,
+    write,
+)
 from peers import golf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -56,6 +70,7 @@ from parbank.ops.backend import use_backend
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.config import RunConfig
+from parbank.training.passes import take_batch
 from parbank.training.trainer import Trainer
 from parbank.training.warmup import random_data
 
@@ -86,11 +101,14 @@ class Variant:
 
 
 COMPILED = "train.compile=true"
+ISOLATED = "model.isolate_documents=true"
 VARIANTS = {
     "reference": Variant(("train.cuda_graph=false", COMPILED), "reference"),
     "kernels": Variant(("train.cuda_graph=false",)),
     "cudnn": Variant(flash=False),
     "ours": Variant(),
+    "isolated": Variant((ISOLATED,)),
+    "isolated cudnn": Variant((ISOLATED,), flash=False),
     "compiled": Variant((COMPILED,)),
     "fp8": Variant((COMPILED, "train.fp8=mlp")),
     "fp8+head": Variant((COMPILED, "train.fp8=mlp+head")),
@@ -203,13 +221,16 @@ class Step:
                 if not tensor.any():
                     tensor.normal_(std=0.02)
         self.trainer.warm_up()
-        self.batch = self.trainer.batches.next().clone()
+        self.batch = [
+            tensor.clone()
+            for tensor in take_batch(self.trainer.batches, config.batch.sequence_length, self.trainer.isolated)
+        ]
 
     def accumulate(self, passes: int = 1) -> None:
         """Forward and backward of the same micro-batch, so often."""
         self.trainer.passes.start(passes)
         for _ in range(passes):
-            self.trainer.passes.add(self.batch)
+            self.trainer.passes.add(*self.batch)
 
     def update(self) -> None:
         """The optimizer section, which clears the gradients."""
@@ -261,15 +282,16 @@ def measure_queued(
     torch.cuda.synchronize()
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     host = []
-    for _ in range(repeats):
-        before()
-        marks.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-        marks[-1][0].record()
-        began = time.perf_counter()
-        call()
-        marks[-1][1].record()
-        host.append(1e3 * (time.perf_counter() - began))
-    torch.cuda.synchronize()
+    with nothing_compiles():
+        for _ in range(repeats):
+            before()
+            marks.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            marks[-1][0].record()
+            began = time.perf_counter()
+            call()
+            marks[-1][1].record()
+            host.append(1e3 * (time.perf_counter() - began))
+        torch.cuda.synchronize()
     device = [begin.elapsed_time(end) for begin, end in marks]
     return statistics.median(device[skip:]), statistics.median(host[skip:])
 

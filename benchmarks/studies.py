@@ -84,7 +84,8 @@ def main() -> None:
         extra=without_paths(report.to_dict()),
     )
     page = path.with_suffix(".md")
-    page.write_text(page.read_text(encoding="utf-8") + "\n" + without_data_path(report), encoding="utf-8")
+    table = harness.wrap_prose(without_data_path(report))
+    page.write_text(page.read_text(encoding="utf-8") + "\n" + table, encoding="utf-8")
     print("written:", path)
 
 

@@ -13,7 +13,8 @@ from peers.catalogue import PEERS
 
 PEER = PEERS["dion"]
 WARMUP = 3  # eager steps before the capture
-DIFFERS = ("Nesterov momentum is on, as in the other providers; its default is off",)
+GRAM = "its optional Gram Newton-Schulz kernels, a package of their own, are not installed"
+DIFFERS = ("Nesterov momentum is on, as in the other providers; its default is off", GRAM)
 
 
 def load() -> ModuleType:

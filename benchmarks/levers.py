@@ -1,0 +1,142 @@
+"""Writes docs/reference/levers.md: every lever of the race with its verdict, and the difference in every study that tried it.
+
+    python benchmarks/levers.py           writes the page
+    python benchmarks/levers.py --check   writes nothing; exits 1 where the page differs from levers.toml and the results
+
+A lever names its arms in levers.toml. The differences come from the results of studies: one result, one budget.
+"""
+
+import argparse
+import json
+import re
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+PAGE = ROOT / "docs" / "reference" / "levers.md"
+HEAD = """# Changes considered for plans
+
+`auto` is `parbank train` without a recipe: it trains [a plan](../guide/auto.md). A *lever* is a change that was
+considered for it. `benchmarks/levers.py` writes this page from `benchmarks/levers.toml` and the results of studies.
+
+A difference is arm minus base in bits per byte; below zero is better. Each study has its own base, so differences of
+two studies do not compare. **With one seed, a difference under 0.003 says little.** An empty cell under "measured"
+means that no study has tried the lever.
+
+| lever | arm | in `auto` | measured | verdict |
+| --- | --- | --- | --- | --- |
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lever:
+    """One row of levers.toml."""
+
+    name: str
+    verdict: str
+    arms: tuple[str, ...] = ()
+    benchmark: str = ""
+    """A script of benchmarks/ that measures it, where it is no setting and no study can."""
+    plan: bool = False
+    log: tuple[tuple[str, str, int, float], ...] = ()
+    """Differences that only a log entry has: page of the entry, arm, seeds, difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One arm in one study."""
+
+    arm: str
+    difference: float
+    seeds: int
+    where: str
+    """The budget and the machine."""
+    link: str
+    sure: bool = False
+    """Whether the study's interval leaves zero out."""
+
+    def text(self) -> str:
+        seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
+        sure = ", shown" if self.sure else ""
+        return f"`{self.arm}` {self.difference:+.3f} ([{self.where}]({self.link}), {seeds}{sure})"
+
+
+def read_levers(path: Path = HERE / "levers.toml") -> list[Lever]:
+    rows = tomllib.loads(path.read_text(encoding="utf-8"))["lever"]
+    return [
+        Lever(**{**row, "arms": tuple(row.get("arms", ())), "log": tuple(map(tuple, row.get("log", ())))})
+        for row in rows
+    ]
+
+
+def find_measured(results: Path = HERE / "results") -> list[Measured]:
+    """Every arm of every training study among the results."""
+    found = []
+    for path in sorted(results.glob("*/*/result.json")):
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        study = result.get("study")
+        if not isinstance(study, dict) or study.get("kind") != "training":
+            continue
+        budget = study["base"]["budget"]
+        minutes = budget.get("minutes")
+        length = f"{60 * minutes:.0f} s" if minutes else f"{budget['steps']:,} steps"
+        machine = path.parent.name.split("-")[3].upper()
+        for arm, comparison in result["arms"].items():
+            if comparison["pairs"]:
+                found.append(
+                    Measured(
+                        arm=arm,
+                        difference=comparison["mean"],
+                        seeds=comparison["pairs"],
+                        where=f"{length}, {machine}",
+                        link=f"../../{path.with_suffix('.md').relative_to(ROOT)}",
+                        sure=comparison["verdict"] in ("better", "worse"),
+                    )
+                )
+    return found
+
+
+def find_arms() -> set[str]:
+    """The names of all arms: shipped, and in the files of studies."""
+    sys.path.insert(0, str(ROOT))
+    from parbank.study.arms import ARMS
+
+    files = sorted((HERE / "studies").glob("*.toml"))
+    own = (tomllib.loads(path.read_text(encoding="utf-8")).get("arm", {}) for path in files)
+    return {*ARMS, *(name for arms in own for name in arms)}
+
+
+def measured_of(lever: Lever, measured: list[Measured]) -> list[Measured]:
+    own = [one for one in measured if one.arm in lever.arms]
+    for page, arm, seeds, difference in lever.log:
+        where = re.sub(r"^\d{4}-\d\d-\d\d-", "", page)
+        own.append(Measured(arm=arm, difference=difference, seeds=seeds, where=where, link=f"../log/{page}.md"))
+    return own
+
+
+def make_page(levers: list[Lever], measured: list[Measured]) -> str:
+    rows = []
+    for lever in levers:
+        own = "; ".join(one.text() for one in measured_of(lever, measured))
+        arms = ", ".join(f"`{arm}`" for arm in lever.arms) or (lever.benchmark and f"`benchmarks/{lever.benchmark}.py`")
+        rows.append(f"| {lever.name} | {arms} | {'yes' if lever.plan else ''} | {own} | {lever.verdict} |\n")
+    return HEAD + "".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    page = make_page(read_levers(), find_measured())
+    if check and (not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page):
+        sys.exit(f"{PAGE.relative_to(ROOT)} differs from its data: run python benchmarks/levers.py")
+    if not check:
+        PAGE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
