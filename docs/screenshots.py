@@ -2,8 +2,8 @@
 
     python docs/screenshots.py --run RUN --run RUN --study STUDY --model MODEL.pbk [--model MODEL.pbk ...]
 
-The first run has a page of its own; all runs together make the comparison. What is not given is not taken again. Needs the
-extras dev and integrations, and Chromium.
+The first run has a page of its own, and README shows two of its charts; all runs together make the comparison. Pictures
+of pages that are not named stay as they are. Needs the extras dev and integrations, and Chromium.
 """
 
 import argparse
@@ -24,11 +24,22 @@ from tests.integrations.browser import open_browser, open_reader  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 VIEWS = {"light": ((1120, 900), "light"), "dark": ((1120, 900), "dark"), "phone": ((390, 844), "dark")}
-COLOURS = 96  # of a picture: text and lines need few, and the file is a third
+README = ("Validation by tokens", "Bits per byte, beside compressors")
+README_SIZE = (880, 400)  # as wide as README is shown
+KEEP = """names => {
+  const charts = [...document.querySelectorAll("figure")]
+  const kept = names.map(name => charts.find(chart => chart.querySelector("figcaption").textContent.startsWith(name)))
+  kept.forEach(chart => chart.querySelector("details")?.remove())
+  const grid = Object.assign(document.createElement("div"), {className: "grid-of", style: "grid-template-columns: 3fr 2fr"})
+  grid.append(...kept)
+  document.body.style.paddingBottom = "1rem"
+  document.body.replaceChildren(grid)
+}"""
+COLOURS = 256  # of a picture: text and lines need few, and the file is a third
 TEXT = """The sea was calm, and the ship made good speed towards the coast. The captain stood on the bridge with a cup of
 coffee in his hand and looked at the horizon, where the first lights of the harbour could be seen. Most of the passengers
 were asleep. In the dining room, a few of them were still playing cards, and the band had packed its instruments an hour
-ago. Nobody on board had expected a quokka at the helm."""
+ago. Nobody on board had expected a quokka at the helm.""".replace("\n", " ")
 
 
 def take(browser: Browser, name: str, url: str, prepare: Callable[[Page], None]) -> None:
@@ -40,9 +51,20 @@ def take(browser: Browser, name: str, url: str, prepare: Callable[[Page], None])
             reader.check_quiet(url)
 
 
+def take_charts(browser: Browser, url: str) -> None:
+    """Charts of a run's page beside each other, without the rest of the page."""
+    with open_reader(browser, size=README_SIZE) as reader:
+        reader.page.goto(url)
+        reader.page.evaluate(KEEP, README)
+        save(reader.page.locator("body").screenshot(), IMAGES / "readme.png")
+        reader.check_quiet(url)
+
+
 def save(data: bytes, path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
-    picture = Image.open(io.BytesIO(data)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    picture = Image.open(io.BytesIO(data)).convert("RGB")
+    # This method keeps colours of few pixels, such as those of a marker; k-means makes those of many pixels exact.
+    picture = picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
     picture.save(path, optimize=True)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")
 
@@ -95,7 +117,10 @@ def main() -> None:
         pages = {"run": given.run[:1], "comparison": given.run if len(given.run) > 1 else [], "study": given.study}
         for name, folders in pages.items():
             if folders:
-                take(browser, name, write_page(folders, Path(folder, f"{name}.html")), lambda page: None)
+                url = write_page(folders, Path(folder, f"{name}.html"))
+                take(browser, name, url, lambda page: None)
+                if name == "run":
+                    take_charts(browser, url)
         if given.model:
             serve_models(browser, given.model)
 
