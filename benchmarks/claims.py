@@ -24,6 +24,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import provenance
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
@@ -66,6 +68,11 @@ class Claims:
     def __init__(self, spec: dict[str, Any], results: Path = RESULTS) -> None:
         self._spec, self._results = spec, results
         self._read: dict[str, list[Result]] = {}
+
+    @property
+    def published(self) -> dict[str, str]:
+        """Commits that are not in this history -> the first commit that has their code."""
+        return self._spec.get("published", {})
 
     def results(self, claim: str) -> list[Result]:
         """The clean ones of a claim on its hardware, the newest first."""
@@ -203,7 +210,7 @@ class Claims:
             if not self.results(claim):
                 lines.append(f"{claim}: no result on {spec['hardware']}; python benchmarks/{spec['script']} makes one")
                 continue
-            lines += [f"{self.newest(claim).name}: {note}" for note in stale(self.newest(claim).about)]
+            lines += [f"{self.newest(claim).name}: {note}" for note in stale(self.newest(claim).about, self.published)]
             names = [f"{claim}.{name}" for name, figure in spec.items() if isinstance(figure, dict)]
             lines += [f"{name}: no result has its row" for name in names if self.show_or_not(name) == NOT_YET]
         dirty = [path for path in self._results.glob("*/*-dirty/result.json")]
@@ -221,15 +228,31 @@ def relative(target: Path, where: Path) -> str:
     return Path(os.path.relpath(target, where.parent)).as_posix()
 
 
-def stale(about: dict[str, Any]) -> list[str]:
-    """Which of the files that a result measured have changed since its commit."""
-    command = ["git", "diff", "--name-only", about["commit"], "--", *about["measured"], ":!benchmarks/results"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if found.returncode:
-        return [f"commit {about['commit'][:9]} is not in this repository"]
-    files = found.stdout.split()
-    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-    return [f"stale: {', '.join(files[:3])}{more} changed since {about['commit'][:9]}"] if files else []
+def stale(about: dict[str, Any], published: dict[str, str] | None = None) -> list[str]:
+    """Which of the files that a result measured have changed since its commit. `published` names the commit of this history
+    that first has the code of a commit that is not in it."""
+    commit, measured = about["commit"], [*about["measured"], ":!benchmarks/results"]
+    files = ask_git("diff", "--name-only", commit, "--", *measured)
+    if files is not None:
+        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+        return [f"stale: {', '.join(files[:3])}{more} changed since {commit[:9]}"] if files else []
+    before = about.get("digests", {})
+    changed = [name for name, now in provenance.digests(before).items() if now != before[name]]
+    notes = [f"stale: {', '.join(changed)} changed since"] if changed else []
+    if ask_git("rev-parse", "HEAD") is None:
+        return notes
+    known = (published or {}).get(commit[:9])
+    place = f"; {known} is the first commit with its code" if known else ""
+    return [f"commit {commit[:9]} is not in this repository{place}", *notes]
+
+
+def ask_git(*command: str) -> list[str] | None:
+    """The words of git's answer; None without git, without a repository, or where git fails."""
+    try:
+        found = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return None if found.returncode else found.stdout.split()
 
 
 def texts() -> list[Path]:

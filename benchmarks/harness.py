@@ -272,6 +272,7 @@ def write(
     folder = out / claim / provenance.folder_name(about)
     folder.mkdir(parents=True, exist_ok=True)
     result = {"claim": claim, **about, "settings": settings, "seeds": list(seeds), "measured": sorted(measured)}
+    result["digests"] = provenance.digests(measured)
     if torch.cuda.is_available():
         result["rates"] = {
             "copy_TB_per_s": round(copy_rate() / 1e12, 3),

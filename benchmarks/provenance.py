@@ -22,6 +22,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,21 @@ def code_digest() -> str:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         digest.update(f"{path.relative_to(ROOT).as_posix()} {content}\n".encode())
     return digest.hexdigest()
+
+
+def digests(measured: Iterable[str]) -> dict[str, str]:
+    """A hash for each measured file or folder. It tells whether a result is stale, whatever became of its commit."""
+    return {name: _digest(ROOT / name) for name in sorted(measured)}
+
+
+def _digest(path: Path) -> str:
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    digest = hashlib.sha256()
+    for file in files:
+        parts = file.relative_to(ROOT).parts
+        if file.is_file() and not {"__pycache__", "results"} & set(parts):
+            digest.update(f"{'/'.join(parts)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def _code_files() -> list[Path]:

@@ -134,15 +134,66 @@ def test_rows_that_are_missing_are_named(claims: ModuleType, results: Path) -> N
     assert "step/2026-01-04-h200-bbbbbbbbb-dirty: made with uncommitted code, not used" in notes
 
 
-def test_results_say_when_what_they_measured_has_changed(claims: ModuleType) -> None:
-    first = claims.subprocess.run(
-        ["git", "rev-list", "--max-parents=0", "HEAD"], cwd=claims.ROOT, capture_output=True, text=True, check=False
-    ).stdout.split()
-    if not first:
+@pytest.fixture
+def first_commit(claims: ModuleType) -> str:
+    found = claims.ask_git("rev-list", "--max-parents=0", "HEAD")
+    if not found:
         pytest.skip("no git repository: nothing can be known of commits")
-    assert "changed since" in claims.stale({"commit": first[0], "measured": ["parbank"]})[0]
+    return str(found[0])
+
+
+def test_results_say_when_what_they_measured_has_changed(claims: ModuleType, first_commit: str) -> None:
+    assert "changed since" in claims.stale({"commit": first_commit, "measured": ["parbank"]})[0]
     assert claims.stale({"commit": "HEAD", "measured": ["no/such/folder"]}) == []
-    assert "not in this repository" in claims.stale({"commit": "0" * 40, "measured": ["parbank"]})[0]
+
+
+def test_a_lost_commit_is_named_and_its_files_are_compared(claims: ModuleType, first_commit: str) -> None:
+    now = claims.provenance.digests(["parbank/errors.py", "parbank/optim"])
+    lost = {"commit": "0" * 40, "measured": [*now], "digests": now}
+    assert claims.stale(lost) == ["commit 000000000 is not in this repository"]
+    assert claims.stale(lost | {"digests": now | {"parbank/optim": "0"}}, {"000000000": "abc"}) == [
+        "commit 000000000 is not in this repository; abc is the first commit with its code",
+        "stale: parbank/optim changed since",
+    ]
+
+
+def test_without_git_files_are_still_compared(claims: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    now = claims.provenance.digests(["parbank/errors.py"])
+    about = {"commit": "0" * 40, "measured": [*now], "digests": now}
+    assert claims.stale(about) == []
+    assert claims.stale(about | {"digests": {"parbank/errors.py": "0"}}) == ["stale: parbank/errors.py changed since"]
+
+
+def test_every_result_names_a_published_commit(claims: ModuleType, first_commit: str) -> None:
+    """A result is a claim about a commit: anybody must be able to find the code."""
+    published = claims.read_claims().published
+    known = set(claims.ask_git("rev-list", "HEAD") or [])
+    for path in claims.RESULTS.glob("*/*/result.json"):
+        commit = json.loads(path.read_text(encoding="utf-8"))["commit"]
+        assert commit in known or commit[:9] in published, f"{path.parent.name}: nobody can find this code"
+    for commit in published.values():
+        assert any(name.startswith(commit) for name in known), (
+            f"[published] names {commit}, which is not in this history"
+        )
+
+
+def test_every_result_is_whole(claims: ModuleType, benchmark: Callable[[str], ModuleType]) -> None:
+    """Its folder says what it says, it has what a result must have, and its page is made of it."""
+    harness = benchmark("harness")
+    needed = {"claim", "commit", "dirty", "date", "time", "command", "settings", "seeds", "versions", "machine", "load"}
+    for path in claims.RESULTS.glob("*/*/result.json"):
+        about = json.loads(path.read_text(encoding="utf-8"))
+        assert not needed - set(about), path
+        assert path.parents[1].name == about["claim"]
+        assert path.parent.name.startswith(about["date"])
+        assert about["commit"][:9] in path.parent.name
+        page = path.with_suffix(".md").read_text(encoding="utf-8")
+        made = harness._markdown(about, [harness.Row(**row) for row in about["rows"]])
+        if about["claim"] == "quantisation":  # its table has other formats
+            made = made.partition("| case")[0]
+        missing = set(made.splitlines()) - set(page.splitlines())  # some benchmarks add a table of their own
+        assert not missing, f"{path.parent}: its page is not what its numbers say"
 
 
 def test_an_archive_never_replaces_another_result(claims: ModuleType, results: Path, tmp_path: Path) -> None:
