@@ -1,6 +1,7 @@
 """A study as data: arms, budgets, files, and what is shipped."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -11,8 +12,19 @@ from parbank.recipes import get_recipe
 from parbank.study.arms import ARMS, claim_of
 from parbank.study.kinds import KINDS
 from parbank.study.machine import summarise
-from parbank.study.ship import STORED, STUDIES, make_arm, make_study
-from parbank.study.study import Arm, Job, Study, read_arm, read_budget, read_study, settings_between, write_study
+from parbank.study.ship import STUDIES, make_arm, make_study
+from parbank.study.study import (
+    STORED,
+    Arm,
+    Job,
+    Kind,
+    Study,
+    read_arm,
+    read_budget,
+    read_study,
+    settings_between,
+    write_study,
+)
 
 
 def test_every_shipped_study_can_be_made_and_stored(tmp_path: Path) -> None:
@@ -114,6 +126,18 @@ def test_a_file_is_a_study(tmp_path: Path) -> None:
         make_study(str(path))
     with pytest.raises(ConfigError, match="there are seeds, published-training"):
         make_study("published")
+
+
+@pytest.mark.parametrize(("line", "said"), [("seeds = 0", "at least 1 seed, got 0"), ('kind = "nope"', "kind")])
+def test_wrong_values_of_a_file_are_refused(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'recipe = "nano"\nbudget = "6steps"\n{line}\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=said):
+        make_study(str(path))
+
+
+def test_kinds_have_the_names_that_a_study_may_have() -> None:
+    assert set(get_args(Kind)) == set(KINDS)
 
 
 @pytest.mark.parametrize("wrong", ["a b", "", "../x", "base"])

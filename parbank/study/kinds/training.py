@@ -21,7 +21,6 @@ from parbank.errors import ConfigError
 from parbank.eval.windows import score_chunked
 from parbank.runtime import check_seed, versions
 from parbank.study.kinds.base import Kind
-from parbank.study.machine import Watch
 from parbank.study.study import BASE, Job, Study
 from parbank.training.checks import check_size
 from parbank.training.compiled import use_compile_cache
@@ -83,7 +82,7 @@ class Training(Kind):
         dataset = trainer.dataset
         with parts.time("warm-up"):
             trainer.warm_up()
-        with parts.time("training"), Watch(self.runtime.device) as watch:
+        with parts.time("training"), self.watching() as seen:
             train_with_reports(trainer, self.bar, train)
         val = first_tokens(dataset.val, study.score_tokens)
         seconds, tokens = trainer.clock.seconds(), trainer.tokens
@@ -96,8 +95,8 @@ class Training(Kind):
             "tokens_per_second": tokens / max(seconds, 1e-9),
             "epochs": tokens / len(dataset.train),
             "params": sum(p.numel() for p in trainer.model.parameters()),
-            "recompilations": trainer.recompilations,
-            "gpu": watch.found,
+            **seen,
+            "recompilations": trainer.recompilations,  # of the steps alone
             "dataset": dataset.fingerprint,
             "versions": versions(),
         }
