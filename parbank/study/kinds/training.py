@@ -26,6 +26,7 @@ from parbank.training.checks import check_size
 from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.display import Display
+from parbank.training.load import describe_run
 from parbank.training.pack import calibrate_model, pack_run
 from parbank.training.reports import Loop, train_plainly, train_with_reports
 from parbank.training.trainer import Trainer
@@ -44,9 +45,15 @@ class Training(Kind):
     def check(cls, study: Study) -> None:
         for seed in study.seeds:
             check_seed(seed)
+        checked = set()
         for arm in [BASE, *(arm.name for arm in study.arms)]:
+            config = study.config(Job(arm, study.seeds[0]))
+            size = (describe_run(config), config.quant, config.budget)  # all that a check takes half a second for
+            if size in checked:
+                continue
+            checked.add(size)
             try:
-                check_size(study.config(Job(arm, study.seeds[0])), Display(enabled=False))
+                check_size(config, Display(enabled=False))
             except ConfigError as error:
                 raise ConfigError(f"arm {arm}: {error}") from error
 
