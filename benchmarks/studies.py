@@ -78,6 +78,8 @@ def main() -> None:
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
         process.wait()
+    if process.returncode == 2:
+        sys.exit("the study was refused, as said above: a result of an earlier one in its folder would be another's")
     report = make_report(HERE.parent / given[given.index("--out") + 1])
     if not report.results:
         sys.exit("no run has ended: there is no result to write; the same command goes on")
