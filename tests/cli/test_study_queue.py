@@ -43,7 +43,7 @@ def read_queue() -> dict[str, tuple[int, float, int, list[str]]]:
     """Runs, seconds of a run, commands, and the command itself, by the names of the table."""
     text = QUEUE.read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
-    lines = re.findall(r"```sh\n(.*)\n```", text)
+    lines = re.findall(r"```sh\n(.*?)\n```", text.replace("\\\n", " "))
     assert len(rows) == len(lines)
     return {
         row[0].strip("`"): (int(row[1]), float(row[2]), int(row[3]), shlex.split(line))
