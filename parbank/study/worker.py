@@ -86,7 +86,7 @@ def _run(queue: Queue, claim: Claim, kind: Kind, study: Study, neighbours: Neigh
         raise
     about = {"arm": job.arm, "seed": job.seed, "settings": list(study.arm(job.arm).settings)}
     times = {"started": began, "ended": time.time()}
-    queue.finish(claim, about | result | times | _describe_place(kind.runtime, neighbours, study))
+    queue.finish(claim, about | result | times | _describe_place(kind.runtime, neighbours))
 
 
 def _check_device(place: runtime.Runtime, error: Exception) -> None:
@@ -98,11 +98,9 @@ def _check_device(place: runtime.Runtime, error: Exception) -> None:
         raise DeviceLost(f"the GPU cannot be used by this process after the error: {error}; start it again") from lost
 
 
-def _describe_place(place: runtime.Runtime, neighbours: Neighbours, study: Study) -> dict[str, Any]:
-    about = describe_machine(place.device)
-    if place.is_cuda:  # workers may share a GPU where nothing is timed; then they see each other
-        about["neighbours"] = neighbours.others() if study.is_timed else []
-    return about
+def _describe_place(place: runtime.Runtime, neighbours: Neighbours) -> dict[str, Any]:
+    """Workers that share a GPU see each other: then their values hold, and their times do not."""
+    return describe_machine(place.device) | ({"neighbours": neighbours.others()} if place.is_cuda else {})
 
 
 def main() -> None:

@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 
 from parbank.config import override, to_dict
 from parbank.errors import ConfigError
 from parbank.files import write_json
+from parbank.gpu import GpuProcess
 from parbank.recipes import get_recipe
+from parbank.study import machine
 from parbank.study.arms import ARMS, claim_of
 from parbank.study.kinds import KINDS
 from parbank.study.machine import summarise
@@ -152,3 +155,19 @@ def test_what_the_gpu_did_is_read_with_gaps() -> None:
         "clock_mhz": 1740.0, "power_w": 690.0, "temperature_c": 60.0, "lowest_clock_mhz": 1700.0,
     }  # fmt: skip
     assert summarise("No devices were found\n") == {}
+
+
+def test_processes_that_come_during_the_first_run_are_not_taken_for_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container this process has another number in nvidia-smi's list: its own are those that its first use adds."""
+    listed = [7]
+    monkeypatch.setattr(
+        machine, "other_processes", lambda device: [GpuProcess(pid, "python", "1 MiB") for pid in listed]
+    )
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: listed.append(100))
+    neighbours = machine.Neighbours(torch.device("cuda"))
+    neighbours.settle()
+    assert neighbours.others() == ["7 (python)"]
+    listed.append(9)
+    assert neighbours.others() == ["7 (python)", "9 (python)"]
+    listed[:] = [100]
+    assert neighbours.others() == []
