@@ -73,7 +73,9 @@ class Crew:
     def _start(self, number: int) -> None:
         gpus = count_gpus(self._device)
         chosen = f"cuda:{number % gpus}" if gpus > 1 else self._device
-        command = [sys.executable, "-m", "parbank.study.worker", str(self._folder), "--device", chosen]
+        # with this process's path: a folder named parbank where the command was given must not become the worker's code
+        code = f"import sys; sys.path[:] = {sys.path!r}; from parbank.study.worker import main; main()"
+        command = [sys.executable, "-c", code, str(self._folder), "--device", chosen]
         command += ["--progress"] * self._shown + ["--stay"] * self._stay
         env = dict(os.environ)
         if self._workers > gpus:  # they share a device: more threads than cores would wait for each other

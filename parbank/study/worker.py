@@ -1,7 +1,6 @@
 """Works on a study until no run is left: claims a job, runs it, stores the result.
 
-`python -m parbank.study.worker` is one of the processes that `parbank study run` starts (crew.py). It ends when the process
-that started it does.
+`main` is the whole of a process that `parbank study run` starts (crew.py). It ends when the process that started it does.
 """
 
 import _thread
@@ -105,7 +104,7 @@ def _describe_place(place: runtime.Runtime, neighbours: Neighbours) -> dict[str,
 
 def main() -> None:
     """The process of a worker. Its standard input is a pipe that nobody writes to: it closes when the parent ends."""
-    parser = argparse.ArgumentParser(prog="python -m parbank.study.worker", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="parbank.study.worker", description=main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--progress", action="store_true", help="show the runs that have ended")
@@ -140,7 +139,3 @@ def _end_with_parent() -> None:
         os._exit(130)
 
     threading.Thread(target=wait, daemon=True, name="study-parent").start()
-
-
-if __name__ == "__main__":
-    main()

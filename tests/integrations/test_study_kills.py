@@ -116,8 +116,9 @@ def test_workers_do_not_outlive_the_command_that_started_them(
 
 DEADLY = """#!/bin/sh
 exec {python} -c '
-import os, runpy, signal, sys
+import os, signal, sys
 from parbank.study.kinds.training import Training
+from parbank.study.worker import main
 measure = Training.measure
 def deadly(self, study, job):
     if job.key == "value-residual.1":
@@ -125,7 +126,7 @@ def deadly(self, study, job):
     return measure(self, study, job)
 Training.measure = deadly
 sys.argv[:] = sys.argv[3:]
-runpy.run_module("parbank.study.worker", run_name="__main__")
+main()
 ' "$0" "$@"
 """
 

@@ -141,6 +141,23 @@ def test_added_jobs_are_run_by_the_same_worker(script: Script, study: Study, tmp
     assert (folder / "starts").read_text().splitlines() == ["--device cpu --stay"]
 
 
+def test_a_worker_runs_the_code_of_the_process_that_started_it(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of a folder named parbank where the command is given."""
+    for place in ("here", "own"):
+        folder = tmp_path / place / "parbank" / "study"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder.parent / "__init__.py").touch()
+        (folder / "worker.py").write_text(f"def main():\n    raise SystemExit('the code is {place}')\n")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "own"), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "here"))
+    with pytest.raises(TrainingError, match="worker 0 ended with code 1: the code is own"):
+        run_study(study, tmp_path / "s", device="cpu", quiet=True)
+
+
 def test_ends_in_words() -> None:
     assert describe_end(-9) == "was ended by SIGKILL"
     assert describe_end(-200) == "was ended by signal 200"
