@@ -92,7 +92,8 @@ def _how(record: StudyRecord) -> str:
     return (
         f"Differences are arm minus base, in {record.unit}; below zero is better. The interval decides, and nothing else "
         f"does. The noise was taken to be "
-        f"{record.form(record.result['noise']['sd'], 5).lstrip('+')} ({shown(record.result['noise']['source'])})."
+        f"{record.form(record.result['noise']['sd'], 5).lstrip('+')}{'' if record.percent else ' bits per byte'} "
+        f"({shown(record.result['noise']['source'])})."
     )
 
 
