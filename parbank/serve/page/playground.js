@@ -49,7 +49,7 @@ const nameOf = (model) => fill(make("bdi"), model.name);
 function spoken(text) {
   const named = { " ": "space", "\n": "newline", "\t": "tab" };
   if (/^\s+$/.test(text)) return [...text].map((sign) => named[sign] || code(sign)).join(" ");
-  return text.replace(/\n/g, " newline ").trim();
+  return visible(text.replace(/\n/g, " newline ").trim());
 }
 
 const level = (bits) => LEVELS.filter((from) => bits >= from).length;
