@@ -146,7 +146,7 @@ def run(
         return
     report = run_study(made, folder, workers=workers, device=device)
     print(report.text())
-    print_next(("parbank", "study", "add", folder, "--seeds", len(report.study.seeds)))
+    print_next(("parbank", "report", folder), ("parbank", "study", "add", folder, "--seeds", len(report.study.seeds)))
 
 
 def _refuse_changes(folder: str, given: list[str]) -> None:
