@@ -200,9 +200,9 @@ def _extend_in_steps(
     """`extend`, with a None after each part of the window that was read."""
     training = model.training
     model.eval()
-    is_ours = isinstance(model, GPT)
-    text = list(window[-(find_sight(model, context) if is_ours else context) :])
-    read = _read_stream(model, end, context) if is_ours else _read_window(model, context)
+    sight = find_sight(model, context) if isinstance(model, GPT) else context
+    read = _read_stream(model, end, context) if isinstance(model, GPT) else _read_window(model, context)
+    text = list(window[-sight:])
     try:
         for _ in range(tokens):
             while (logits := read(text)) is None:
