@@ -50,6 +50,8 @@ class Axis:
     log: bool = False
     zero: bool = False
     """Begins at zero."""
+    reach: float = 0.0
+    """Goes as far as this, also where the points end before: charts above each other are then compared by eye."""
     cut: bool = False
     """Leaves a steep beginning and rare spikes out of the frame, so that the rest has room. The chart says so."""
 
@@ -113,7 +115,7 @@ def line_chart(
     xs, ys = [p[0] for p in points], [p[1] for p in points]
     top = _top(found) if y.cut else max(ys)
     frame = Frame(
-        _span(0.0 if x.zero else min(xs), max(xs)),
+        _span(0.0 if x.zero else min(xs), max(*xs, x.reach)),
         _padded(0.0 if y.zero else min(ys), top, zero=y.zero),
         560 if wide else 380,
         290 if wide else 230,

@@ -10,7 +10,7 @@ from parbank.report.chart import MEAN_PARTS, Axis, Series, line_chart, smooth
 from parbank.report.dots import Difference, difference_chart
 from parbank.report.page import Section, grid, missing, page, table
 from parbank.report.record import Record, flatten
-from parbank.report.run import CLOCK, TOKENS, setting, time_parts
+from parbank.report.run import find_axes, setting, time_parts
 from parbank.report.text import count, duration, is_number, listed, number, short, shown, signed, size
 
 LIKE = {"val_text_sha256": "another validation text", "text": "a text that is proved differently"}
@@ -159,7 +159,7 @@ def _curves(records: Sequence[Record]) -> str:
         ("Validation", "val_bpb", "bits per byte of the sample"),
         ("Speed", "tokens_per_second", "tokens per second"),
     ):
-        for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS)):
+        for what, key, axis in find_axes(*records):
             if name == "tokens_per_second" and key == "tokens":
                 continue
             lines = [r.column(name, key) for r in records]

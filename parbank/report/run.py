@@ -2,6 +2,8 @@
 
 import shlex
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from parbank.report.bars import parted_bar
@@ -82,7 +84,7 @@ def _unended(record: Record) -> str:
     command = f"parbank train --resume --out {shlex.quote(str(record.folder))}"
     return (
         f"<p><b>The run was stopped{step},</b> before its end: it has no score and no packed model. Continue it from its last "
-        f"checkpoint by <code>{shown(command)}</code></p>"
+        f"checkpoint:</p><p><code>{shown(command)}</code></p>"
     )
 
 
@@ -143,9 +145,18 @@ def _no_validation(record: Record) -> str:
     return f"Validation during training, every {shown(every)}: {when}."
 
 
+def find_axes(*records: Record) -> Iterator[tuple[str, str, Axis]]:
+    """(name, column of the rows, axis) of clock and tokens. They go as far as the longest of the runs: charts above each other
+    have the same."""
+    for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS)):
+        end = {"seconds": "train_seconds"}.get(key, key)
+        ends = [(r.summary or {}).get(end) for r in records] + [row.get(key) for r in records for row in r.rows[-1:]]
+        yield what, key, replace(axis, reach=max(filter(is_number, ends), default=0.0))
+
+
 def loss_charts(record: Record) -> list[str]:
     y, found = Axis(label="Loss, nats per token", cut=True), []
-    for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS)):
+    for what, key, axis in find_axes(record):
         points = record.column("loss", key)
         series = [
             Series(name="training loss", points=points, style=5, faint=True),
@@ -162,11 +173,12 @@ def validation_charts(record: Record) -> list[str]:
     if not record.has("val_bpb"):
         return []
     summary, found = record.summary or {}, []
-    note = "" if not record.summary else (
-        "The line is the score of a sample of the validation text during training. The markers are the score of the whole "
-        "text at the end. Another text has another score, so they may lie off the line."
-    )  # fmt: skip
-    for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS)):
+    note = "The line is the score of a sample of the validation text during training. " + (
+        "The markers are the score of the whole text at the end. Another text has another score, so they may lie off the line."
+        if record.summary
+        else "At the end the whole text is scored, which may have another score."
+    )
+    for what, key, axis in find_axes(record):
         series = [
             Series(name=f"{_describe_sample(record)}, during training", points=record.column("val_bpb", key), style=1)
         ]

@@ -202,6 +202,17 @@ def make_unended(folder: Path, *settings: str, rows: int = 90, gpu: bool = True)
     return folder
 
 
+def test_charts_above_each_other_have_one_axis(tmp_path: Path) -> None:
+    """The last validation comes before the last row."""
+    page = Page(write_run_page(make_unended(tmp_path / "run", rows=50)))
+    frames = {}
+    for chart in ("Loss by clock", "Validation by clock", "Loss by tokens", "Validation by tokens"):
+        found = next(a for a in page.all("svg") if str(a.get("aria-label")).startswith(f"{chart}. "))
+        frames[chart] = json.loads(str(found["data-chart"]))["x"]["frame"][:2]
+    assert frames["Loss by clock"] == frames["Validation by clock"] == [0, pytest.approx(50 * 1.31)]
+    assert frames["Loss by tokens"] == frames["Validation by tokens"]
+
+
 def test_a_stopped_run_has_a_page_that_says_how_to_go_on(tmp_path: Path) -> None:
     folder = make_unended(tmp_path / "a run", "budget.minutes=2")
     page = Page(write_run_page(folder))
