@@ -40,13 +40,13 @@ def test_a_gap_stays_a_gap() -> None:
 
 
 def test_the_mean_does_not_jump_where_rows_lie_close() -> None:
-    """A row of a validation stands a step from a regular row; each has the noise of one step."""
-    noise = [0.3, -0.3]
-    points = [(10.0 * n, 3 + noise[n % 2]) for n in range(60)]
-    points = sorted([*points, (300.4, 4.0), (299.6, 2.0)])
+    """A row of a validation stands a step from a regular row. Windows of so many points would differ there, and the curve
+    would fall at one place of the axis."""
+    points = sorted([*((10.0 * n, 4.0 if n < 30 else 2.0) for n in range(60)), (300.4, 2.0), (299.6, 4.0)])
     mean = dict(running_mean(points))
-    assert abs(mean[300.4] - mean[299.6]) < 1e-9
-    assert max(mean.values()) - min(list(mean.values())[5:]) < 1.0
+    assert mean[299.6] == mean[300.4]
+    assert mean[250.0] == 4.0
+    assert mean[350.0] == 2.0
     assert running_mean([]) == []
 
 
@@ -70,8 +70,8 @@ def test_a_line_that_leaves_the_frame_is_cut_at_its_top() -> None:
 
 def test_a_rare_spike_does_not_flatten_the_curve() -> None:
     chart = line_chart("Loss", [Series(name="loss", points=curve(1000, at700=40.0))], X, Y)
-    heights = [y for line in read(chart) for x, y in line]
-    assert max(heights) - min(heights) > 150, "of 178 that the frame has"
+    heights = sorted(y for line in read(chart) for _, y in line)
+    assert heights[-1] - heights[len(heights) // 10] > 20, "of 178 that the frame has; 40 nats would leave 1"
     often = curve(1000, **{f"at{n}": 40.0 for n in range(300, 900, 10)})
     assert "above the frame" not in line_chart("Loss", [Series(name="loss", points=often)], X, Y)
 
