@@ -166,8 +166,9 @@ def _show_end(report: "Report", folder: Path) -> None:
     if report.failures:
         print_next(("parbank", "study", "run", folder, "--retry"))
         raise typer.Exit(1)
-    if not report.study.checkpoints:  # parts of a stored run's text cannot be more
-        print_next(("parbank", "study", "add", folder, "--seeds", len(report.study.seeds)))
+    more = ("parbank", "study", "add", folder, "--seeds", len(report.study.seeds))
+    page = ("parbank", "report", folder)
+    print_next(*((page,) if report.study.checkpoints else (page, more)))  # parts of a stored run's text cannot be more
 
 
 def _refuse_changes(folder: str, given: list[str]) -> None:

@@ -51,7 +51,8 @@ def test_a_study_says_what_it_can_show_then_its_progress_then_its_verdicts(
     assert "| worse " in next(line for line in table.splitlines() if line.startswith("| slow "))
     assert "| better " in next(line for line in table.splitlines() if line.startswith("| swa "))
     assert "Claims, and what was found here:" in table
-    assert next_commands(out) == [["study", "add", str(tmp_path / "s"), "--seeds", "3"]]
+    again = ["study", "add", str(tmp_path / "s"), "--seeds", "3"]
+    assert next_commands(out) == [["report", str(tmp_path / "s")], again]
 
 
 def test_a_study_is_continued_added_to_shown_and_listed(call: Call, text_spec: str, tmp_path: Path) -> None:
