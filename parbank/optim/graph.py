@@ -282,5 +282,5 @@ class GraphedStep:
             states=[value.data_ptr() for values in states for value in values if isinstance(value, Tensor)],
             options=[numbers, optimizer.reduce_gradients, clips, id(optimizer.extra_captured)],
             layout=optimizer.layout_key(),
-            buffers=optimizer.fixed_addresses(),
+            buffers=optimizer.buffers.addresses(),
         )
