@@ -26,6 +26,7 @@ from parbank.optim.collect import check_gradients
 from parbank.optim.communication import Ranks
 from parbank.optim.graph import GraphedStep
 from parbank.optim.groups import are_sharded, check_group, complete_group, follow_schedulers
+from parbank.optim.hyper import check_max_norm
 from parbank.optim.layout import LAYOUT_OPTIONS, Batch, plan_batches
 from parbank.optim.newton_schulz import Coefficients
 from parbank.optim.skipped import SkipWatch
@@ -56,7 +57,7 @@ class ParallelMuon(torch.optim.Optimizer):
     one convolution, not as a stack).
     AdamW: adam_lr, betas, eps, weight_decay. Both: maximize (go along the gradient, not against it).
 
-    max_norm clips the gradient by its norm over all parameters and all ranks. process_group: the ranks to work with; by
+    max_norm clips the gradient by its norm over all parameters and all ranks; None for no clip. process_group: the ranks to work with; by
     default all of them. reduce_gradients=False says that gradients are already equal on all ranks (DDP): the work is
     split and nothing is reduced. cuda_graph="auto" replays the step as one CUDA graph once it is stable, on one GPU; what it
     did is in `repr(optimizer)`. True asks for a graph, and False for none. extra_captured is called at the end of each step,
@@ -133,6 +134,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self.max_norm = max_norm
         self.reduce_gradients = reduce_gradients
         self.extra_captured = extra_captured
+        check_max_norm(max_norm)
         for name in ("muon", "adamw"):  # whose options these are
             ALGORITHMS[name].check_options(defaults)
         self._start(process_group)
