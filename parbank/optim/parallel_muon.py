@@ -57,11 +57,11 @@ class ParallelMuon(torch.optim.Optimizer):
     one convolution, not as a stack).
     AdamW: adam_lr, betas, eps, weight_decay. Both: maximize (go along the gradient, not against it).
 
-    max_norm clips the gradient by its norm over all parameters and all ranks; None for no clip. process_group: the ranks to work with; by
-    default all of them. reduce_gradients=False says that gradients are already equal on all ranks (DDP): the work is
-    split and nothing is reduced. cuda_graph="auto" replays the step as one CUDA graph once it is stable, on one GPU; what it
-    did is in `repr(optimizer)`. True asks for a graph, and False for none. extra_captured is called at the end of each step,
-    with cuda_graph=True inside the graph: an average of the weights, for instance.
+    max_norm clips the gradient by its norm over all parameters and all ranks; None for no clip. process_group: the ranks to
+    work with; by default all of them. reduce_gradients=False says that gradients are already equal on all ranks (DDP): the
+    work is split and nothing is reduced. cuda_graph="auto" replays the step as one CUDA graph once it is stable, on one GPU;
+    what it did is in `repr(optimizer)`. True asks for a graph, and False for none. extra_captured is called at the end of
+    each step, with cuda_graph=True inside the graph: an average of the weights, for instance.
 
     After a step, as 0-d tensors on the device: last_grad_norm (before the clip), last_skipped (the gradient was not finite
     and nothing was changed), skipped_in_a_row. Gradients are used up: their values after a step mean nothing.
