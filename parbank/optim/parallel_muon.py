@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parbank.config import require
 from parbank.errors import ConfigError
+from parbank.ops.checks import on_device
 from parbank.optim import backward, loading, state, step
 from parbank.optim.agreement import Agreement
 from parbank.optim.algorithm import MatrixAlgorithm, find_algorithm
@@ -323,7 +324,13 @@ class ParallelMuon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._ranks.check()
-        self.buffers.move(check_gradients(self.param_groups))
+        device = check_gradients(self.param_groups)
+        with on_device(device):  # Triton and captures use the current device, which need not be the parameters'
+            self._step(device)
+        return loss
+
+    def _step(self, device: torch.device) -> None:
+        self.buffers.move(device)
         follow_schedulers(self.param_groups)
         self._agree()
         self.buffers.hyper.refresh(self.param_groups, self.max_norm)
@@ -335,7 +342,6 @@ class ParallelMuon(torch.optim.Optimizer):
             self.extra_captured()
         if getattr(self, "found_inf", None) is None:  # a GradScaler skips steps as it searches for its scale
             self._watch.look(self.buffers.skipped_in_a_row, self.param_groups)
-        return loss
 
     def run(self) -> None:
         """The step itself, on the current gradients and hyperparameters: the part that a CUDA graph captures."""
