@@ -278,7 +278,7 @@ class GraphedStep:
         grads = [param.grad for param in params]
         return Signature(
             weights=[param.data_ptr() for param in params],
-            gradients=[None if grad is None else (grad.data_ptr(), grad.stride()) for grad in grads],
+            gradients=[None if grad is None else (grad.data_ptr(), grad.stride(), grad.dtype) for grad in grads],
             states=[value.data_ptr() for values in states for value in values if isinstance(value, Tensor)],
             options=[numbers, optimizer.reduce_gradients, clips, id(optimizer.extra_captured)],
             layout=optimizer.layout_key(),

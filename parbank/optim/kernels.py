@@ -260,7 +260,7 @@ def _move(
     shared = (table, owner, control.hyper, control.active, control.values)
     options = {
         "WIDTH": WIDTH, "MOMENTUM": MOMENTUM, "NESTEROV": batch.options.nesterov, "BLOCK": TILE, "ALIGNED": aligned,
-        "GRAD": tl.bfloat16 if grads[0].dtype == torch.bfloat16 else tl.float32,
+        "GRAD": tl.bfloat16 if batch.grad_dtype == torch.bfloat16 else tl.float32,
     }  # fmt: skip
     _muon_momentum_kernel[(owner.numel(),)](*shared, squares, **options)
     return shared, options, squares
