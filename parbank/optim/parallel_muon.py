@@ -189,6 +189,8 @@ class ParallelMuon(torch.optim.Optimizer):
 
         def load(_: Any) -> None:
             state.load(self, prepared)
+            if self._ranks.world > 1:
+                self._agreement.remember(self.param_groups, prepared)
             self._reset_counters()
 
         # After the user's hooks that may change the state, and before those that see the result.

@@ -84,6 +84,59 @@ def _reduced(rank: int) -> ParallelMuon:
     return ParallelMuon(split_parameters(model), reduce_gradients=False)
 
 
+def _permuted_weight(rank: int) -> ParallelMuon:
+    """The same numbers in another order."""
+    model: Any = _model()
+    if rank == 1:
+        model["first"].weight.data = model["first"].weight.data.flip(0)
+    _backward(model, rank)
+    return ParallelMuon(split_parameters(model))
+
+
+def _trained(rank: int) -> tuple[ParallelMuon, dict[str, Any]]:
+    """A new optimizer, and the state of one that has taken a step."""
+    optimizer = _alike(rank)
+    optimizer.step()
+    return _alike(rank), optimizer.state_dict()
+
+
+def _same_state(rank: int) -> ParallelMuon:
+    optimizer, state = _trained(rank)
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _other_momentum(rank: int) -> ParallelMuon:
+    optimizer, state = _trained(rank)
+    state["state"][1]["momentum_buffer"] *= 2 if rank == 2 else 1
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _other_moments(rank: int) -> ParallelMuon:
+    optimizer, state = _trained(rank)
+    state["state"][7]["exp_avg"] *= 2 if rank == 1 else 1
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _loaded_by_one(rank: int) -> ParallelMuon:
+    """`if rank == 0: optimizer.load_state_dict(...)`."""
+    optimizer, state = _trained(rank)
+    if rank == 0:
+        optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _other_step_count(rank: int) -> ParallelMuon:
+    """A state that nobody loaded."""
+    optimizer = _same_state(rank)
+    optimizer._agreement = agreement.Agreement()
+    if rank == 1:
+        optimizer.state[optimizer.param_groups[-1]["params"][0]]["step"] += 1
+    return optimizer
+
+
 MISTAKES: dict[Callable[[int], ParallelMuon], str | None] = {
     _alike: None,
     _reduced: None,
@@ -92,6 +145,12 @@ MISTAKES: dict[Callable[[int], ParallelMuon], str | None] = {
     _other_order: r"rank 1 differs from rank 0 in parameter 0 of group 0: head.weight \(2, 6\).*against first.weight",
     _fewer_parameters: r"rank 0 differs from rank 1 in the number of parameters: \[2\], against \[3\]",
     _other_clip: r"rank 0 differs from rank 1 in max_norm: None, against 1.0",
+    _permuted_weight: r"rank 1 differs from rank 0 in the weight of first.weight: .*broadcast the weights",
+    _same_state: None,
+    _other_momentum: r"rank 2 differs from rank 0 in the loaded state of second.weight: momentum_buffer: .*same checkpoint",
+    _other_moments: r"rank 1 differs from rank 0 in the loaded state of head.bias: exp_avg: digest .*same checkpoint",
+    _loaded_by_one: r"rank 0 differs from rank 1 in the loaded state of first.weight: .*, against nothing; load the same",
+    _other_step_count: r"rank 1 differs from rank 0 in the state of .*: step: digest .*same checkpoint",
     _not_reduced: r"rank . differs from rank 0 in the gradient of .*: wrap the model in DistributedDataParallel",
 }
 
@@ -106,7 +165,7 @@ def _run() -> dict[str, Any]:
             said[scenario.__name__] = None
         except RankError as error:
             said[scenario.__name__] = str(error)
-    said["parted"] = _part_later(rank)
+    said["parted"], said["reloaded"] = _part_later(rank), _reload_later(rank)
     return {"said": said, "dtypes": _default_dtypes(rank), "alone": _save_alone(rank), "warned": _save_too_soon(rank)}
 
 
@@ -119,6 +178,19 @@ def _part_later(rank: int) -> str:
         for step in range(9):
             optimizer.step()
             schedule.step(-step if rank == 1 else 1.0)
+    except RankError as error:
+        return f"{error} after {step} steps"
+    return "trained on"
+
+
+def _reload_later(rank: int) -> str:
+    """One rank loads a checkpoint after the first step: the others, which do not know, must not hang."""
+    optimizer, state = _trained(rank)
+    try:
+        for step in range(9):
+            optimizer.step()
+            if rank == 2 and step == 1:
+                optimizer.load_state_dict(state)
     except RankError as error:
         return f"{error} after {step} steps"
     return "trained on"
@@ -202,6 +274,14 @@ def test_ranks_whose_schedules_part_are_told_later(ranks: list[dict[str, Any]]) 
         assert re.search("rank 1 differs from rank 0 in lr of group 0: .*mean loss of all ranks after 4 steps", said), (
             said
         )
+
+
+def test_a_rank_that_loads_later_and_alone_is_told(ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        said = result["said"]["reloaded"]
+        assert re.search(
+            "rank 2 differs from rank 0 in the loaded state of .* against nothing; .* after 4 steps", said
+        ), said
 
 
 def test_the_default_dtype_does_not_reach_the_state(ranks: list[dict[str, Any]]) -> None:
