@@ -60,6 +60,7 @@ class Buffers:
             counter.zero_()
 
     def addresses(self) -> tuple[int, ...]:
-        """Memory that a captured step reads and that is neither a parameter's nor its state's; the layout's by its number."""
+        """Memory that a captured step reads and that is neither a parameter's nor its state's: the layout's and the tables' by
+        their number, since other contents may come to the same address."""
         kept = (self.hyper.values, self.grad_norm, self.skipped, self.skipped_in_a_row)
-        return (self._layouts, *(tensor.data_ptr() for tensor in kept))
+        return (self._layouts, self.tables.sent, *(tensor.data_ptr() for tensor in kept))

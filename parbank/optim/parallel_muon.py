@@ -219,10 +219,10 @@ class ParallelMuon(torch.optim.Optimizer):
         if set_to_none is not None or self._cuda_graph is True:
             _plain(torch.optim.Optimizer.zero_grad)(self, set_to_none=bool(set_to_none))
             return
-        if self._graph is not None and self._graph.holds_gradients and self._graph.active:
-            self._graph.zero_gradients()
-            return
-        for param in zero_bank_grads([param for group in self.param_groups for param in group["params"]]):
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self._graph is not None:
+            params = self._graph.zero_gradients(params)
+        for param in zero_bank_grads(params):
             param.grad = None
 
     def reducing(self) -> AbstractContextManager[None]:
