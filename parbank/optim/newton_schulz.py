@@ -133,6 +133,11 @@ def iterate(
         return _plain(X, triples, overwrite) if method == "plain" else _symmetric(X, triples)
 
 
+def choose_for(X: Tensor, method: str) -> str:
+    """The method for a dtype: no kernel has float64."""
+    return "plain" if X.dtype == torch.float64 else method
+
+
 def hides_launch(batch: int, rows: int, cols: int) -> bool:
     """Whether X X^T keeps the GPU busy for as long as the host takes to launch the next kernel."""
     return 2.0 * batch * rows * rows * cols >= LAUNCH_FLOP
