@@ -44,6 +44,17 @@ def complete_group(group: dict[str, Any], defaults: dict[str, Any], adam_lr: flo
     algorithm.complete(group)
 
 
+def name_params(group: dict[str, Any], number: int) -> None:
+    """Gives names to parameters that have none, in place. A set, which has no order, is left for PyTorch to refuse."""
+    given = group["params"]
+    if isinstance(given, set) or "param_names" in group:
+        return
+    params = [given] if isinstance(given, Tensor) else list(given)
+    if all(isinstance(param, Tensor) for param in params):
+        params = [(f"parameter {position} of group {number}", param) for position, param in enumerate(params)]
+    group["params"] = params
+
+
 def check_group(group: dict[str, Any]) -> None:
     """Refuses a group that cannot be used, with the remedy."""
     algorithm = find_algorithm(group)

@@ -26,7 +26,7 @@ from parbank.optim.buffers import Buffers
 from parbank.optim.collect import check_gradients
 from parbank.optim.communication import Ranks
 from parbank.optim.graph import GraphedStep
-from parbank.optim.groups import are_sharded, check_group, complete_group, follow_schedulers
+from parbank.optim.groups import are_sharded, check_group, complete_group, follow_schedulers, name_params
 from parbank.optim.hyper import check_max_norm
 from parbank.optim.layout import LAYOUT_OPTIONS, Batch, plan_batches
 from parbank.optim.newton_schulz import Coefficients
@@ -78,6 +78,9 @@ class ParallelMuon(torch.optim.Optimizer):
         >>> optimizer.last_skipped.item()
         False
     """
+
+    _part: tuple[int, int] | None = None
+    """Of a copy or an unpickled optimizer: (rank, ranks) where its state is the part of one rank."""
 
     # GradScaler then passes scale and overflow as tensors, without waiting for the device.
     _step_supports_amp_scaling = True
@@ -160,6 +163,8 @@ class ParallelMuon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         complete_group(param_group, self.defaults, self._adam_lr)
+        if self.param_groups and "param_names" in self.param_groups[0]:  # PyTorch wants names for all or for none
+            name_params(param_group, len(self.param_groups))
         _plain(torch.optim.Optimizer.add_param_group)(self, param_group)
         try:
             check_group(self.param_groups[-1])
@@ -188,6 +193,7 @@ class ParallelMuon(torch.optim.Optimizer):
             return prepared
 
         def load(_: Any) -> None:
+            self._part = None
             state.load(self, prepared)
             if self._ranks.world > 1:
                 self._agreement.remember(self.param_groups, prepared)
@@ -207,6 +213,7 @@ class ParallelMuon(torch.optim.Optimizer):
     def reset(self) -> None:
         """Forgets momentum, moments, step counts and skipped steps, as in a new optimizer."""
         self.state.clear()
+        self._part = None
         self._reset_counters()
 
     def _reset_counters(self) -> None:
@@ -238,7 +245,8 @@ class ParallelMuon(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         state.warn_of_copy(self)
         kept = {key: getattr(self, key) for key in ("_adam_lr", "max_norm", "reduce_gradients", "_cuda_graph")}
-        return {**super().__getstate__(), **kept}
+        batches = self._layout[1] if self._layout else []
+        return {**super().__getstate__(), **kept, "_part": state.find_part(self._ranks, batches, self.state)}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         super().__setstate__(values)
@@ -267,6 +275,7 @@ class ParallelMuon(torch.optim.Optimizer):
             params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         key = (self.layout_key(), self.reduce_gradients, None if params is None else tuple(map(id, params)))
         if self._layout is None or self._layout[0] != key:
+            state.check_part(self._ranks, self._part)
             old = self._layout
             for group in self.param_groups:  # its options may have changed
                 check_group(group)

@@ -3,6 +3,8 @@
 One set of three ranks runs every scenario.
 """
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from parbank.errors import RankError
+from parbank.errors import ConfigError, RankError
 from parbank.optim import ParallelMuon, agreement, meeting, split_parameters
 from tests.distributed import run_distributed_test
 
@@ -166,7 +168,34 @@ def _run() -> dict[str, Any]:
         except RankError as error:
             said[scenario.__name__] = str(error)
     said["parted"], said["reloaded"] = _part_later(rank), _reload_later(rank)
-    return {"said": said, "dtypes": _default_dtypes(rank), "alone": _save_alone(rank), "warned": _save_too_soon(rank)}
+    shared = {"pickled": _pickle(rank), "mixed": _mix_dtypes([_gradient(n, rank) for n in range(3)])}
+    dtypes = _default_dtypes(rank)
+    return {"said": said, **shared, "dtypes": dtypes, "alone": _save_alone(rank), "warned": _save_too_soon(rank)}
+
+
+def _pickle(rank: int) -> bytes:
+    optimizer = _alike(rank)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    twin.step()  # a copy on the same rank has what it needs
+    return pickle.dumps((optimizer, optimizer.state_dict()))
+
+
+def _gradient(number: int, rank: int) -> Tensor | None:
+    """A few bits, so that sums are exact in any dtype. The last rank has none for the second weight."""
+    if number == 1 and rank == WORLD - 1:
+        return None
+    return torch.randint(-8, 9, (6, 6), generator=torch.Generator().manual_seed(10 * number + rank)).float() / 8
+
+
+def _mix_dtypes(grads: list[Tensor | None]) -> list[Tensor]:
+    """One batch with gradients of three dtypes (`param.grad_dtype`)."""
+    params = [nn.Parameter(torch.eye(6) + n) for n in range(3)]
+    for param, grad, dtype in zip(params, grads, (torch.float32, torch.bfloat16, torch.float16)):
+        param.grad_dtype = dtype
+        param.grad = None if grad is None else grad.to(dtype)
+    ParallelMuon(params).step()
+    return [param.detach() for param in params]
 
 
 def _part_later(rank: int) -> str:
@@ -282,6 +311,30 @@ def test_a_rank_that_loads_later_and_alone_is_told(ranks: list[dict[str, Any]]) 
         assert re.search(
             "rank 2 differs from rank 0 in the loaded state of .* against nothing; .* after 4 steps", said
         ), said
+
+
+def test_a_pickled_optimizer_that_holds_a_part_says_so(ranks: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(ranks):
+        optimizer, whole = pickle.loads(result["pickled"])
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        with pytest.raises(ConfigError, match=rf"pickled on rank {rank} of 3 .*here is rank 0 of 1; save .*state_dict"):
+            optimizer.step()
+        optimizer.load_state_dict(whole)
+        optimizer.step()
+
+
+def test_gradients_of_several_dtypes(ranks: list[dict[str, Any]]) -> None:
+    grads: list[Tensor | None] = []
+    for number in range(3):
+        parts = [grad for rank in range(WORLD) if (grad := _gradient(number, rank)) is not None]
+        grads.append(torch.stack(parts).sum(0))  # not divided: the length of a gradient does not matter
+    expected = _mix_dtypes(grads)
+    for result in ranks:
+        for a, b in zip(result["mixed"], expected):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+            assert not torch.equal(b, torch.eye(6))
 
 
 def test_the_default_dtype_does_not_reach_the_state(ranks: list[dict[str, Any]]) -> None:

@@ -126,7 +126,7 @@ def test_spectral_norm_of_both_kinds() -> None:
 def test_weights_that_a_wrapper_has_flattened_are_refused(name: str) -> None:
     """FSDP1, with use_orig_params and without."""
     model = Net(first=nn.Linear(8, 8, bias=False), head=nn.Linear(8, 2))
-    del model.first.weight
+    del model.first.weight  # type: ignore[union-attr]
     model.first.register_parameter(name, nn.Parameter(torch.zeros(32)))  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match=rf"first.{name} has shape \(32,\): FSDP1 .* Use FSDP2"):
         split_parameters(model)
