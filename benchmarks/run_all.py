@@ -63,7 +63,7 @@ BENCHMARKS = {
     ),
     "optimizer_loop": Benchmark(
         "optimizer_loop.py --quick",
-        4.0,
+        6.5,
         "a step after a real backward and zero_grad(), each provider in its own process",
     ),
     "optimizer_loop_large": Benchmark(

@@ -10,15 +10,56 @@ import torch
 Load = Callable[[str], ModuleType]
 
 
-@pytest.mark.parametrize("provider", ["torch.optim.Muon", "ParallelMuon, auto", "ParallelMuon, eager"])
-@pytest.mark.parametrize("moving", [False, True])
-def test_the_loop_times_every_step(benchmark: Load, provider: str, moving: bool) -> None:
+@pytest.mark.parametrize("provider", ["torch.optim.Muon", "ParallelMuon, auto", "ParallelMuon, default"])
+@pytest.mark.parametrize("number", range(3))
+def test_the_loop_times_every_step(benchmark: Load, provider: str, number: int) -> None:
     loop = benchmark("optimizer_loop")
     shapes = [(8, 12), (12, 8), (8, 8)]
-    found = loop.measure(loop.PROVIDERS[provider], shapes, moving=moving, device="cpu", repeats=3)
+    found = loop.measure(loop.PROVIDERS[provider], shapes, loop.LOOPS[number], device="cpu", repeats=3)
     assert 0 < found.host_ms <= found.wall_ms
-    assert found.memory_mib is None
+    assert (found.peak_mib, found.held_mib) == (None, None)
     assert ("the parameters are on cpu" in found.about) == (provider == "ParallelMuon, auto")
+    assert ("cuda_graph: False" in found.about) == (provider == "ParallelMuon, default"), "the default call"
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_loop_is_that_of_a_trainer(benchmark: Load, number: int) -> None:
+    """zero_grad() of the optimizer, then a real backward, before every step."""
+    loop = benchmark("optimizer_loop")
+    kind, events = loop.LOOPS[number], []
+
+    class Spy(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool | None = None) -> None:
+            events.append(f"zero_grad({set_to_none})")
+            super().zero_grad()
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            grads = [param.grad for group in self.param_groups for param in group["params"]]
+            assert all(grad is not None and grad.any() for grad in grads)
+            events.append("step")
+
+    loop.measure(lambda params: Spy(params, lr=0.1), [(64, 64)] * 3, kind, device="cpu", repeats=2)
+    zero = "zero_grad(True)" if kind.to_none else "zero_grad(None)"
+    assert events == [zero, "step"] * (loop.WARMUP + 2)
+    rows = loop.list_rows("golf", kind, "dion, graph", loop.Measured(2.0, 1.0, 9.0, 100.0, 90.0, ""))
+    assert [row.unit for row in rows] == ["ms", "ms", "ms", "MiB", "MiB"]
+    assert kind.takes("ParallelMuon, default")
+    assert kind.takes("dion, graph") != kind.to_none
+
+
+def test_memory_counts_what_an_optimizer_makes_at_once(benchmark: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory before is that of parameters and gradients; dion makes its momentum in its constructor."""
+    loop, events = benchmark("optimizer_loop"), []
+
+    def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        assert all(param.grad is None for param in params)
+        events.append("made")
+        return torch.optim.SGD(params, lr=0.1)
+
+    monkeypatch.setattr(loop, "_allocated", lambda device: events.append("allocated") or 0)
+    monkeypatch.setattr(loop, "_held", lambda device: events.append("held") or 0)
+    loop.measure(make, [(8, 8)], loop.LOOPS[0], device="cpu", repeats=1)
+    assert events == ["allocated", "held", "made", "held"]
 
 
 def test_convergence_tunes_beyond_the_edge_and_repeats_itself(benchmark: Load) -> None:
