@@ -86,3 +86,35 @@ def test_rxtx_is_x_times_its_transpose(benchmark: Load, levels: int) -> None:
     np.testing.assert_allclose(rxtx.rxtx(X, levels), X @ X.T, rtol=1e-12, atol=1e-12)
     assert len(rxtx.PRODUCTS) == 26
     assert rxtx.count_multiplications(4096, 1) / rxtx.count_multiplications(4096, 0) == pytest.approx(0.9375, rel=1e-3)
+
+
+def test_newton_schulz_counts_five_plain_steps(benchmark: Load) -> None:
+    sizes, harness = benchmark("optimizer_newton_schulz"), benchmark("harness")
+    for aspect in sizes.ASPECTS:
+        shape = sizes.find_shape(1024, aspect)
+        batch, rows, cols = shape
+        products = (
+            2 * rows * rows * cols,
+            2 * rows**3,
+            2 * rows * rows * cols,
+        )  # X X^T, its square, the product with X
+        assert sizes.count_flops(shape) == batch * 5 * sum(products)
+        assert batch * rows * cols == sizes.NUMBERS
+    flops = sizes.count_flops(shape)
+    rows = [
+        harness.Row("square, 1024", "parbank", 2.0),
+        harness.Row("square, 1024", "dion, Gram", None, note="missing"),
+    ]
+    found = sizes.to_rates(rows, shape)
+    assert found[0].value == pytest.approx(flops / 2e-3 / 1e12)
+    assert (found[0].unit, found[1].value, found[1].note) == ("TFLOP/s", None, "missing")
+    assert len(list(sizes.list_cases(quick=True))) == 2 * len(sizes.QUICK_SIZES)
+
+
+def test_newton_schulz_providers_agree(benchmark: Load) -> None:
+    """Those that run on a CPU, on float32 inputs of any norm."""
+    sizes = benchmark("optimizer_newton_schulz")
+    G = 30 * torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
+    expected = sizes.PROVIDERS["PyTorch, eager"]()(G).float()
+    for name in (sizes.OURS, f"{sizes.OURS}, Gram", f"{sizes.OURS}, plain"):
+        torch.testing.assert_close(sizes.PROVIDERS[name]()(G), expected, rtol=0.1, atol=0.05)
