@@ -63,11 +63,14 @@ BENCHMARKS = {
     ),
     "optimizer_loop": Benchmark(
         "optimizer_loop.py --quick",
-        4.0,
+        6.5,
         "a step after a real backward and zero_grad(), each provider in its own process",
     ),
     "optimizer_loop_large": Benchmark(
-        "optimizer_loop.py --models 1.3B --quick --claim optimizer_loop_large", 3.0, "the same, 1.3B parameters"
+        "optimizer_loop.py --models 1.3B --quick --claim optimizer_loop_large", 7.0, "the same, 1.3B parameters"
+    ),
+    "newton_schulz_sizes": Benchmark(
+        "optimizer_newton_schulz.py --quick", 3.0, "Newton-Schulz in effective TFLOP/s by size, beside public kernels"
     ),
     "newton_schulz": Benchmark(
         "ops.py --only newton_schulz --quick --claim newton_schulz",
