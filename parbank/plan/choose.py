@@ -375,7 +375,6 @@ def configure(
     base = _large() if batch >= LARGE_BATCH else _small()
     near = _large() if machine.cuda else _small()
     steps = max(tokens / batch, 1.0)
-    decay = min(0.999, max(0.8, 1 - _DECAY_STEPS / steps))
     config = replace(
         base,
         recipe=NAME,
@@ -385,7 +384,7 @@ def configure(
             near.batch, sequence_length=length, batch_tokens=batch, micro_batch_tokens=batch // (machine.ranks * passes)
         ),
         optim=replace(_small().optim, warmdown=base.optim.warmdown, normuon=machine.cuda),
-        average=replace(base.average, ema_decay=round(decay, 4)),
+        average=replace(base.average, ema_decay=average_decay(steps)),
         train=near.train,
         quant=near.quant,
     )
@@ -394,6 +393,11 @@ def configure(
         config = replace(config, batch=replace(config.batch, stages=stages))
     ends = ("budget.minutes", "budget.steps", "budget.tokens")  # planned: `_end`
     return override(config, *(one for one in request.settings if one.partition("=")[0].strip() not in ends))
+
+
+def average_decay(steps: float) -> float:
+    """The decay of the weight average: it looks back over a twentieth of the steps."""
+    return round(min(0.999, max(0.8, 1 - _DECAY_STEPS / steps)), 4)
 
 
 def _end(request: Request, machine: Machine, steps: float, step_seconds: float) -> BudgetConfig:
