@@ -29,7 +29,8 @@ from parbank.config import override  # noqa: E402
 from parbank.data.dataset import Dataset, open_dataset  # noqa: E402
 from parbank.data.shards import TokenSet  # noqa: E402
 from parbank.eval.windows import score_chunked  # noqa: E402
-from parbank.plan.choose import average_decay, make_model  # noqa: E402
+from parbank.plan.candidates import make_model  # noqa: E402
+from parbank.plan.choose import average_decay  # noqa: E402
 from parbank.plan.texts import read_text  # noqa: E402
 from parbank.recipes import get_recipe  # noqa: E402
 from parbank.runtime import Runtime, pick_device, versions  # noqa: E402

@@ -35,6 +35,7 @@ from parbank.plan.laws import (
 from parbank.plan.studies import read_study_rows
 
 Row = dict[str, Any]
+TRIED = ("matrices", "vocab", "batch_tokens", "bigrams")  # in the order of Laws.distances
 # Bytes of text below which a run is left out: a model learns some ten documents by heart, and no law of ours says how well.
 LEAST_TEXT = 500_000
 LEAST_STEPS = 64  # of a run that counts: a shorter one has hardly a schedule
@@ -197,12 +198,15 @@ def inflate(left_out: Sequence[LeftOut]) -> float:
 
 
 def fit_packing(rows: Sequence[Row]) -> tuple[Packing, Array]:
-    """ln(lost) + w ln 4 is a straight line in 1 / w^2. Residuals are logs of ratios."""
-    bits, lost = (np.array([row[name] for row in rows], np.float64) for name in ("bits_per_weight", "bpb_lost"))
-    left = np.stack([np.ones_like(bits), 1 / bits**2], axis=1)
+    """ln(lost) + w ln 4 is linear in 1 / w^2 and in the logarithm of the vocabulary. Residuals are logs of ratios."""
+    bits, vocab, lost = (
+        np.array([row[name] for row in rows], np.float64) for name in ("bits_per_weight", "vocab", "bpb_lost")
+    )
+    left = np.stack([np.ones_like(bits), 1 / bits**2, np.log(vocab / 1024)], axis=1)
     right = np.log(lost) + bits * math.log(4)
-    (log_c, k), *_ = np.linalg.lstsq(left, right, rcond=None)
-    return Packing(c=float(np.exp(log_c)), k=float(k)), right - left @ np.array([log_c, k])
+    found, *_ = np.linalg.lstsq(left, right, rcond=None)
+    c, k, g = (float(value) for value in found)
+    return Packing(c=math.exp(c), k=k, g=max(0.0, g)), right - left @ found
 
 
 def fit_token_sizes(rows: Sequence[Row]) -> TokenSizes:
@@ -247,10 +251,7 @@ def fit(
         "inflation": inflation,
         "packing": asdict(packing),
         "token_sizes": asdict(fit_token_sizes(rows)),
-        "tried": [
-            [*(float(row[name]) for name in ("matrices", "vocab", "batch_tokens")), round(float(errors[row["key"]]), 6)]
-            for row in tried
-        ],
+        "tried": [[*(float(row[name]) for name in TRIED), round(float(errors[row["key"]]), 6)] for row in tried],
         "ranges": ranges | {"bits_per_weight": [min(bits), max(bits)], "epochs": [0.0, max(1.0, float(epochs.max()))]},
         "runs": len(rows),
     }
