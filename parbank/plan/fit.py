@@ -87,6 +87,13 @@ def make_cases(rows: Sequence[Row]) -> Cases:
     return Cases.of(**{name: np.array([row[name] for row in rows], np.float64) for name in FIELDS})
 
 
+def level(row: Row) -> str:
+    """What a run shares its own factor with: runs that were scored on the same text. Runs of the grid `tables` are compared
+    with each other alone: on their part of the standard library four times the tokens gain more than the law says."""
+    scored: str = row["scored"]
+    return f"{scored}, {row['tokens']} tokens" if row.get("grid") == "tables" else scored
+
+
 @dataclass(frozen=True, kw_only=True)
 class Score:
     """A fit of scores. Logs: of the parameters, of each text's factor, and of the factor of rows with "options": "auto"."""
@@ -103,10 +110,10 @@ class Score:
 
     def predict(self, row: Row) -> tuple[float, float]:
         """The score of a run that may be new, and its standard deviation, as `Laws.deviations` has them."""
-        cases, known = make_cases([row]), row["scored"] in self.texts
+        cases, known = make_cases([row]), level(row) in self.texts
         factors = np.zeros(len(self.logs))
         if known:
-            factors[len(NAMES) + self.texts.index(row["scored"])] = 1.0
+            factors[len(NAMES) + self.texts.index(level(row))] = 1.0
         factors[-1] = row.get("options") == "auto"
 
         def score(logs: Array) -> Array:
@@ -126,9 +133,9 @@ def fit_score(rows: Sequence[Row], scatter: float = SCATTER, start: Array | None
     of its own, fitted with the rest. A new text has none, which makes its prediction less certain.
     """
     cases, measured = make_cases(rows), np.array([row["bpb"] for row in rows])
-    names = sorted({row["scored"] for row in rows})
+    names = sorted({level(row) for row in rows})
     errors_expected = scatter * (1 + SHORT_STEPS / (cases.tokens / cases.batch_tokens))
-    own = np.array([names.index(row["scored"]) for row in rows])
+    own = np.array([names.index(level(row)) for row in rows])
     mean, width = (np.array(column) for column in zip(*PRIORS.values()))
     planned = np.array([float(row.get("options") == "auto") for row in rows])
     mean = np.concatenate([mean, np.zeros(len(names) + 1)])
@@ -184,7 +191,7 @@ def leave_out(rows: Sequence[Row]) -> list[LeftOut]:
         shorter = [other for other in others if other["tokens"] <= most or other.get("device") != row.get("device")]
         errors = []
         for kept in (others, shorter):
-            same = {one["scored"] for one in kept} == set(whole.texts)
+            same = {level(one) for one in kept} == set(whole.texts)
             predicted, deviation = fit_score(kept, start=whole.logs if same else None).predict(row)
             errors.append((row["bpb"] - predicted, deviation))
         found.append(LeftOut(key=row["key"], alone=errors[0], edge=errors[1]))

@@ -48,6 +48,36 @@ def test_every_run_says_where_it_comes_from() -> None:
             assert made or kept or source.endswith("this row is all that was kept"), row["key"]
 
 
+def test_a_run_with_a_result_has_its_figures() -> None:
+    rows = [row for row in json.loads(fitting.RUNS[0].read_text()) if row.get("source", "").startswith("benchmarks/")]
+    rows = [row for row in rows if not row["source"].startswith("benchmarks/plan_runs.py")]
+    assert len(rows) > 10
+    for row in rows:
+        text = (DATA.parents[2] / row["source"] / "result.json").read_text()
+        numbers = {float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)}
+        assert {row["tokens"], row["steps"]} <= numbers, row["key"]
+        assert any(abs(number - row["bpb"]) <= 0.00005 for number in numbers), row["key"]
+
+
+def test_rows_of_bigrams_gain_about_what_was_measured() -> None:
+    """The three runs of 1,600 steps that differ in the table alone."""
+    rows, _ = fitting.read_rows(fitting.RUNS)
+    found = {row["bigrams"]: row for row in rows if row.get("grid") == "tables" and row["steps"] == 1600}
+    few, many = (load_laws().score(fitting.make_cases([found[count]]))[0] for count in (1536, 98_304))
+    assert few - many == pytest.approx(found[1536]["bpb"] - found[98_304]["bpb"], rel=0.3)
+
+
+def test_runs_of_tables_are_compared_with_each_other_alone() -> None:
+    """Scores that are 2% worse at one length must not change what other runs are expected to score."""
+    rows, _ = fitting.read_rows(fitting.RUNS)
+    shifted = [
+        row | {"bpb": 1.02 * row["bpb"]} if row.get("grid") == "tables" and row["steps"] == 400 else row for row in rows
+    ]
+    plain, other = (fitting.fit_score(some) for some in (rows, shifted))
+    demo = next(row for row in rows if row["key"] == "demo-2x192-s0")
+    assert other.predict(demo)[0] == pytest.approx(plain.predict(demo)[0], abs=0.001)
+
+
 def test_a_fit_recovers_what_made_its_data() -> None:
     truth = PRIOR + np.random.default_rng(0).normal(0, 0.1, len(PRIOR))
     rng = np.random.default_rng(1)
