@@ -92,7 +92,7 @@ def make_plan(request: Request, machine: Machine, laws: Laws) -> Plan:
     budgets: tuple[dict[str, Any], ...] = (
         {"minutes": 2 * request.minutes}, {"max_bytes": 2 * request.max_bytes}, {"minutes": request.minutes / 2}
     )  # fmt: skip
-    more = [_search(replace(request, **change), machine, laws, grid)[0].score for change in budgets]
+    more = [_search(replace(request, **change), machine, laws, grid, compare=False)[0].score for change in budgets]
     return Plan(
         best=best,
         others=others,
@@ -113,7 +113,10 @@ def fixed_bytes(vocab: Any, count_code: bool) -> Any:
     return CONTAINER_BYTES + USUAL_BYTES * vocab + (code_bytes() if count_code else 0)
 
 
-def _search(request: Request, machine: Machine, laws: Laws, grid: Grid) -> tuple[Choice, tuple[Choice, ...], int]:
+def _search(
+    request: Request, machine: Machine, laws: Laws, grid: Grid, *, compare: bool = True
+) -> tuple[Choice, tuple[Choice, ...], int]:
+    """The best candidate, those to compare it with if they are wanted, and how many fit."""
     costs, fixed = grid.costs, request.fixed
     if request.minutes >= request.compile_minutes:
         machine = machine.compiled()
@@ -177,7 +180,8 @@ def _search(request: Request, machine: Machine, laws: Laws, grid: Grid) -> tuple
             tokens_per_second=float(grid.batches[at] / seconds[row, at]),
         )
 
-    return choice(order[0]), tuple(choice(index) for index in _distinct(order, scores.shape, grid)), int(usable.sum())
+    others = _distinct(order, scores.shape, grid) if compare else []
+    return choice(order[0]), tuple(choice(index) for index in others), int(usable.sum())
 
 
 def _distinct(order: NDArray[Any], shape: tuple[int, ...], grid: Grid) -> list[Any]:
