@@ -26,7 +26,7 @@ MOST_BITS = 8.0
 WORST = 8.0
 """Bits per byte of a model that knows nothing. A law says more where next to nothing was trained, and then ranks nothing."""
 CONTAINER_BYTES = 4096  # header, table of sections and config of an artifact
-EXPOSURE = 5.0
+EXPOSURE = 3.0
 """A plan repeats its text until (epochs - 1) * parameters / bytes of text reaches this, and ends its clock there: beyond, a
 model learns the text by heart and scores worse (docs/log/2026-11-16-epochs.md)."""
 SHORT_SHARE, SHORT_LENGTH = 0.4, 1024

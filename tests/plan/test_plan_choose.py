@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -272,6 +273,21 @@ def test_a_small_text_ends_the_clock_before_it_is_known_by_heart(machine: Machin
     large = make_plan(replace(request, text=replace(STDLIB, bytes=1e10)), machine, LAWS)
     assert large.best.config.budget.most_steps is None
     assert not any("by heart" in note for note in find_notes(large))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "epochs", "scores"),
+    [
+        (767_239, (1, 2, 3, 4, 6, 12), (3.087, 3.013, 3.140, 3.399, 3.921, 5.058)),
+        (254_597, (2, 3, 4, 6, 8, 12), (2.928, 2.920, 2.966, 3.071, 3.212, 3.467)),
+    ],
+)
+def test_a_small_text_ends_near_the_best_epoch(
+    parameters: int, epochs: tuple[float, ...], scores: tuple[float, ...]
+) -> None:
+    """Models that saw 285,241 bytes several times (docs/log/2026-11-16-epochs.md)."""
+    end = 1 + EXPOSURE * 285_241 / parameters
+    assert np.interp(end, epochs, scores) < min(scores) + 0.1
 
 
 def test_tokens_that_are_ready_fix_the_vocabulary() -> None:
