@@ -2,11 +2,13 @@
 
     python benchmarks/plan_runs.py --grid cpu --text stdlib=text:FOLDER,glob=*.py,holdout=dev --out runs.jsonl
     python benchmarks/plan_runs.py --grid h200 --text corpus=text:train.jsonl.xz,holdout=dev --out runs.jsonl
-    python benchmarks/plan_runs.py --grid epochs --text stdlib=stdlib --score-share 0.5 --out epochs.jsonl
+    python benchmarks/texts.py --slice stdlib --out .texts/stdlib
+    python benchmarks/plan_runs.py --grid tables --text stdlib=.texts/stdlib --out tables.jsonl
     python -m parbank.plan.fit runs.jsonl
 
-Every run ends with its learning rate at zero, so that its score is that of a whole schedule. Runs that the file has
-already are left out: an interrupted command continues. Scores are chunked, before packing, on held-out training documents.
+Every run ends with its learning rate at zero, so that its score is that of a whole schedule, and has a budget in steps: a busy
+machine changes no score. Runs that the file has already are left out: an interrupted command continues. Scores are chunked,
+before packing, on held-out training documents. A text is a spec, or a folder that texts.py wrote.
 """
 
 import argparse
@@ -27,6 +29,8 @@ from parbank.config import override  # noqa: E402
 from parbank.data.dataset import Dataset, open_dataset  # noqa: E402
 from parbank.data.shards import TokenSet  # noqa: E402
 from parbank.eval.windows import score_chunked  # noqa: E402
+from parbank.plan.candidates import make_model  # noqa: E402
+from parbank.plan.choose import average_decay  # noqa: E402
 from parbank.plan.texts import read_text  # noqa: E402
 from parbank.recipes import get_recipe  # noqa: E402
 from parbank.runtime import Runtime, pick_device, versions  # noqa: E402
@@ -49,6 +53,10 @@ class Trial:
     seed: int = 0
     train_share: float = 1.0
     """Of the training tokens, the first share that is used: with a small one, a run repeats its text."""
+    rows: int = 0
+    """Of the bigram table; 0: those of the recipe."""
+    channels: int = 0
+    """Of the bigram table; 0: those of the recipe."""
     extra: tuple[str, ...] = ()
     """Settings that the laws do not know: such a run is kept apart, beside the run without them."""
 
@@ -56,7 +64,8 @@ class Trial:
     def key(self) -> str:
         share = "" if self.train_share == 1 else f"-share{self.train_share:g}"
         shape = f"v{self.vocab}-{self.layers}x{self.width}-b{self.batch}-t{self.tokens}"
-        return "-".join([f"{self.text}-{shape}-s{self.seed}{share}", *self.extra])
+        table = "".join(f"-{letter}{count}" for letter, count in (("r", self.rows), ("c", self.channels)) if count)
+        return "-".join([f"{self.text}-{shape}{table}-s{self.seed}{share}", *self.extra])
 
 
 def cpu_grid() -> list[Trial]:
@@ -98,41 +107,84 @@ def h200_grid() -> list[Trial]:
 
 
 def epochs_grid() -> list[Trial]:
-    """Two models on 100,000 tokens of the standard library, seen 1 to 12 times: when does a further epoch hurt?"""
-    plain = ("train.compile=false",)
-    large = Trial(
-        "stdlib", 1024, 2, 128, 2048, 100_000, train_share=0.00854, extra=(*plain, "model.bigram_buckets=4096")
-    )
-    small = replace(large, width=64, extra=(*plain, "model.bigram_buckets=512"))
+    """Two models on 100,000 tokens of the standard library, seen 1 to 12 times, and `demo` on a million tokens, seen 1 to 8
+    times: when does a further epoch hurt?"""
+    large = Trial("stdlib", 1024, 2, 128, 2048, 100_000, train_share=0.00854, rows=4096)
+    small = replace(large, width=64, rows=512)
+    longer = Trial("stdlib", 1536, 2, 192, 2048, 1_000_000, train_share=0.0962)
     found = [replace(large, tokens=100_000 * epochs) for epochs in (1, 2, 3, 4, 6, 12)]
     found += [replace(small, tokens=100_000 * epochs) for epochs in (2, 3, 4, 6, 8, 12)]
-    return [*found, replace(large, tokens=1_200_000, extra=(*large.extra, "train.dropout=0.1"))]
+    again = [replace(trial, seed=seed) for seed in (1, 2) for trial in found]
+    return [*found, *(replace(longer, tokens=1_000_000 * epochs) for epochs in (1, 2, 4, 8)), *again]
 
 
-GRIDS = {"cpu": (cpu_grid, "demo"), "h200": (h200_grid, "sprint"), "epochs": (epochs_grid, "demo")}
+ROWS = (1536, 12_288, 24_576, 49_152, 98_304, 196_608)
+
+
+def tables_grid() -> list[Trial]:
+    """`demo` with bigram tables of 1,536 to 196,608 rows: what do bytes that cost hardly any time buy?"""
+    demo = Trial("stdlib", 1536, 2, 192, 2048, 819_200)
+    corpus, long = replace(demo, text="corpus"), 4 * demo.tokens
+    found = [replace(text, rows=rows) for text in (demo, corpus) for rows in ROWS]
+    found += [replace(demo, tokens=long, rows=rows) for rows in (12_288, 98_304, 1536)]
+    found += [replace(corpus, tokens=long, rows=rows) for rows in (12_288, 98_304)]
+    found += [replace(demo, rows=rows, channels=width) for rows, width in ((12_288, 32), (12_288, 128), (49_152, 32))]
+    found += [replace(demo, vocab=4096, rows=rows) for rows in (12_288, 98_304)]
+    found += [replace(demo, seed=1, rows=rows) for rows in ROWS]
+    return found
+
+
+def shapes_grid() -> list[Trial]:
+    """Whole schedules of 800 steps and more, from 80,000 to 5 million parameters in matrices: sizes for short clocks on a CPU,
+    and some between those of a CPU and of a GPU."""
+    base = Trial("stdlib", 1536, 2, 128, 2048, 2_457_600)
+    found = [replace(base, layers=3), replace(base, width=192), base, replace(base, width=64, vocab=1024)]
+    found += [replace(base, layers=3, width=192), replace(base, layers=4, width=256, vocab=2048, tokens=2_048_000)]
+    found += [replace(base, text="corpus"), replace(base, text="corpus", width=192), replace(base, batch=1024)]
+    found += [
+        replace(base, layers=6, width=320, vocab=2048, tokens=1_638_400),
+        replace(base, batch=4096, tokens=4_915_200),
+    ]
+    return found
+
+
+GRIDS = {
+    "cpu": (cpu_grid, "demo"),
+    "h200": (h200_grid, "sprint"),
+    "epochs": (epochs_grid, "demo"),
+    "tables": (tables_grid, "demo"),
+    "shapes": (shapes_grid, "demo"),
+}
 
 
 def configure(trial: Trial, recipe: str, spec: str) -> RunConfig:
+    """The model is what a plan would make of the shape."""
     config = get_recipe(recipe)
-    heads = max(1, trial.width // (64 if trial.width % 64 == 0 else 32))
+    table = {"model.bigram_buckets": trial.rows, "model.bigram_width": trial.channels}
+    fixed = {name: value for name, value in table.items() if value}
+    model = make_model(trial.layers, trial.width, trial.vocab, fixed, cuda=recipe != "demo")
+    steps = trial.tokens // trial.batch
     changes = {
         "data": spec,
         "seed": trial.seed,
-        "model.vocab_size": trial.vocab,
-        "model.layers": trial.layers,
-        "model.width": trial.width,
-        "model.heads": heads,
-        "model.kv_heads": max(1, heads // 2) if heads % 2 == 0 else 1,
-        "model.value_layers": [trial.layers - 1],
-        "model.xsa_layers": min(config.model.xsa_layers, trial.layers),
+        "average.ema_decay": average_decay(steps),
         "batch.batch_tokens": trial.batch,
         "batch.micro_batch_tokens": min(trial.batch, max(config.batch.micro_batch_tokens, 1024)),
         "budget.minutes": None,
-        "budget.steps": trial.tokens // trial.batch,
+        "budget.steps": steps,
         "train.checkpoint_minutes": 0,
+        "train.compile": False,
+        "train.validate_every": "off",
         "train.warmup_steps": 0,
     }
-    return override(config, *(f"{name}={json.dumps(value)}" for name, value in changes.items()), *trial.extra)
+    settings = (f"{name}={json.dumps(value)}" for name, value in changes.items())
+    return override(replace(config, model=model), *settings, *trial.extra)
+
+
+def spec_of(given: str) -> str:
+    """A spec as it is, or that of a folder which texts.py wrote."""
+    parts = {part: Path(given) / f"{part}.jsonl.xz" for part in ("train", "val")}
+    return f"text:train={parts['train']},val={parts['val']}" if parts["train"].is_file() else given
 
 
 def run(trial: Trial, config: RunConfig, dataset: Dataset, score_share: float) -> dict[str, Any]:
@@ -159,6 +211,8 @@ def run(trial: Trial, config: RunConfig, dataset: Dataset, score_share: float) -
         "tokens": tokens,
         "steps": trainer.step,
         "params": sum(p.numel() for p in model.parameters()),
+        "bigrams": config.model.bigram_buckets,
+        "bigram_width": config.model.bigram_width,
         "matrices": matrices,
         "bytes_per_token": dataset.train_bytes / len(dataset.train),
         "text_bytes": dataset.train_bytes,
@@ -176,7 +230,7 @@ def main() -> None:
     parser.add_argument("--score-share", type=float, default=1.0, help="of the held-out tokens, the first so many")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    specs = dict(text.split("=", 1) for text in arguments.text)
+    specs = {name: spec_of(spec) for name, _, spec in (text.partition("=") for text in arguments.text)}
     made = (
         {json.loads(line)["key"] for line in arguments.out.read_text().splitlines()}
         if arguments.out.exists()
@@ -202,8 +256,10 @@ def main() -> None:
             "scored": f"{trial.text}, held-out training documents, the first {arguments.score_share:.0%}",
             "recipe": recipe,
         }
+        code = provenance.read_commit()
         where = {
-            "commit": provenance.read_commit()["commit"][:9],
+            "commit": code["commit"][:9] + ("-dirty" if code["dirty"] else ""),
+            "command": provenance.command_line(),
             "device": provenance.hardware(),
             "torch": versions()["torch"],
         }

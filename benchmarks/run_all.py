@@ -14,6 +14,7 @@ the results in their place and writes the texts; seeds that were run one by one 
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -32,7 +33,7 @@ WORK = ROOT / "runs"  # git ignores it
 @dataclass(frozen=True)
 class Benchmark:
     command: str
-    """{data}, {seed}, {runs}, {run} and {model} are filled in."""
+    """{data}, {seed}, {runs}, {run}, {auto} and {model} are filled in."""
     minutes: float
     """On one H200, with nothing compiled before."""
     about: str
@@ -93,6 +94,40 @@ BENCHMARKS = {
         4.0,
         "size, score and speed of the compressor by segments, beside xz, zstd and brotli",
     ),
+    "auto": Benchmark(
+        "quality.py --recipe auto --minutes 2 --max-bytes 16000000 --set budget.count_code=true --streaming --data {data} "
+        "--seeds {seed} --runs {auto}",
+        4.2,
+        "a plan of 120 s and 16 MB, chunked and streaming; one seed a call",
+    ),
+    "auto60": Benchmark(
+        "quality.py --recipe auto --minutes 1 --max-bytes 16000000 --set budget.count_code=true --streaming --data {data} "
+        "--seeds {seed} --runs {auto}-60 --claim auto60",
+        3.2,
+        "the same in 60 s",
+    ),
+    "ladder": Benchmark(
+        "ladder.py --data {data} --seconds 530 --runs {auto}-ladder",
+        9.0,
+        "plans beside configs chosen by hand, over clocks and caps; again until no run is left",
+    ),
+    "texts_docs": Benchmark(
+        "ladder.py --data text:train=.texts/debian-docs/train.jsonl.xz,val=.texts/debian-docs/val.jsonl.xz --holdout val "
+        "--rungs 120x16 --only auto,sprint --seeds {seed} --runs {auto}-texts --claim texts_docs",
+        7.0,
+        "a plan beside sprint on Debian's documentation, which no law was fitted to; texts.py makes it",
+    ),
+    "texts_ja": Benchmark(
+        "ladder.py --data text:train=.texts/manual-ja/train.jsonl.xz,val=.texts/manual-ja/val.jsonl.xz --holdout val "
+        "--rungs 120x16 --only auto,sprint --seeds {seed} --runs {auto}-texts --claim texts_ja",
+        7.0,
+        "the same on Japanese manual pages",
+    ),
+    "startup_auto": Benchmark(
+        "startup.py --only train --recipe auto --minutes 0.33 --data {data} --claim startup_auto",
+        4.0,
+        "parbank train with a plan by part: nothing cached, second start",
+    ),
     "peer_autoresearch": Benchmark(
         "peers/autoresearch.py --data {data} --seed {seed}", 3.7, "karpathy/autoresearch's train.py on our tokens"
     ),
@@ -131,6 +166,7 @@ def command_of(name: str, arguments: argparse.Namespace) -> list[str]:
         "data": arguments.data,
         "seed": arguments.seed,
         "runs": WORK / "sprint",
+        "auto": WORK / "auto",
         "run": trained(arguments),
         "model": artifact(arguments),
     }
@@ -148,6 +184,8 @@ def obstacle(name: str, arguments: argparse.Namespace, left: float) -> str:
         return f"{trained(arguments)} holds no finished run: run sprint first"
     if "{model}" in benchmark.command and not artifact(arguments).exists():
         return f"{artifact(arguments)} is missing: run sprint first, or name it by --model"
+    if (text := re.search(r"\.texts/([\w-]+)", benchmark.command)) and not (ROOT / text[0]).is_dir():
+        return f"{text[0]} is missing: run python benchmarks/texts.py --only {text[1]}, which needs the network"
     return ""
 
 

@@ -1,11 +1,16 @@
-"""Makes texts that no law of the plan was fitted on, from Debian packages: English documentation, and manual pages.
+"""Makes texts for experiments: some that no law of the plan was fitted on, and slices of others.
 
     python benchmarks/texts.py [--only manual-ja] [--out .texts]
     parbank plan --data text:train=.texts/manual-ja/train.jsonl.xz,val=.texts/manual-ja/val.jsonl.xz --minutes 1
+    python benchmarks/texts.py --slice text:CORPUS.jsonl.xz --train-bytes 20000000 --val-bytes 600000 --out .texts/corpus
 
-Needs `apt-get` and `dpkg-deb`, and the network. The same packages give the same bytes, in the same order. about.json holds
-the packages with their versions, and the sizes and hashes of the texts; git ignores the folder. One document in 32, chosen by
-a hash of its name, is validation text. Documents that are equal in their letters are kept once.
+The first form takes Debian packages: English documentation, and manual pages. It needs `apt-get` and `dpkg-deb`, and the
+network. The same packages give the same bytes, in the same order. about.json holds the packages with their versions, and the
+sizes and hashes of the texts; git ignores the folder. One document in 32, chosen by a hash of its name, is validation text.
+Documents that are equal in their letters are kept once.
+
+A slice is a part of a text, for choices: its validation part are dev documents (holdout=dev), so the text's own validation part
+is touched by no choice. Documents come in the order of their hashes, until there are so many bytes.
 """
 
 import argparse
@@ -15,11 +20,14 @@ import json
 import lzma
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 LEAST = 500  # bytes of a document that is kept
 VAL_SHARE = 32
@@ -105,22 +113,48 @@ def find_documents(root: Path, files: str) -> Iterator[tuple[str, str]]:
 
 def write_text(documents: Iterator[tuple[str, str]], folder: Path) -> dict[str, dict[str, object]]:
     """train.jsonl.xz and val.jsonl.xz, with their sizes and hashes."""
-    parts: dict[str, list[str]] = {"train": [], "val": []}
-    sizes = {"train": 0, "val": 0}
+    parts: dict[str, list[tuple[str, str]]] = {"train": [], "val": []}
     for name, text in documents:
         number = int(hashlib.sha256(name.encode()).hexdigest(), 16)
-        part = "val" if number % VAL_SHARE == 0 else "train"
-        parts[part].append(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
-        sizes[part] += len(text.encode())
+        parts["val" if number % VAL_SHARE == 0 else "train"].append((name, text))
+    return write_parts(parts, folder)
+
+
+def write_parts(parts: dict[str, list[tuple[str, str]]], folder: Path) -> dict[str, dict[str, object]]:
+    """A file for each part, from names and texts of its documents."""
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, object]] = {}
-    for part, lines in parts.items():
+    for part, documents in parts.items():
+        lines = (json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n" for name, text in documents)
         data = "".join(lines).encode()
         (folder / f"{part}.jsonl.xz").write_bytes(lzma.compress(data))
         found[part] = {
-            "documents": len(lines), "text_bytes": sizes[part], "sha256": hashlib.sha256(data).hexdigest(),
-        }  # fmt: skip
+            "documents": len(documents),
+            "text_bytes": sum(len(text.encode()) for _, text in documents),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
     return found
+
+
+def slice_text(spec: str, folder: Path, most: dict[str, int], longest: int) -> dict[str, dict[str, object]]:
+    """Training and dev documents of a spec, each part up to so many bytes, from documents of at most `longest` bytes."""
+    from parbank.data.prepare import gather
+    from parbank.data.sources import parse_spec
+    from parbank.data.spool import Spool
+
+    corpus = parse_spec(spec).open(Path(".texts"), print)
+    if isinstance(corpus, Path):
+        raise SystemExit(f"{spec} holds tokens; a slice needs text")
+    parts: dict[str, list[tuple[str, str]]] = {}
+    with tempfile.TemporaryDirectory() as work, Spool(Path(work) / "spool") as spool:
+        train, dev, _ = gather(replace(corpus, holdout="dev"), spool, print)
+        for part, entries in (("train", train), ("val", dev)):
+            size, parts[part] = 0, []
+            for entry in entries:
+                if entry.size <= longest and size + entry.size <= most[part]:
+                    size += entry.size
+                    parts[part].append((entry.digest.hex(), spool.read(entry).decode()))
+    return write_parts(parts, folder)
 
 
 def fetch(package: str, folder: Path) -> dict[str, str]:
@@ -136,7 +170,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SOURCES, default=None)
     parser.add_argument("--out", type=Path, default=Path(".texts"))
+    parser.add_argument("--slice", metavar="SPEC", default="", help="a part of this text, into --out itself")
+    parser.add_argument("--train-bytes", type=int, default=10**12, help="of a slice, at most")
+    parser.add_argument("--val-bytes", type=int, default=10**12, help="of a slice, at most")
+    parser.add_argument("--longest", type=int, default=10**12, help="bytes of a document of a slice, at most")
     arguments = parser.parse_args()
+    if arguments.slice:
+        most = {"train": arguments.train_bytes, "val": arguments.val_bytes}
+        about = slice_text(arguments.slice, arguments.out, most, arguments.longest)
+        (arguments.out / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+        print(json.dumps(about, indent=1))
+        return
     for name in [arguments.only] if arguments.only else list(SOURCES):
         source, folder = SOURCES[name], arguments.out / name
         with tempfile.TemporaryDirectory() as work:

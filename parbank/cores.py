@@ -5,6 +5,7 @@ Nothing here imports torch: a process that only prepares text starts in a fracti
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -20,18 +21,21 @@ def count_cores() -> int:
 
 def read_quota(root: Path = Path("/")) -> float | None:
     """The cores that cgroups (v1 or v2) allow this process; None without a limit. The tightest of all levels counts."""
-    found = []
+    limits = map(_read_limit, group_folders("cpu", root))
+    return min((cores for cores in limits if cores is not None), default=None)
+
+
+def group_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """The folders, whether they exist or not, of the cgroups (v1 or v2) that limit this process: all levels."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         inside = PurePosixPath(path.lstrip("/"))
-        for mount in (controllers, "cpu") if controllers else ("", "unified"):
+        for mount in (controllers, controller) if controllers else ("", "unified"):
             # A container sees its own group as the root of the mount, whatever path the kernel names.
-            folders = [root / "sys/fs/cgroup" / mount / level for level in (inside, *inside.parents)]
-            found += [cores for folder in folders if (cores := _read_limit(folder)) is not None]
-    return min(found, default=None)
+            yield from (root / "sys/fs/cgroup" / mount / level for level in (inside, *inside.parents))
 
 
 def _read_limit(group: Path) -> float | None:

@@ -50,8 +50,8 @@ def plan(
 
       parbank plan --data text:my_folder --json
 
-    The plan rests on laws fitted to committed runs, and on a probe of this machine that takes some seconds, once. It says
-    where it goes beyond those runs. Nothing is trained. `parbank train` without --recipe trains the plan.
+    The plan rests on laws fitted to measured runs, which parbank ships, and on a probe of this machine that takes some seconds,
+    once. It says where it goes beyond those runs. Nothing is trained. `parbank train` without --recipe trains the plan.
     """
     import sys
 
@@ -69,7 +69,8 @@ def plan(
         print(json.dumps(plan_table(found), indent=1))
         return
     print(describe_plan(found))
-    options = {"--data": spec, "--minutes": minutes, "--max-bytes": max_bytes}
+    options = {"--data": spec, "--minutes": minutes, "--max-bytes": max_bytes, "--threads": threads}
+    options |= {"--device": None if device == "auto" else device}
     words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
     print_next(("parbank", "train", *words, *(word for setting in settings or () for word in ("--set", setting))))
 

@@ -11,7 +11,7 @@ import typer
 
 from parbank.data.sources import describe_sources
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LARGEST = 2**63 - 1  # the limit of file systems, and of other programs' integers
 
 

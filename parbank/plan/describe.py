@@ -4,7 +4,8 @@ from typing import Any
 
 from parbank.config import to_dict
 from parbank.plan.choose import Choice, Plan
-from parbank.plan.probe import describe_machine
+from parbank.plan.machine import describe_machine
+from parbank.plan.notes import find_notes
 
 
 def describe_plan(plan: Plan) -> str:
@@ -20,7 +21,7 @@ def describe_plan(plan: Plan) -> str:
         "vocabulary": f"{model.vocab_size:,} tokens",
         "model": f"{model.layers} layers of {model.width}; query heads: {model.heads}, key-value heads: {model.kv_heads}; "
         f"MLP {model.mlp_multiple:g}x; {best.parameters:,} parameters",
-        "tables": f"{model.bigram_buckets:,} bigrams of {model.bigram_width}; values of {model.value_width} in layers "
+        "tables": f"{model.bigram_buckets:,} rows of bigrams of {model.bigram_width}; values of {model.value_width} in layers "
         f"{', '.join(map(str, model.value_layers)) or '-'}",
         "batch": f"{batch.batch_tokens:,} tokens in windows of {main.describe_lengths()}, "
         f"{batch.micro_batch_tokens:,} a pass{stages}",
@@ -39,9 +40,13 @@ def describe_plan(plan: Plan) -> str:
         "twice the bytes": f"{plan.more_bytes - best.score:+.3f}",
     }
     lines = [*_pairs(rows), "", "expected", *_pairs(expected)]
-    lines += ["", f"considered {plan.candidates:,} candidates; the nearest of other shapes and vocabularies:"]
+    lines += ["", f"considered {plan.candidates:,} candidates; the nearest with one difference:"]
     lines += [_compare(other, best) for other in plan.others] or ["  none: the settings leave no choice"]
-    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+    if any(abs(one.untried) > 0.0005 for one in (best, *plan.others)):
+        lines.append(
+            f'"untried" is added to a score for sizes away from those of long runs; it is {best.untried:.3f} of the score above'
+        )
+    return "\n".join([*lines, *(f"note: {note}" for note in find_notes(plan))])
 
 
 def plan_table(plan: Plan) -> dict[str, Any]:
@@ -49,12 +54,16 @@ def plan_table(plan: Plan) -> dict[str, Any]:
     return {
         "config": to_dict(plan.best.config),
         "expected": _choice_table(plan.best)
-        | {"twice_the_minutes": plan.more_minutes, "twice_the_bytes": plan.more_bytes},
+        | {
+            "twice_the_minutes": plan.more_minutes,
+            "twice_the_bytes": plan.more_bytes,
+            "half_the_minutes": plan.less_minutes,
+        },
         "considered": plan.candidates,
         "others": [_choice_table(other) for other in plan.others],
         "text": vars(plan.text),
         "machine": describe_machine(plan.machine),
-        "notes": list(plan.notes),
+        "notes": list(find_notes(plan)),
     }
 
 
@@ -66,13 +75,21 @@ def _choice_table(choice: Choice) -> dict[str, Any]:
 
 
 def _compare(other: Choice, best: Choice) -> str:
-    model = other.config.model
-    name = f"{model.layers} x {model.width}, {model.vocab_size:,} tokens"
+    model, own = other.config.model, best.config.model
+    batch = other.config.batch.batch_tokens
+    name = f"{model.layers} x {model.width}"
+    if model.vocab_size != own.vocab_size:
+        name = f"{model.vocab_size:,} tokens"
+    elif model.bigram_buckets != own.bigram_buckets:
+        name = f"{model.bigram_buckets:,} rows of bigrams"
+    elif batch != best.config.batch.batch_tokens:
+        name = f"batches of {batch:,}"
     reasons = [
         f"{other.tokens / best.tokens:.2f} times the tokens",
         f"{other.parameters / best.parameters:.2f} times the parameters",
     ]
     reasons += [f"{other.bits_per_weight:.1f} bits per weight"] if other.packing > best.packing + 0.001 else []
+    reasons += [f"untried {other.untried:.3f}"] if other.untried > best.untried + 0.0005 else []
     return f"  {name:24} {other.score:.3f} ({other.score - best.score:+.3f}): {', '.join(reasons)}"
 
 

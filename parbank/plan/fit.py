@@ -35,6 +35,7 @@ from parbank.plan.laws import (
 from parbank.plan.studies import read_study_rows
 
 Row = dict[str, Any]
+TRIED = ("matrices", "vocab", "batch_tokens", "bigrams")  # in the order of Laws.distances
 # Bytes of text below which a run is left out: a model learns some ten documents by heart, and no law of ours says how well.
 LEAST_TEXT = 500_000
 LEAST_STEPS = 64  # of a run that counts: a shorter one has hardly a schedule
@@ -86,6 +87,13 @@ def make_cases(rows: Sequence[Row]) -> Cases:
     return Cases.of(**{name: np.array([row[name] for row in rows], np.float64) for name in FIELDS})
 
 
+def level(row: Row) -> str:
+    """What a run shares its own factor with: runs that were scored on the same text. Runs of the grid `tables` are compared
+    with each other alone: on their part of the standard library four times the tokens gain more than the law says."""
+    scored: str = row["scored"]
+    return f"{scored}, {row['tokens']} tokens" if row.get("grid") == "tables" else scored
+
+
 @dataclass(frozen=True, kw_only=True)
 class Score:
     """A fit of scores. Logs: of the parameters, of each text's factor, and of the factor of rows with "options": "auto"."""
@@ -102,10 +110,10 @@ class Score:
 
     def predict(self, row: Row) -> tuple[float, float]:
         """The score of a run that may be new, and its standard deviation, as `Laws.deviations` has them."""
-        cases, known = make_cases([row]), row["scored"] in self.texts
+        cases, known = make_cases([row]), level(row) in self.texts
         factors = np.zeros(len(self.logs))
         if known:
-            factors[len(NAMES) + self.texts.index(row["scored"])] = 1.0
+            factors[len(NAMES) + self.texts.index(level(row))] = 1.0
         factors[-1] = row.get("options") == "auto"
 
         def score(logs: Array) -> Array:
@@ -125,9 +133,9 @@ def fit_score(rows: Sequence[Row], scatter: float = SCATTER, start: Array | None
     of its own, fitted with the rest. A new text has none, which makes its prediction less certain.
     """
     cases, measured = make_cases(rows), np.array([row["bpb"] for row in rows])
-    names = sorted({row["scored"] for row in rows})
+    names = sorted({level(row) for row in rows})
     errors_expected = scatter * (1 + SHORT_STEPS / (cases.tokens / cases.batch_tokens))
-    own = np.array([names.index(row["scored"]) for row in rows])
+    own = np.array([names.index(level(row)) for row in rows])
     mean, width = (np.array(column) for column in zip(*PRIORS.values()))
     planned = np.array([float(row.get("options") == "auto") for row in rows])
     mean = np.concatenate([mean, np.zeros(len(names) + 1)])
@@ -183,7 +191,7 @@ def leave_out(rows: Sequence[Row]) -> list[LeftOut]:
         shorter = [other for other in others if other["tokens"] <= most or other.get("device") != row.get("device")]
         errors = []
         for kept in (others, shorter):
-            same = {one["scored"] for one in kept} == set(whole.texts)
+            same = {level(one) for one in kept} == set(whole.texts)
             predicted, deviation = fit_score(kept, start=whole.logs if same else None).predict(row)
             errors.append((row["bpb"] - predicted, deviation))
         found.append(LeftOut(key=row["key"], alone=errors[0], edge=errors[1]))
@@ -197,12 +205,15 @@ def inflate(left_out: Sequence[LeftOut]) -> float:
 
 
 def fit_packing(rows: Sequence[Row]) -> tuple[Packing, Array]:
-    """ln(lost) + w ln 4 is a straight line in 1 / w^2. Residuals are logs of ratios."""
-    bits, lost = (np.array([row[name] for row in rows], np.float64) for name in ("bits_per_weight", "bpb_lost"))
-    left = np.stack([np.ones_like(bits), 1 / bits**2], axis=1)
+    """ln(lost) + w ln 4 is linear in 1 / w^2 and in the logarithm of the vocabulary. Residuals are logs of ratios."""
+    bits, vocab, lost = (
+        np.array([row[name] for row in rows], np.float64) for name in ("bits_per_weight", "vocab", "bpb_lost")
+    )
+    left = np.stack([np.ones_like(bits), 1 / bits**2, np.log(vocab / 1024)], axis=1)
     right = np.log(lost) + bits * math.log(4)
-    (log_c, k), *_ = np.linalg.lstsq(left, right, rcond=None)
-    return Packing(c=float(np.exp(log_c)), k=float(k)), right - left @ np.array([log_c, k])
+    found, *_ = np.linalg.lstsq(left, right, rcond=None)
+    c, k, g = (float(value) for value in found)
+    return Packing(c=math.exp(c), k=k, g=max(0.0, g)), right - left @ found
 
 
 def fit_token_sizes(rows: Sequence[Row]) -> TokenSizes:
@@ -247,10 +258,7 @@ def fit(
         "inflation": inflation,
         "packing": asdict(packing),
         "token_sizes": asdict(fit_token_sizes(rows)),
-        "tried": [
-            [*(float(row[name]) for name in ("matrices", "vocab", "batch_tokens")), round(float(errors[row["key"]]), 6)]
-            for row in tried
-        ],
+        "tried": [[*(float(row[name]) for name in TRIED), round(float(errors[row["key"]]), 6)] for row in tried],
         "ranges": ranges | {"bits_per_weight": [min(bits), max(bits)], "epochs": [0.0, max(1.0, float(epochs.max()))]},
         "runs": len(rows),
     }

@@ -1,18 +1,19 @@
 """The laws that predict a score, in bits per byte, before training.
 
-    bpb = (h / 2)^eta * (E + A / N^alpha + B / D^beta + C * V / T)  +  packing
+    bpb = (h / 2)^eta * (E + A / N^alpha + B / D^beta + C * V / T + G / (1 + r / r0))  +  packing
     N = matrices * (V / 1024)^nu                  millions of parameters; a token of more bytes needs fewer of them
     D = fresh / (1 + b / b* + s b* / b)           millions of bytes; b is the batch, b* = b0 * fresh^kappa
     fresh = U + U R (1 - exp(-(seen / U - 1) / R))  where a text of U bytes is seen more than once
-    packing = c * 4^-w * exp(k / w^2)             w: bits per weight
+    packing = c * 4^-w * exp(k / w^2) * (V / 1024)^g  w: bits per weight
 
 The first line is the form of Hoffmann et al. (2022), in bytes, so that vocabularies compare; h is how many bits per
 byte zlib needs for its documents, which stands for how hard a text is. C V / T is what rare tokens cost: T is
-training tokens. D falls with large batches as in McCandlish et al. (2018) and with very small ones, whose gradients
-are noise. Repeats follow Muennighoff et al. (2023). Rounding to w bits costs 4^-w at a high rate; the last factor is
-for few bits.
+training tokens. G / (1 + r / r0) is what bigrams cost that share one of the r rows of their table. D falls with large
+batches as in McCandlish et al. (2018) and with very small ones, whose gradients are noise. Repeats follow Muennighoff
+et al. (2023). Rounding to w bits costs 4^-w at a high rate; the next factor is for few bits, the last one for the
+embedding, which is rounded as well.
 
-A score never rises with more tokens, parameters or bits per weight: a plan for a larger budget is never worse.
+A score never rises with more tokens, parameters, rows or bits per weight: a plan for a larger budget is never worse.
 """
 
 import json
@@ -47,12 +48,16 @@ PRIORS: dict[str, tuple[float, float]] = {
     "kappa": (math.log(0.7), 0.2),
     "s": (math.log(0.05), 1.0),
     "R": (math.log(15.0), 0.5),
+    "G": (math.log(0.1), 0.7),
+    "r0": (math.log(12.0), 0.7),
 }
 NAMES = tuple(PRIORS)
 NEAR = 0.2
 """A run of a size, vocabulary or batch by so many factors of e away still says something about a candidate: 8 layers against
 6 are 0.29. With 0.25, runs of 8 layers outweighed the one of 6, which was worse than the law says."""
-FIELDS = ("matrices", "vocab", "tokens", "bytes_per_token", "text_bytes", "batch_tokens", "hardness")
+TABLE_WEIGHT = 0.25
+"""Of a bigram table in the distance from a run: a table that gains nothing costs some bits per weight, and no more."""
+FIELDS = ("matrices", "vocab", "bigrams", "tokens", "bytes_per_token", "text_bytes", "batch_tokens", "hardness")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,8 @@ class Cases:
     matrices: Array
     """Parameters in the banks: those that cost arithmetic at every token."""
     vocab: Array
+    bigrams: Array
+    """Rows of the bigram table."""
     tokens: Array
     """Training tokens, repeats included."""
     bytes_per_token: Array
@@ -91,7 +98,7 @@ def predict_score(log_parameters: Array, cases: Cases) -> Array:
     vocab = cases.vocab / 1024
     parameters = cases.matrices / 1e6 * vocab ** p["nu"]
     bits = p["E"] + p["A"] * parameters ** -p["alpha"] + p["B"] * data ** -p["beta"]
-    bits = bits + p["C"] * cases.vocab / cases.tokens
+    bits = bits + p["C"] * cases.vocab / cases.tokens + p["G"] / (1 + cases.bigrams / (1000 * p["r0"]))
     found: Array = bits * (cases.hardness / 2) ** p["eta"]
     return found
 
@@ -102,11 +109,12 @@ class Packing:
 
     c: float
     k: float
+    g: float
 
-    def predict(self, bits: Array) -> Array:
+    def predict(self, bits: Array, vocab: Array) -> Array:
         """Bits per byte lost at so many bits per weight."""
         bits = np.maximum(bits, 0.5)
-        found: Array = self.c * np.exp(-bits * math.log(4) + self.k / bits**2)
+        found: Array = self.c * np.exp(-bits * math.log(4) + self.k / bits**2) * (vocab / 1024) ** self.g
         return found
 
 
@@ -145,7 +153,7 @@ class Laws:
     gpu_options: float
     """The factor of the options that a plan for a GPU has beyond those of the runs."""
     tried: Array
-    """Matrices, vocabulary and batch tokens of the long runs, and what they scored above the law: a row each."""
+    """Matrices, vocabulary, batch tokens and bigrams of the long runs, and what they scored above the law: a row each."""
     ranges: Mapping[str, tuple[float, float]]
     """Least and largest value of each field among the runs."""
     runs: int
@@ -155,19 +163,17 @@ class Laws:
 
     def distances(self, matrices: Array, vocab: Array, batch_tokens: Array) -> Array:
         """How far candidates are from each long run, in factors of e. The runs are the first axis."""
-        return np.stack(
-            [
-                np.sqrt(
-                    np.log(matrices / run[0]) ** 2 + np.log(vocab / run[1]) ** 2 + np.log(batch_tokens / run[2]) ** 2
-                )
-                for run in self.tried
-            ]
-        )
+        sizes = (matrices, vocab, batch_tokens)
+        return np.stack([np.sqrt(sum(np.log(size / own) ** 2 for size, own in zip(sizes, run))) for run in self.tried])
+
+    def table_distances(self, bigrams: Array) -> Array:
+        """The same for rows of bigram tables."""
+        return np.stack([TABLE_WEIGHT * np.abs(np.log(np.maximum(bigrams, 1.0) / run[3])) for run in self.tried])
 
     def correct(self, distances: Array) -> Array:
         """Bits per byte that long runs nearby were above the law, on average, and less where none is near."""
         weights = np.exp(-((distances / NEAR) ** 2))
-        found: Array = np.tensordot(self.tried[:, 3], weights, 1) / (weights.sum(axis=0) + 0.3)
+        found: Array = np.tensordot(self.tried[:, -1], weights, 1) / (weights.sum(axis=0) + 0.3)
         return found
 
     def deviations(self, cases: Cases, text: str = "", *, options: bool = False) -> Array:

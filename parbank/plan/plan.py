@@ -1,6 +1,7 @@
 """A plan for this machine: reads the text, looks at the machine, and chooses."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,8 +11,10 @@ from parbank.config import override, parse_value, require
 from parbank.data.sources import absolute_spec
 from parbank.errors import ConfigError
 from parbank.plan.apart import compile_probe
-from parbank.plan.choose import NAME, Plan, Request, make_plan
+from parbank.plan.candidates import Request
+from parbank.plan.choose import NAME, Plan, make_plan
 from parbank.plan.laws import load_laws
+from parbank.plan.notes import find_notes
 from parbank.plan.probe import look_at
 from parbank.plan.texts import read_text
 from parbank.recipes import demo
@@ -20,7 +23,7 @@ from parbank.threads import use_threads
 from parbank.training.checks import check_size
 from parbank.training.compiled import use_compile_cache
 from parbank.training.display import Display
-from parbank.training.inductor import find_compiler, wants_inductor
+from parbank.training.inductor import LEAST_MINUTES, find_compiler, wants_inductor
 
 Say = Callable[[str], None]
 
@@ -36,22 +39,40 @@ def plan_run(
     minutes = asked.budget.minutes
     if minutes is None:
         raise ConfigError("a plan needs a clock: give --minutes, or --recipe with --steps or --tokens")
+    require(
+        asked.budget.most_steps is None,
+        f"a plan chooses whether its clock ends early, got budget.most_steps={asked.budget.most_steps}: leave it out, or give "
+        "--recipe",
+    )
     spec = absolute_spec(asked.data)
     fixed = (*settings, f"data={json.dumps(spec)}")
     use_compile_cache()  # on a GPU a probe compiles kernels, as the run will
     with compile_probe(place, say) as wait_for_kernels:
         text = read_text(spec, say)
         wait_for_kernels()
-    request = Request(minutes=minutes, max_bytes=asked.budget.max_bytes, text=text, settings=fixed)
+    request = Request(
+        minutes=minutes,
+        max_bytes=asked.budget.max_bytes,
+        text=text,
+        settings=fixed,
+        compile_minutes=_compile_minutes(asked.train.compile, place),
+    )
     with use_threads(threads):
         machine = look_at(place, say)
     laws = load_laws(Path(os.environ["PARBANK_PLAN_FIT"])) if os.environ.get("PARBANK_PLAN_FIT") else load_laws()
-    compiles = wants_inductor(asked, place, parameters=0) and find_compiler() is not None
-    plan = make_plan(request, machine.compiled() if compiles else machine, laws)
+    plan = make_plan(request, machine, laws)
+    compiles = minutes >= request.compile_minutes
     if compiles and not wants_inductor(plan.best.config, place, plan.best.parameters):  # the text ends the clock early
-        plan = make_plan(request, machine, laws)
+        plan = make_plan(replace(request, compile_minutes=math.inf), machine, laws)
     check_size(plan.best.config, Display(enabled=False))
     return plan
+
+
+def _compile_minutes(wish: bool | None, place: Runtime) -> float:
+    """From how many minutes on a run on this machine compiles its passes; see `parbank.training.inductor`."""
+    if wish is False or place.is_cuda or place.world > 1 or find_compiler() is None:
+        return math.inf
+    return 0.0 if wish else LEAST_MINUTES
 
 
 def _check(settings: Sequence[str]) -> None:
@@ -81,4 +102,4 @@ def introduce(plan: Plan) -> str:
         f"{model.layers} layers of {model.width}, {model.vocab_size:,} tokens, batches of {config.batch.batch_tokens:,}"
     )
     line = f"planned: {shape}; about {best.score:.3f} bits per byte expected (+- {2 * best.deviation:.3f})"
-    return "\n".join([line, *(f"note: {note}" for note in plan.notes)])
+    return "\n".join([line, *(f"note: {note}" for note in find_notes(plan))])

@@ -48,6 +48,7 @@ def _row(study: str, arm: str, seed: int, config: RunConfig, result: dict[str, A
         "layers": config.model.layers,
         "width": config.model.width,
         "matrices": count_parameters(config.model).matrices,
+        "bigrams": config.model.bigram_buckets,
         "tokens": result["tokens"],
         "steps": result["steps"],
         "batch_tokens": config.batch.batch_tokens,

@@ -1,7 +1,7 @@
 """The training clock, and the share of the budget that is spent.
 
 A budget in minutes is a promise: no step starts that would end after the limit. Steps on a GPU are queued, so the
-clock counts steps in flight at the price of the last measured steps.
+clock counts steps in flight at the price of the last measured steps. A clock may also end early, after a number of steps.
 """
 
 import math
@@ -49,7 +49,8 @@ class Budget:
     def __init__(self, config: BudgetConfig, batch_tokens: int, clock: Clock) -> None:
         self.config = config
         self.clock = clock
-        self.steps = config.steps if config.tokens is None else math.ceil(config.tokens / batch_tokens)
+        steps = config.most_steps if config.steps is None else config.steps
+        self.steps = steps if config.tokens is None else math.ceil(config.tokens / batch_tokens)
         self.limit = None if config.minutes is None else 60 * config.minutes
         self._step_seconds: deque[float] = deque(maxlen=9)  # odd, so that the median is a real step's time
 
@@ -67,22 +68,25 @@ class Budget:
 
     def spent(self, step: int, in_flight: int = 0) -> float:
         """The share of the budget that is spent when step `step` starts, with `in_flight` steps queued before it."""
+        by_steps = step / self.steps if self.steps else 0.0
         if self.limit is None:
-            return step / self.steps if self.steps else 1.0
-        return (self.clock.seconds() + in_flight * self._step_time(step)) / self.limit
+            return by_steps if self.steps else 1.0
+        return max(by_steps, (self.clock.seconds() + in_flight * self._step_time(step)) / self.limit)
 
     def allows(self, step: int, in_flight: int = 0) -> bool:
         """Whether step `step` may start. The first step of a run always may, or nothing would be trained."""
-        if self.limit is None:
+        if self.limit is None or (self.steps is not None and step >= self.steps):
             return step < (self.steps or 0)
         if step == 0:
             return True
         return self.clock.seconds() + (in_flight + 1) * self._step_time(step) <= self.limit
 
     def seconds_left(self, step: int) -> float:
-        if self.limit is not None:
-            return max(0.0, self.limit - self.clock.seconds())
-        return ((self.steps or 0) - step) * self._step_time(step)
+        by_steps = math.inf if self.steps is None else max(0, self.steps - step) * self._step_time(step)
+        if self.limit is None:
+            return by_steps
+        by_clock = max(0.0, self.limit - self.clock.seconds())
+        return min(by_clock, by_steps) if self.knows_step_time else by_clock
 
     def _step_time(self, step: int) -> float:
         """A resumed run has measured no step yet, and uses the step time from before it was stopped."""

@@ -1,4 +1,4 @@
-"""Checks of a run before any work: of its settings, and whether its model can fit its cap."""
+"""Checks of a run before any work: of its settings, of the memory it takes, and whether its model can fit its cap."""
 
 from parbank.artifact.model import check_model
 from parbank.config import require
@@ -8,8 +8,14 @@ from parbank.ops.fp8 import check_device
 from parbank.runtime import Runtime, check_seed
 from parbank.training.config import RunConfig
 from parbank.training.display import Display
+from parbank.training.inductor import find_compiler
 from parbank.training.load import describe_run
 from parbank.training.loggers import check_loggers
+from parbank.training.memory import COMPILED, activation_bytes, free_memory
+
+SURE = 0.8
+"""Of the estimated memory: a run that needs more than is free even so is refused. The estimate is within a tenth of three
+measured models (parbank.training.memory)."""
 
 
 def check_settings(config: RunConfig, runtime: Runtime) -> None:
@@ -22,6 +28,33 @@ def check_settings(config: RunConfig, runtime: Runtime) -> None:
         config.batch.sequence_length <= MAX_POSITIONS,
         f"batch.sequence_length is {config.batch.sequence_length}; a model has {MAX_POSITIONS} positions at most",
     )
+
+
+def check_memory(config: RunConfig, runtime: Runtime, display: Display) -> None:
+    """Refuses passes that surely do not fit the memory of a machine without a GPU, and warns of those that may not. On a GPU
+    the allocator says so itself."""
+    if runtime.is_cuda:
+        return
+    model, batch, free = config.model, config.batch, free_memory(runtime)
+    each = activation_bytes(
+        float(model.layers), float(model.width), float(model.hidden), float(model.vocab_size), cuda=False
+    )
+    sequences = batch.micro_sequences(runtime.world)
+    tokens = sequences * batch.sequence_length
+    if tokens * each <= free:
+        return
+    may_compile = config.train.compile is not False and runtime.world == 1 and find_compiler() is not None
+    most = int(SURE * free / (each * batch.sequence_length))  # sequences that fit
+    fitting = next((n for n in range(min(most, sequences), 0, -1) if sequences % n == 0), 0)
+    remedy = (
+        f"give --set batch.micro_batch_tokens={fitting * batch.sequence_length}, which trains the same batches in more passes"
+        if fitting
+        else "give a smaller model or a smaller --set batch.sequence_length"
+    )
+    needed = f"a pass of {tokens:,} tokens takes about {tokens * each / 1e9:.3g} GB of memory on a CPU"
+    certain = SURE * tokens * each * (COMPILED if may_compile else 1.0)
+    require(certain <= free, f"{needed}, and {free / 1e9:.3g} GB are free: {remedy}, or use a GPU")
+    display.say(f"warning: {needed}, and {free / 1e9:.3g} GB are free. If the system ends the run, {remedy}")
 
 
 def check_size(config: RunConfig, display: Display, tokenizer: Tokenizer | None = None) -> None:

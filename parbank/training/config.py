@@ -20,7 +20,7 @@ from parbank.training.loggers import LOGGERS
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetConfig:
-    """The budget of a run. Exactly one of minutes, steps and tokens is set."""
+    """The budget of a run. Exactly one of minutes, steps and tokens is set; minutes may have a second end, most_steps."""
 
     minutes: float | None = None
     """Training clock. Compilation and warm-up are outside it, everything else is inside."""
@@ -28,6 +28,9 @@ class BudgetConfig:
     """Optimizer steps."""
     tokens: int | None = None
     """Training tokens, rounded up to whole batches."""
+    most_steps: int | None = None
+    """Ends a clock early, after so many steps: more would make the score worse. A machine that is too slow for them has
+    its minutes."""
     max_bytes: int = 16_000_000
     """Cap on the artifact."""
     count_code: bool = False
@@ -40,6 +43,11 @@ class BudgetConfig:
             f"a run needs exactly one of budget.minutes, budget.steps and budget.tokens; got {given or 'none'}",
         )
         require(getattr(self, given[0]) > 0, f"budget.{given[0]} must be positive, got {getattr(self, given[0])}")
+        require(
+            self.most_steps is None or (self.minutes is not None and self.most_steps > 0),
+            f"budget.most_steps ends a clock early: it is a positive number beside budget.minutes, got {self.most_steps} beside "
+            f"budget.{given[0]}; for a budget in steps alone set budget.steps",
+        )
         require(self.max_bytes > 0, f"budget.max_bytes must be positive, got {self.max_bytes}")
 
 

@@ -45,10 +45,11 @@ def wants_inductor(config: RunConfig, runtime: Runtime, parameters: int) -> bool
 
 
 def _is_long(config: RunConfig, parameters: int) -> bool:
+    """Of a clock that ends early after a number of steps, both must be long."""
     budget = config.budget
-    if budget.minutes is not None:
+    if budget.minutes is not None and (budget.minutes < LEAST_MINUTES or budget.most_steps is None):
         return budget.minutes >= LEAST_MINUTES
-    tokens = budget.tokens or (budget.steps or 0) * config.batch.batch_tokens
+    tokens = budget.tokens or (budget.steps or budget.most_steps or 0) * config.batch.batch_tokens
     return 6.0 * parameters * tokens >= LEAST_FLOP
 
 

@@ -28,7 +28,7 @@ from parbank.runtime import Runtime
 from parbank.threads import use_threads
 from parbank.training.agreement import compare_settings, compare_state
 from parbank.training.checkpoint import load_checkpoint
-from parbank.training.checks import check_settings, check_size
+from parbank.training.checks import check_memory, check_settings, check_size
 from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.details import describe_place
@@ -103,6 +103,7 @@ def run(
     compare_settings(config, runtime, resume=resume)
     config = replace(config, data=absolute_spec(config.data))
     check_settings(config, runtime)
+    check_memory(config, runtime, display)
     check_size(config, display)
     setup.end("checks")
     with use_threads(threads) as most, open_folder(out, resume, runtime) as folder:

@@ -1,9 +1,14 @@
 """The table of levers: no named lever is missing, each has an arm or a reason, and the page is that of its data."""
 
+import json
+import tomllib
 from collections.abc import Callable
 from types import ModuleType
 
 import pytest
+
+from parbank.config import override, to_dict
+from parbank.recipes import get_recipe
 
 NAMED = (
     "bigram table", "value embeddings", "attention output gate", "smear", "heads of 128", "exclusive attention", "QK gain",
@@ -43,3 +48,18 @@ def test_the_page_is_that_of_its_data(levers: ModuleType) -> None:
     page = levers.make_page(levers.read_levers(), levers.find_measured())
     assert levers.PAGE.read_text(encoding="utf-8") == page, "run python benchmarks/levers.py"
     assert "`normuon` -0.018 ([25 s, H200]" in page
+
+
+def test_the_study_of_25_seconds_is_the_one_that_the_log_names(levers: ModuleType) -> None:
+    """The command of its result names another file, which is not in the tree."""
+    file = tomllib.loads((levers.HERE / "studies/race25.toml").read_text(encoding="utf-8"))
+    (path,) = (levers.HERE / "results/study_race").glob("*/result.json")
+    study = json.loads(path.read_text(encoding="utf-8"))["study"]
+    assert {arm["name"]: arm["settings"] for arm in study["arms"]} == {
+        name: arm["settings"] for name, arm in file["arm"].items()
+    }
+    base = json.loads(json.dumps(to_dict(override(get_recipe(file["recipe"]), *file["settings"]))))
+    for part in ("model", "batch", "optim", "average"):
+        now = {name: base[part][name] for name in study["base"][part]}
+        assert study["base"][part] == now, part
+    assert 60 * study["base"]["budget"]["minutes"] == pytest.approx(25)

@@ -8,7 +8,7 @@ import pytest
 import parbank
 from parbank.errors import ConfigError
 from parbank.plan import plan as planning
-from parbank.plan.probe import Machine
+from parbank.plan.machine import Machine
 from tests.cli.calls import Call
 from tests.plan.machines import CPU
 
@@ -30,6 +30,11 @@ def test_plan_prints_a_plan_and_the_command_that_trains_it(call: Call, text_spec
     assert "bits per byte, packed" in answer.out
     assert "parbank train --data" in answer.out
     assert "--set model.layers=2" in answer.out
+
+
+def test_the_command_that_trains_keeps_threads_and_device(call: Call, text_spec: str) -> None:
+    answer = call("plan", "--data", text_spec, *SMALL, "--threads", "1")
+    assert "--threads 1 --device cpu" in answer.out.splitlines()[-1]
 
 
 def test_plan_as_json_is_a_config(call: Call, text_spec: str) -> None:
@@ -74,5 +79,6 @@ def test_a_plan_counts_on_compiled_passes_where_the_run_compiles_them(
 
     plain = rate(3, None)
     assert rate(3, "g++") > 1.2 * plain
+    assert rate(2, "g++", "train.compile=none") > 1.2 * plain
     for same in (rate(1, "g++"), rate(3, "g++", "train.compile=false")):
         assert same == pytest.approx(plain)

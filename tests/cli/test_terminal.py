@@ -31,6 +31,7 @@ def test_a_sample_reaches_a_terminal_without_its_control_codes() -> None:
         ("12B", 12),
         ("0", 0),
         ("2GiB", 2**31),
+        ("10TB", 10**13),
         (str(2**63 - 1), 2**63 - 1),
     ],
 )

@@ -38,7 +38,7 @@ CONSTANTS: dict[str, dict[str, str]] = {
     "docs/design/performance.md": {"700 W": "the card's limit"},
     "docs/design/plan.md": {
         "94%": "tests/plan/test_plan_laws.py",
-        "0.02 bits per byte": "UNTRIED of plan/choose.py",
+        "0.02 bits per byte": "UNTRIED of plan/candidates.py",
         "80%": "the share of memory that a micro-batch may fill",
         "40%": "SHORT_SHARE of plan/choose.py",
     },

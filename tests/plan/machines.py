@@ -1,6 +1,6 @@
 """Machines for tests of plans: rates as a probe finds them, without a probe."""
 
-from parbank.plan.probe import Machine
+from parbank.plan.machine import Machine
 
 CPU = Machine(
     name="a CPU", cuda=False, ranks=1, memory_bytes=8e9, rates=(2e-4, 1.5e-11, 3e-9, 2e-9, 2e-11, 2e-9)

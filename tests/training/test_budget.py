@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 
+from parbank.errors import ConfigError
 from parbank.training.budget import Budget, Clock
 from parbank.training.config import BudgetConfig
 
@@ -103,3 +104,30 @@ def test_a_resumed_run_knows_what_its_steps_took() -> None:
     assert not budget.allows(59)
     assert not budget.allows(73)
     assert budget.allows(75)  # steps of 0.79 s: one more fits
+
+
+@pytest.mark.parametrize(("step_seconds", "steps", "used"), [(0.1, 40, 4.0), (1.0, 40, 40.0), (2.0, 30, 60.0)])
+def test_a_clock_with_two_ends_stops_at_the_first(step_seconds: float, steps: int, used: float) -> None:
+    """A slow machine has its minutes, a fast one its steps; the schedule ends at either."""
+    time = FakeTime()
+    clock = Clock(time)
+    budget = Budget(BudgetConfig(minutes=1, most_steps=40), 1, clock)
+    clock.start()
+    step, shares, left = 0, [], []
+    while budget.allows(step):
+        shares.append(budget.spent(step))
+        time.now += step_seconds
+        budget.observe(step_seconds)
+        step += 1
+        left.append(budget.seconds_left(step))
+    assert (step, clock.seconds()) == (steps, pytest.approx(used))
+    assert shares == sorted(shares)
+    assert budget.spent(step) == pytest.approx(1)
+    assert left[0] == pytest.approx(used - step_seconds)
+    assert left[-1] == pytest.approx(0)
+
+
+def test_a_second_end_is_that_of_a_clock() -> None:
+    for wrong in ({"steps": 5, "most_steps": 3}, {"tokens": 5, "most_steps": 3}, {"minutes": 5, "most_steps": 0}):
+        with pytest.raises(ConfigError, match=r"a positive number beside budget\.minutes"):
+            BudgetConfig(**wrong)

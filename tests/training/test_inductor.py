@@ -28,6 +28,9 @@ def nano(*settings: str) -> RunConfig:
     [
         (("budget.minutes=2", "budget.steps=null"), 1_000_000, True),
         (("budget.minutes=1.9", "budget.steps=null"), 1_000_000, False),
+        (("budget.minutes=2", "budget.steps=null", "budget.most_steps=3300"), 1_000_000, True),
+        (("budget.minutes=2", "budget.steps=null", "budget.most_steps=3200"), 1_000_000, False),
+        (("budget.minutes=1.9", "budget.steps=null", "budget.most_steps=3300"), 1_000_000, False),
         (("budget.steps=3300",), 1_000_000, True),
         (("budget.steps=3200",), 1_000_000, False),
         (("budget.steps=null", "budget.tokens=1700000"), 1_000_000, True),

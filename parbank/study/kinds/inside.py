@@ -170,6 +170,7 @@ def with_budget(config: RunConfig, share: float) -> RunConfig:
     """The config with a share of its clock or its steps, at least one step."""
     budget = config.budget
     if budget.minutes is not None:
-        return replace(config, budget=replace(budget, minutes=budget.minutes * share))
+        most = None if budget.most_steps is None else max(1, round(budget.most_steps * share))
+        return replace(config, budget=replace(budget, minutes=budget.minutes * share, most_steps=most))
     steps = max(1, round((budget.steps or 0) * share))
     return replace(config, budget=BudgetConfig(steps=steps, max_bytes=budget.max_bytes, count_code=budget.count_code))

@@ -1,0 +1,212 @@
+"""The candidates of a plan: a fixed set of shapes, vocabularies, bigram tables and batches.
+
+The set depends on neither the minutes nor the cap, of which a larger one only makes more of the set usable. So a larger budget
+never makes a plan worse. Settings that were given are fixed, and the rest of the set is made around them.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from parbank.config import parse_value
+from parbank.data.tokenizer import check_vocab
+from parbank.errors import ConfigError
+from parbank.model.config import ModelConfig
+from parbank.plan.laws import Array, Laws
+from parbank.plan.machine import Costs, Machine
+from parbank.plan.shapes import count_parameters
+from parbank.plan.texts import Text
+from parbank.recipes import demo, sprint
+
+WIDTHS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
+# Layers of each width that runs have tried, or that lie between: from wide and shallow to about 1 layer for 46 channels.
+LAYERS = {
+    64: (2, 3), 128: (2, 3, 4), 192: (2, 3, 4), 256: (3, 4, 5), 320: (4, 6), 384: (4, 6, 8), 448: (6, 8),
+    512: (6, 8, 9, 11), 640: (8, 11), 768: (8, 11), 1024: (10, 14),
+}  # fmt: skip
+VOCABULARIES = (320, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+BATCHES = tuple(2**power for power in range(9, 21))
+TABLES = (256, 1536, 12_288, 16_384, 24_576, 49_152, 98_304, 196_608)
+"""Rows of bigram tables. The smaller ones are for small caps, where a large table would leave no room for a model."""
+GPU_ROWS = 16_384
+"""Of a bigram table on a GPU, at most: no run there has tried more."""
+TABLE_WIDTH = 64
+UNTRIED = 0.02
+"""Bits per byte, for each factor of e by which matrices, vocabulary or batch are away from the nearest long run, and for four by
+which a bigram table is: a law is worth less there. Neither minutes nor bytes change it, so more of them is still never worse."""
+_TEXT_PER_TOKEN = 250  # bytes of text for each token of a vocabulary, at least: rarer tokens are hardly trained
+_BEYOND = 4.0  # how far beyond the runs' own sizes a model may go, as a factor; twice as far down, for small caps
+LEAST_TEXT = 20_000
+"""Bytes of text that a plan takes. With less, a tokenizer finds too few different pieces, and a score says nothing."""
+
+small, large = cache(demo), cache(sprint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The budget, the text and the fixed settings to plan for."""
+
+    minutes: float
+    max_bytes: int
+    text: Text
+    settings: tuple[str, ...] = ()
+    """a.b=value, each: fixed."""
+    compile_minutes: float = math.inf
+    """A run of so many minutes compiles its passes on a CPU."""
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        pairs = (setting.partition("=") for setting in self.settings)
+        return {name.strip(): parse_value(value) for name, _, value in pairs}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All candidates as arrays over models (rows) and batches (columns)."""
+
+    models: tuple[ModelConfig, ...]
+    costs: Costs
+    matrices: Array
+    vocab: Array
+    bigrams: Array
+    """Rows of the bigram table."""
+    bytes_per_token: Array
+    batches: Array
+    lengths: Array
+    untried: Array
+    """Added to the score, by model and batch, for sizes that no long run has tried."""
+    correction: Array
+    """Added to the score, by model and batch: what long runs nearby were above the law."""
+
+
+def make_grid(request: Request, machine: Machine, laws: Laws) -> Grid:
+    fixed, text = request.fixed, request.text
+    if text.bytes < LEAST_TEXT:
+        raise ConfigError(
+            f"the text has about {text.bytes:,.0f} bytes to train on; a plan needs {LEAST_TEXT:,} at least: give more text"
+        )
+    models = _make_models(request, machine, laws)
+    batches = _batches(fixed, machine.ranks, text)
+    if not batches:
+        raise ConfigError(
+            f"the batch of {_show(request, 'batch.')} cannot be split into sequences over {machine.ranks} ranks: give "
+            "batch.batch_tokens that is a multiple of batch.sequence_length and of the ranks, or leave both to the plan"
+        )
+    sizes = np.array([float(model.vocab_size) for model in models])
+    spelt = laws.token_sizes.predict(sizes, text.hardness) if text.bytes_per_token is None else text.bytes_per_token
+    matrices = np.array([float(count_parameters(model).matrices) for model in models])
+    batch_tokens = np.array([float(batch) for batch, _ in batches])
+    bigrams = np.array([float(model.bigram_buckets) for model in models])
+    distances = laws.distances(matrices[:, None], sizes[:, None], batch_tokens)
+    tables = laws.table_distances(bigrams[:, None])
+    return Grid(
+        models=tuple(models),
+        costs=Costs.of(models),
+        matrices=matrices,
+        bigrams=bigrams,
+        untried=UNTRIED * np.hypot(distances, tables).min(axis=0),
+        correction=laws.correct(distances),
+        vocab=sizes,
+        bytes_per_token=np.broadcast_to(spelt, sizes.shape),
+        batches=batch_tokens,
+        lengths=np.array([float(length) for _, length in batches]),
+    )
+
+
+def _make_models(request: Request, machine: Machine, laws: Laws) -> list[ModelConfig]:
+    """The models of all shapes, vocabularies and tables. Where settings leave none, the reason is that of the last one."""
+    fixed, (low, high) = request.fixed, laws.ranges["matrices"]
+    anywhere = "model.layers" in fixed or "model.width" in fixed
+    tables = [rows for rows in TABLES if rows <= GPU_ROWS or not machine.cuda]
+    if "model.bigram_buckets" in fixed:
+        tables = [fixed["model.bigram_buckets"]]
+    found, reason = [], ConfigError("no shape is near enough to the runs behind the laws")
+    for layers, width in _shapes(fixed):
+        for vocab in _vocabularies(fixed, request.text, laws):
+            try:
+                model = make_model(layers, width, vocab, fixed, cuda=machine.cuda)
+            except ConfigError as error:
+                reason = error
+                continue
+            if anywhere or low / _BEYOND**2 <= count_parameters(model).matrices <= high * _BEYOND:
+                found += [replace(model, bigram_buckets=rows) for rows in tables]
+    if not found:
+        raise ConfigError(f"no model follows from {_show(request, 'model.')}: {reason}")
+    return found
+
+
+def _show(request: Request, kind: str) -> str:
+    """The settings of a kind, as they were given."""
+    own = [setting for setting in request.settings if setting.strip().startswith(kind)]
+    return ", ".join(f"--set {setting}" for setting in own) or "these settings"
+
+
+def make_model(layers: int, width: int, vocab: int, fixed: dict[str, Any], *, cuda: bool) -> ModelConfig:
+    """The model of a shape, with the options of `demo` on a CPU and those of `sprint`, widened, on a GPU. Heads of 128
+    channels take a GPU 7% less time, and a CPU no less. A ConfigError says which settings contradict it."""
+    base = (large() if cuda else small()).model
+    channels_of_head = 128 if cuda and width % 128 == 0 else 64 if cuda else 48
+    counts = range(1, max(1, width // channels_of_head) + 1)
+    heads = max((count for count in counts if width % (8 * count) == 0), default=1)
+    values: dict[str, Any] = {
+        "layers": layers,
+        "width": width,
+        "vocab_size": vocab,
+        "heads": heads,
+        "kv_heads": heads // 2 if heads % 2 == 0 else 1,
+        "rope_dims": 16,
+        "value_layers": (layers - 2, layers - 1) if layers >= 8 else (layers - 1,),
+        "value_width": 128 if width >= 384 else min(64, width),
+        "bigram_buckets": base.bigram_buckets,
+        "bigram_width": min(TABLE_WIDTH, width),
+        "xsa_layers": min(base.xsa_layers, layers),
+    }
+    own = {name.removeprefix("model."): value for name, value in fixed.items() if name.startswith("model.")}
+    own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+    try:
+        return replace(base, **values | own)
+    except (TypeError, ZeroDivisionError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _shapes(fixed: dict[str, Any]) -> list[tuple[int, int]]:
+    layers, width = fixed.get("model.layers"), fixed.get("model.width")
+    if layers is not None and width is not None:
+        return [(layers, width)]
+    if width is not None:
+        nearest = min(WIDTHS, key=lambda known: abs(known - width))
+        return [(count, width) for count in LAYERS[nearest]]
+    if layers is not None:
+        return [(layers, known) for known in WIDTHS]
+    return [(count, known) for known in WIDTHS for count in LAYERS[known]]
+
+
+def _vocabularies(fixed: dict[str, Any], text: Text, laws: Laws) -> list[int]:
+    if text.vocab is not None:
+        return [text.vocab]
+    if "model.vocab_size" in fixed:
+        check_vocab(fixed["model.vocab_size"])
+        return [fixed["model.vocab_size"]]
+    high = laws.ranges["vocab"][1]
+    return [size for size in VOCABULARIES if size <= max(VOCABULARIES[0], min(high, text.bytes / _TEXT_PER_TOKEN))]
+
+
+def _batches(fixed: dict[str, Any], ranks: int, text: Text) -> list[tuple[int, int]]:
+    """(batch tokens, sequence length) that divide evenly over the ranks."""
+    odd = ranks // math.gcd(ranks, 2**20)
+    sizes = [fixed["batch.batch_tokens"]] if "batch.batch_tokens" in fixed else [odd * size for size in BATCHES]
+    # About 2% of the text is held out, and must hold some windows.
+    most = 2 ** int(math.log2(max(32.0, 0.02 * text.bytes / 16)))
+    found = []
+    for size in sizes:
+        length = fixed.get("batch.sequence_length", max(16, min(2048, most, max(256, _power_below(size // 8)))))
+        if isinstance(size, int) and isinstance(length, int) and length > 0 and size % (length * ranks) == 0:
+            found.append((size, length))
+    return found
+
+
+def _power_below(number: int) -> int:
+    return 1 << (max(number, 1).bit_length() - 1)

@@ -1,0 +1,84 @@
+"""What a plan says of itself: where it leaves the runs behind the laws, what the laws do not know, and what to change."""
+
+from collections.abc import Iterator
+
+from parbank.plan.choose import Plan
+from parbank.plan.shapes import count_parameters
+
+LEAST_STEPS = 20
+NO_GAIN = 0.001
+"""Bits per byte: with half of the minutes so near, they are more than the model can use."""
+KNOWN = (
+    "data", "seed", "budget.", "model.layers", "model.width", "model.vocab_size", "model.mlp_multiple", "model.kv_heads",
+    "model.bigram_buckets", "batch.batch_tokens", "batch.micro_batch_tokens", "batch.prefetch", "train.compile",
+    "train.cuda_graph", "train.warmup_steps", "train.log_every", "train.loggers", "train.validate", "train.checkpoint_minutes",
+    "train.keep_checkpoints", "train.max_skipped",
+)  # fmt: skip
+"""Beginnings of settings that the expected score counts with, or that change no score."""
+
+
+def find_notes(plan: Plan) -> tuple[str, ...]:
+    """The notes of a plan, each a sentence."""
+    return (*_extrapolations(plan), *_end(plan), *_ignored(plan), *_load(plan))
+
+
+def _extrapolations(plan: Plan) -> Iterator[str]:
+    best, text = plan.best, plan.text
+    model = best.config.model
+    values = {
+        "matrices": (float(count_parameters(model).matrices), "parameters in matrices"),
+        "tokens": (best.tokens, "training tokens"),
+        "epochs": (best.epochs, "epochs"),
+        "vocab": (float(model.vocab_size), "tokens in the vocabulary"),
+        "bigrams": (float(model.bigram_buckets), "rows of bigrams"),
+        "batch_tokens": (float(best.config.batch.batch_tokens), "tokens a batch"),
+        "text_bytes": (text.bytes, "bytes of text"),
+        "hardness": (text.hardness, "bits per byte under zlib"),
+    }
+    for name, (value, what) in values.items():
+        low, high = plan.ranges[name]
+        if not low * 0.99 <= value <= high * 1.01:
+            shown, *bounds = (f"{x:,.2f}" if x < 100 else f"{x:,.0f}" for x in (value, low, high))
+            yield f"{shown} {what} lie outside the runs behind this plan ({' to '.join(bounds)}): extrapolated"
+
+
+def _end(plan: Plan) -> Iterator[str]:
+    best, steps = plan.best, plan.best.config.budget.most_steps
+    if steps is not None:
+        minutes = best.tokens / best.tokens_per_second / 60
+        yield (
+            f"the text is small: training ends after {count(steps, 'step')}, about {minutes:.2g} of {plan.minutes:g} minutes; with "
+            "more epochs this model would learn it by heart: give more text"
+        )
+    elif best.steps < LEAST_STEPS:
+        yield f"about {count(max(1, round(best.steps)), 'step')} fit the clock, too few to learn much: give more minutes"
+    elif plan.less_minutes - best.score < NO_GAIN:
+        yield f"half of the minutes would score within {NO_GAIN:g}: give fewer minutes, or a larger --max-bytes"
+
+
+def _ignored(plan: Plan) -> Iterator[str]:
+    """Settings that were given, change the score, and are in no law."""
+    names = dict.fromkeys(setting.partition("=")[0].strip() for setting in plan.settings)
+    unknown = [name for name in names if not name.startswith(KNOWN)]
+    if unknown:
+        yield f"the expected score does not know {', '.join(unknown)}: it is that of the usual values"
+
+
+def _load(plan: Plan) -> Iterator[str]:
+    machine = plan.machine
+    if machine.others:
+        yield (
+            f"other processes want {count(machine.others, 'core')}: this plan is for the machine without them, and a run now would "
+            f"get about {machine.share:.0%} of its steps: end them, or give more minutes"
+        )
+    if not machine.calm:
+        yield (
+            f"the machine was busy when it was probed: the gain of {count(machine.threads, 'thread')} over one is assumed, and is "
+            "measured by the next plan that finds it calm"
+        )
+
+
+def count(number: float, word: str) -> str:
+    """1 step, 2 steps, 2.5 cores."""
+    shown = f"{number:,}" if isinstance(number, int) else f"{number:.1f}"
+    return f"{shown} {word}{'' if shown == '1' else 's'}"
