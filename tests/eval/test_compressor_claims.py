@@ -59,7 +59,7 @@ def certain(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
 def forge(loaded: LoadedModel, folder: Path, content: bytes = CONTENT, **claims: Any) -> Path:
     """A file of two segments with false claims and sound checksums."""
     (folder / "a.txt").write_bytes(content)
-    compress([folder / "a.txt"], loaded, folder / "a.pbz", segments=2)
+    compress([folder / "a.txt"], loaded, folder / "a.pbz", segments=2, always_model=True)
     with open(folder / "a.pbz", "rb") as file:
         header = read_header(file, "it")
         (block,) = read_blocks(file, header.files[0][1], "it")
@@ -108,7 +108,7 @@ def test_decoding_ends_with_the_claimed_bytes(loaded: LoadedModel, tmp_path: Pat
 def test_the_most_compressible_text_comes_back(loaded: LoadedModel, tmp_path: Path) -> None:
     content = b"a" * 20_000
     (tmp_path / "a.txt").write_bytes(content)
-    written = compress([tmp_path / "a.txt"], loaded, tmp_path / "a.pbz", segments=512)
+    written = compress([tmp_path / "a.txt"], loaded, tmp_path / "a.pbz", segments=512, always_model=True)
     assert written.tally.coded <= 8
     (path,) = decompress(tmp_path / "a.pbz", loaded, tmp_path / "back")
     assert path.read_bytes() == content
