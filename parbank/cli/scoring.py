@@ -1,5 +1,6 @@
 """One or several models scored on one text: the work of `eval`."""
 
+import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from parbank.eval.methods.base import Method
 
 LARGEST_BESIDE = 1 << 26  # bytes of text for xz and zstd, which then take a minute
+UNPACKED = "this model, unpacked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,8 @@ def score_models(paths: dict[str, Path], request: Request, laps: Laps) -> list[d
         if place.is_main:
             compressors = beside.result()
             laps.mark("compressors")
-            found[0]["beside"] = compressors
+            unpacked = _find_unpacked(next(iter(paths.values())), found[0]) if len(paths) == 1 else {}
+            found[0]["beside"] = unpacked | compressors
     return found if place.is_main else None
 
 
@@ -95,7 +98,7 @@ def _score_model(
 ) -> dict[str, Any] | None:
     from parbank.data.validation import open_validation
     from parbank.eval.audit import audited
-    from parbank.eval.breakdown import break_down
+    from parbank.eval.breakdown import break_down, compare_with_plain
     from parbank.eval.methods import make_method
     from parbank.eval.result import refuse_unlike
     from parbank.training.load import load_model
@@ -151,6 +154,8 @@ def _score_model(
         **about,
         **audit_result,
     }
+    if scored.plain is not None:
+        result["plain"] = {"method": "streaming", **compare_with_plain(scored, loaded.tokenizer)}
     if request.prove:
         from parbank.eval.compressor.proof import prove
 
@@ -161,6 +166,24 @@ def _score_model(
     if request.breakdown:
         result["breakdown"] = break_down(scored, loaded.tokenizer, method, loaded.model.config)
     return result
+
+
+def _find_unpacked(path: Path, result: dict[str, Any]) -> dict[str, float]:
+    """The score of the weights before packing, where the run's summary has it for this artifact, text and method: another
+    pass over the text would take as long as the score itself, and is left to --unpacked."""
+    artifact = path / "model.pbk" if path.is_dir() else path
+    try:
+        summary = json.loads((artifact.parent / "summary.json").read_bytes())
+        config = json.loads((artifact.parent / "config.json").read_bytes())
+        same = (
+            artifact.stat().st_size == summary["artifact_bytes"]
+            and abs(result["val_bpb"] - summary["val_bpb"]) < 0.001  # rounding, on another device
+            and (result["text_sha256"], result["tokens"]) == (summary["val_text_sha256"], summary["val_tokens"])
+            and (result["method"], result["context"]) == ("chunked", config["batch"]["sequence_length"])
+        )
+        return {UNPACKED: float(summary["val_bpb_before_packing"])} if same else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _first(progress: Any, laps: Laps) -> Any:

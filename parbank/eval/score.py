@@ -83,6 +83,7 @@ class Scored:
 
     tokens: np.ndarray  # (N,) uint16
     nats: np.ndarray  # (N - 1,) float32, in the order of the text
+    plain: np.ndarray | None = None  # (N - 1,) the plain score of the same tokens, where a method starts from one
 
     @classmethod
     def gather(cls, text: Text, nats: Tensor, runtime: Runtime) -> "Scored":

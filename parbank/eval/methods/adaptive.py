@@ -118,7 +118,7 @@ class Adaptive(Method):
                 adapted = self.read_documents(model, text, runtime, lambda done: progress(share + (1 - share) * done))
             sizes = Scored(text.tokens, plain).byte_counts(tokenizer)
             nats = self.mix(text.tokens, model.config.bos_id, sizes, plain, adapted, counts.result())
-        return Scored(text.tokens, nats.astype(np.float32))
+        return Scored(text.tokens, nats.astype(np.float32), plain)
 
     def audit(
         self, audit: Audit, model: GPT, scored: Scored, runtime: Runtime, *, tokenizer: Tokenizer | None = None
