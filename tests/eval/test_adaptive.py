@@ -151,6 +151,21 @@ def test_factors_that_wreck_the_model_cost_next_to_nothing() -> None:
     assert losses[0][0] < -20, "it pays where it helps"
 
 
+@pytest.mark.parametrize("nothing", [np.nan, np.inf, -np.inf])
+def test_factors_that_overflow_leave_the_plain_score(nothing: float) -> None:
+    tokens, alone = make_tokens(), plain(make_tokens())
+    starts = np.flatnonzero(tokens[:-1] == BOS)
+    adapted = np.column_stack([alone - 0.1, alone - 0.1])
+    adapted[starts[1] + 5 : starts[2]] = nothing  # an overflow ends with its document
+    adapted[starts[3] :, 0] = nothing
+    sizes = TOKENIZER.count_bytes(tokens[1:], tokens[:-1])
+    method: Any = make_method("adaptive", context=CONTEXT, orders=(2, 3))
+    found = method.mix(tokens, BOS, sizes, alone, adapted, method.count_ngrams(tokens, BOS))
+    assert np.isfinite(found).all()
+    lost = np.add.reduceat(found - alone, starts) / np.log(2)
+    assert (lost <= 0.002 * np.add.reduceat(sizes, starts) + 1e-9).all()
+
+
 def test_learning_from_a_text_that_repeats_itself_pays() -> None:
     tokens = np.concatenate([[BOS], np.tile(np.random.default_rng(3).integers(2, VOCAB, 30), 6)]).astype(np.uint16)
     alone = plain(tokens).sum()
@@ -263,8 +278,9 @@ def test_the_weights_come_back() -> None:
         ({"allowance": 0.0}, "allowance must be positive and finite"),
         ({"scopes": ("line",)}, "scopes must be of document, text, got line"),
         ({"discount": 1.5}, "discount must lie in 0..1"),
-        ({"temperatures": (1.0, 0.0)}, "temperatures must be positive numbers"),
-        ({"temperatures": ()}, "temperatures must be positive numbers, at least one"),
+        ({"temperatures": (1.0, 0.0)}, r"temperatures must be numbers in 0.01..100, at least one, got \[1.0, 0.0\]"),
+        ({"temperatures": ()}, "temperatures must be numbers in 0.01..100, at least one"),
+        ({"lr": 1e300}, r"--lr must lie in 0..1, got 1e\+300"),
     ],
 )
 def test_settings_that_cannot_be_run_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -37,6 +37,7 @@ from parbank.runtime import Runtime
 SCOPES = ("document", "text")
 AGE = 64  # tokens of a document's first age; the next one is twice as long
 NGRAMS = 0.1  # the weight of all n-grams at first
+OVERFLOW = 1e4  # nats of a token where factors have overflowed: a prediction that is no number gives it no probability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +85,10 @@ class Adaptive(Method):
             value = getattr(self, name)
             require(value >= 1, f"--{name.replace('_', '-')} must be at least 1, got {value}")
         require(self.rank >= 0, f"--rank must be 0 (no factors) or more, got {self.rank}")
-        require(0 <= self.lr < float("inf"), f"--lr must be 0 or more and finite, got {self.lr}")
-        warm = all(0 < temperature < float("inf") for temperature in self.temperatures)
+        require(0 <= self.lr <= 1, f"--lr must lie in 0..1, got {self.lr}")
+        warm = all(0.01 <= temperature <= 100 for temperature in self.temperatures)
         given = list(self.temperatures)
-        require(warm and bool(given), f"temperatures must be positive numbers, at least one, got {given}")
+        require(warm and bool(given), f"temperatures must be numbers in 0.01..100, at least one, got {given}")
         require(all(order >= 0 for order in self.orders), f"orders must be 0 or more, got {list(self.orders)}")
         unknown = [scope for scope in self.scopes if scope not in SCOPES]
         require(not unknown, f"scopes must be of {', '.join(SCOPES)}, got {', '.join(unknown)}")
@@ -151,7 +152,7 @@ class Adaptive(Method):
         config = MixConfig(rate=self.mix_rate, block=self.mix_block)
         found = plain = plain.astype(np.float64)
         if adapted is not None:
-            found = mix_bayes(np.column_stack([plain, adapted]))
+            found = mix_bayes(np.column_stack([plain, np.where(np.isfinite(adapted), adapted, OVERFLOW)]))
         if counts:
             experts, contexts = [found], [age]
             for own in counts.values():
