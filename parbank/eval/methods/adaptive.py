@@ -126,6 +126,10 @@ class Adaptive(Method):
     ) -> None:
         audit_mixture(self, audit, model, scored, scored.byte_counts(_require_tokenizer(tokenizer)), runtime)
 
+    def rehearse(self, model: GPT, runtime: Runtime) -> None:
+        """The streaming pass. Factors learn through PyTorch's own kernels, which need no compiling."""
+        self.make_streaming().rehearse(model, runtime)
+
     def make_streaming(self) -> Streaming:
         """The method of the plain score."""
         return Streaming(context=self.context, graphed=self.graphed, segment=self.segment)
