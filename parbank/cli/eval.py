@@ -408,7 +408,7 @@ def _show(result: dict[str, Any], as_json: bool, *, checkpoint: bool = False) ->
     beside, _ = result.pop("beside", {}), result.pop("times", None)
     shown = {key: _FORMATS.get(key, "{}").format(value) for key, value in result.items() if value is not None}
     if adapt := result.get("adapt"):
-        shown["adapt"] = ", ".join(f"{key} {value}" for key, value in adapt.items() if value != ())
+        shown["adapt"] = ", ".join(f"{key} {value}" for key, value in adapt.items() if value not in ((), None))
     if audit := result.get("audit"):
         shown["audit"] = "probabilities at {positions:,} positions sum to 1 within {worst_deviation:.1e}".format(
             **audit

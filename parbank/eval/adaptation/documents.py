@@ -70,13 +70,12 @@ class DocumentReader:
         rank: int,
         chunk: int,
         window: int,
-        lr: float,
         decay: int,
         temperatures: tuple[float, ...] = (1.0,),
         graphed: bool,
     ) -> None:
         self._model, self._device, self._temperatures = model, runtime.device, temperatures
-        self._rows, self._chunk, self._window, self._lr, self._decay = rows, chunk, window, lr, decay
+        self._rows, self._chunk, self._window, self._decay = rows, chunk, window, decay
         c = model.config
         shapes = {name: shape for name, shape in _matrix_shapes(c).items() if name.split(".")[-2] in LEARNING}
         self._factors = Factors(shapes, rows, rank, runtime.device)
@@ -89,9 +88,10 @@ class DocumentReader:
         ]
         self._graphs = Graphs(enabled=graphed and runtime.is_cuda)
 
-    def read(self, ids: Tensor, group: list[Document]) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(self, ids: Tensor, group: list[Document], lr: float) -> Iterator[tuple[Tensor, Tensor]]:
         """For each chunk of all documents: its targets' places in the text, (rows, chunk), and their nats at every
-        temperature, (rows, chunk, temperatures). The place of a target that is not scored is one past the last target."""
+        temperature, (rows, chunk, temperatures). The place of a target that is not scored is one past the last target.
+        `lr` is the learning rate at the start of a document."""
         self._factors.reset()
         for past in self._past:
             for tensor in past:
@@ -107,7 +107,7 @@ class DocumentReader:
             inside = (place >= first[:rows]) & (place <= last[:rows])
             wanted = torch.where(inside, ids[place.clamp(0, len(ids) - 1)].long(), IGNORED)
             targets = wanted[:, BEFORE + 1 :].contiguous()
-            rate, number = self._lr / (1 + start / self._decay) ** 0.5, start // self._chunk + 1
+            rate, number = lr / (1 + start / self._decay) ** 0.5, start // self._chunk + 1
             numbers = [torch.full((), float(n), device=self._device) for n in (start, rate, number)]
             learns = start + self._chunk < longest  # nothing is scored after the last chunk
             work = partial(self._work, learns=learns)

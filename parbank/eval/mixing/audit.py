@@ -8,6 +8,7 @@ Only tokens that have followed the same token before can have counts of n-grams.
 probability alone, and the mixture is linear in it. So they are scored together, as one token that never came before.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -16,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parbank.eval.adaptation.base import restored
-from parbank.eval.adaptation.documents import find_documents, group_documents
 from parbank.eval.audit import Audit
 from parbank.eval.score import IGNORED, Scored, Text, run_scorer, silent
 from parbank.model import GPT
@@ -42,11 +41,14 @@ def audit_mixture(
     adapted, logits = _read_adapted(method, model, text, alone, chosen) if method.rank else (None, {})
     temperatures = np.array(method.temperatures)
     for place in chosen.tolist():
-        target, own = int(tokens[place + 1]), slice(place + 1)
+        target, past = int(tokens[place + 1]), slice(place + 1)
         p = _probabilities(plain_logits[place], target, plain[place], np.ones(1))
         if adapted is not None:
-            p = np.concatenate([p, _probabilities(logits[place], target, adapted[place], temperatures)], axis=1)
-        before = sizes[own], plain[own], None if adapted is None else adapted[own]
+            by_rate = adapted[place].reshape(-1, len(temperatures))
+            own = itertools.cycle(logits[place])  # of every rate, or of the one that stands for all
+            learnt = [_probabilities(next(own), target, nats, temperatures) for nats in by_rate]
+            p = np.concatenate([p, *learnt], axis=1)
+        before = sizes[past], plain[past], None if adapted is None else adapted[past]
         audit.add(_sum(method, tokens[: place + 2], model.config.bos_id, before, p, scored.nats[place]))
 
 
@@ -72,31 +74,22 @@ def _read_plain(
 
 def _read_adapted(
     method: "Adaptive", model: GPT, text: Text, runtime: Runtime, chosen: np.ndarray
-) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """The nats of all targets at every temperature, and the logits of the chosen ones."""
-    groups = group_documents(find_documents(text.tokens, model.config.bos_id), method.rows)
-    nats = text.new_nats()[:, None].repeat(1, len(method.temperatures))
-    logits: dict[int, np.ndarray] = {}
+) -> tuple[np.ndarray, dict[int, list[np.ndarray]]]:
+    """The nats of all targets by every prediction, and the logits of the chosen ones at each learning rate that they were
+    read at: at all of them, or at one."""
+    logits: dict[int, list[np.ndarray]] = {int(place): [] for place in chosen}
     last: list[Tensor] = []
 
     def keep(found: Tensor, targets: Tensor) -> None:
         last[:] = [found]
 
-    training = model.training
-    with restored(model):
-        model.eval().requires_grad_(False)
-        try:
-            reader = method.make_reader(model, runtime, groups)
-            with _tapped(model, keep):
-                for group in groups:
-                    for places, found in reader.read(text.ids, group):
-                        nats[places] = found
-                        flat = places.flatten().cpu().numpy()
-                        for row in np.flatnonzero(np.isin(flat, chosen)):
-                            logits[int(flat[row])] = last[0][row].double().cpu().numpy()
-        finally:
-            model.train(training)
-    return nats[:-1].double().cpu().numpy(), logits
+    def watch(places: Tensor) -> None:
+        flat = places.flatten().cpu().numpy()
+        for row in np.flatnonzero(np.isin(flat, chosen)):
+            logits[int(flat[row])].append(last[0][row].double().cpu().numpy())
+
+    with _tapped(model, keep):
+        return method.read_documents(model, text, runtime, silent, watch).astype(np.float64), logits
 
 
 @contextmanager
