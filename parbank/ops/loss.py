@@ -30,6 +30,9 @@ from parbank.ops.configs import ANY, Launch
 # log-sum-exp is one number, with an error of a few millionths.
 BOUNDED_CAP = 40.0
 
+IGNORED = -100
+"""A target that has no loss: the default ignore_index, as in PyTorch."""
+
 
 def _launch(rows: int, block: int, warps: int) -> Launch:
     return Launch({"BLOCK_ROWS": rows, "BLOCK": block}, num_warps=warps, num_stages=1)
@@ -373,7 +376,7 @@ _softcap_cross_entropy_backward.register_autograd(refuse_double_backward("softca
 
 
 def softcap_cross_entropy(
-    logits: Tensor, targets: Tensor, cap: float = 0.0, ignore_index: int = -100, reduction: str = "mean"
+    logits: Tensor, targets: Tensor, cap: float = 0.0, ignore_index: int = IGNORED, reduction: str = "mean"
 ) -> Tensor:
     """Cross-entropy of cap*tanh(logits/cap), in one pass each way. A cap of 0 leaves the logits as they are.
 
