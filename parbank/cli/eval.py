@@ -147,7 +147,7 @@ def evaluate(
         bool,
         typer.Option(
             "--audit",
-            help="Also check, at a sample of the scored positions, that probabilities sum to 1. Implies --eager.",
+            help="Check at more positions than always that probabilities sum to 1, and print the result. Implies --eager.",
         ),
     ] = False,
     unpacked: Annotated[

@@ -97,7 +97,7 @@ def _score_model(
     kernels: "KernelsAside",
 ) -> dict[str, Any] | None:
     from parbank.data.validation import open_validation
-    from parbank.eval.audit import audited
+    from parbank.eval.audit import POSITIONS, audited
     from parbank.eval.breakdown import break_down, compare_with_plain
     from parbank.eval.methods import make_method
     from parbank.eval.result import refuse_unlike
@@ -126,7 +126,8 @@ def _score_model(
         beside.begin(loaded.tokenizer, validation.tokens)
     kernels.wait()
     laps.mark("kernels")
-    with display.progress(f"scoring{said}") as progress, audited(loaded.model) if request.audit else nullcontext() as w:
+    thorough = audited(loaded.model, place.device, POSITIONS) if request.audit else nullcontext()
+    with display.progress(f"scoring{said}") as progress, thorough as w:
         began = laps.seconds.get("first piece", 0.0) + laps.seconds.get("scoring", 0.0)
         scored = method.score(
             loaded.model, validation.tokens, place, _first(progress, laps), tokenizer=loaded.tokenizer
@@ -137,7 +138,9 @@ def _score_model(
     audit_result = {}
     if w is not None:
         method.audit(w, loaded.model, scored, place, tokenizer=loaded.tokenizer)
-        audit_result["audit"] = w.finish(place)
+        found = w.gather(place)
+        found.refuse_faults()
+        audit_result["audit"] = found.describe()
     if not place.is_main:
         return None
     if (idle := method.find_idle(scored.tokens, loaded.model.config)) is not None:

@@ -11,7 +11,7 @@ import torch
 from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError
 from parbank.eval.adaptation.documents import DocumentReader, find_documents, group_documents
-from parbank.eval.audit import audited
+from parbank.eval.audit import POSITIONS, audited
 from parbank.eval.methods import make_method
 from parbank.eval.methods.adaptive import _find_best
 from parbank.eval.methods.base import place_in_document
@@ -257,11 +257,11 @@ def test_the_audit_watches_both_passes_and_changes_nothing() -> None:
     model, tokens = make_model(), TokenSet([make_tokens()])
     method = make_method("adaptive", context=CONTEXT, chunk=8, rows=2, graphed=False)
     alone = method.score(model, tokens, CPU, tokenizer=TOKENIZER).nats
-    with audited(model) as audit:
+    with audited(model, CPU.device, POSITIONS) as audit:
         assert np.array_equal(method.score(model, tokens, CPU, tokenizer=TOKENIZER).nats, alone)
-    found = audit.finish(CPU)
-    assert found["worst_deviation"] < 1e-4
-    assert found["positions"] > 16 * 10, "each chunk of factors is checked, and the streaming pass"
+    found = audit.gather(CPU)
+    assert found.deviation < 1e-4
+    assert found.positions > 16 * 10, "each chunk of factors is checked, and the streaming pass"
 
 
 def test_an_adaptive_score_carries_its_settings_and_compares_with_no_other() -> None:

@@ -33,7 +33,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken: list[int] = []
     take = coder._Steps.take
 
-    def count(self: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def count(self: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
         taken.append(len(ids))
         return take(self, ids)
 
@@ -47,7 +47,7 @@ def certain(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.tokenizer.byte_tokens is not None
     token = int(loaded.tokenizer.byte_tokens[ord("a")])
 
-    def make_certain(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def make_certain(logits: Tensor) -> tuple[Tensor, Tensor]:
         logits = torch.zeros_like(logits)
         logits[:, token] = 100.0
         return make_weights(logits)
@@ -127,7 +127,7 @@ def test_the_likeliest_tokens_take_the_least_bits(vocab: int) -> None:
     """The range coder's own output, for nothing but the likeliest token: never below the bound, and close to it."""
     logits = torch.zeros(1, vocab)
     logits[0, vocab // 2] = 200.0
-    weights, _, _ = make_weights(logits)
+    weights, _ = make_weights(logits)
     assert float(weights.max()) + 1 == (1 << PRECISION) - vocab + 1
     count, encoder = 1 << 20, stream.queue.RangeEncoder()
     model = stream.model.Categorical(weights[0].numpy(), perfect=False)

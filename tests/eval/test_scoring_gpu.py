@@ -13,6 +13,7 @@ from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.eval.adaptation.low_rank import LowRankAdapter, LowRankConfig
 from parbank.eval.adaptation.sgd import SgdAdapter, SgdConfig
+from parbank.eval.audit import SAMPLE
 from parbank.eval.methods import make_method
 from parbank.eval.methods.adaptive import Adaptive
 from parbank.eval.methods.base import Method
@@ -55,6 +56,20 @@ def test_a_gpu_scores_what_a_cpu_does(method: Method, tokens: np.ndarray) -> Non
     again = method.score(model, TokenSet([tokens]), cuda, tokenizer=TOKENIZER).nats
     if method.name != "ttt":  # gradients of embeddings are added by atomics, in any order
         assert np.array_equal(found, again), "the same bits again"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", [*METHODS, ADAPTIVE], ids=lambda method: method.name)
+def test_passes_that_are_replayed_as_graphs_are_audited_as_others_are(method: Method, tokens: np.ndarray) -> None:
+    cuda, model = Runtime(device=torch.device("cuda")), make_model().cuda()
+    graphed, eager = (
+        dataclasses.replace(method, graphed=graphed).score(model, TokenSet([tokens]), cuda, tokenizer=TOKENIZER)
+        for graphed in (True, False)
+    )
+    assert graphed.audit.positions >= SAMPLE
+    assert graphed.audit.positions == eager.audit.positions
+    assert 0 < graphed.audit.deviation < 1e-4
+    graphed.total(TOKENIZER)
 
 
 @pytest.mark.gpu

@@ -136,6 +136,8 @@ class DocumentReader:
         if set(self._temperatures) == {1.0}:
             return nats[..., None]
         logits = self._model.read_out(x, None)
+        # The largest becomes 0: a float32 near a large logsumexp has no digits left for the logarithm of the sum.
+        logits = logits - logits.amax(-1, keepdim=True)
         own = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
         found = [nats if t == 1 else (logits / t).logsumexp(-1) - own / t for t in self._temperatures]
         return torch.stack(found, -1)

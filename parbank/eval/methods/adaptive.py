@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,10 @@ from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.eval.adaptation.base import restored
 from parbank.eval.adaptation.documents import Document, DocumentReader, find_documents, group_documents
-from parbank.eval.audit import Audit
+from parbank.eval.audit import Audit, audited
 from parbank.eval.methods.base import Method, place_in_document
 from parbank.eval.methods.streaming import Streaming
-from parbank.eval.mixing.audit import audit_mixture
+from parbank.eval.mixing.audit import SAMPLE, THOROUGH, audit_mixture
 from parbank.eval.mixing.bayes import mix_bayes
 from parbank.eval.mixing.guard import guard
 from parbank.eval.mixing.ngrams import Counts, count_ngrams, predict
@@ -132,18 +132,24 @@ class Adaptive(Method):
         with ThreadPoolExecutor(1) as aside:  # n-grams need no model: they are counted while it runs
             counts = aside.submit(self.count_ngrams, text.tokens, model.config.bos_id)
             scorer = self.make_streaming().make_scorer(model, runtime, targets=text.targets)
-            plain = run_scorer(scorer, model, text, runtime, lambda done: progress(share * done)).nats
-            adapted = None
+            plain = run_scorer(scorer, model, text, runtime, lambda done: progress(share * done))
+            adapted, passes = None, plain.audit
             if self.rank:
-                adapted = self.read_documents(model, text, runtime, lambda done: progress(share + (1 - share) * done))
-            sizes = Scored(text.tokens, plain).byte_counts(tokenizer)
-            nats = self.mix(text.tokens, model.config.bos_id, sizes, plain, adapted, counts.result())
-        return Scored(text.tokens, nats.astype(np.float32), plain)
+                with audited(model, runtime.device) as audit:
+                    adapted = self.read_documents(
+                        model, text, runtime, lambda done: progress(share + (1 - share) * done)
+                    )
+                passes = passes.join(audit.gather(runtime))
+            sizes = plain.byte_counts(tokenizer)
+            nats = self.mix(text.tokens, model.config.bos_id, sizes, plain.nats, adapted, counts.result())
+        mixture, found = Audit(runtime.device), Scored(text.tokens, nats.astype(np.float32), plain=plain.nats)
+        audit_mixture(self, mixture, model, found, sizes, runtime, SAMPLE)
+        return replace(found, audit=passes.join(mixture.gather(Runtime(device=runtime.device))))
 
     def audit(
         self, audit: Audit, model: GPT, scored: Scored, runtime: Runtime, *, tokenizer: Tokenizer | None = None
     ) -> None:
-        audit_mixture(self, audit, model, scored, scored.byte_counts(_require_tokenizer(tokenizer)), runtime)
+        audit_mixture(self, audit, model, scored, scored.byte_counts(_require_tokenizer(tokenizer)), runtime, THOROUGH)
 
     def rehearse(self, model: GPT, runtime: Runtime) -> None:
         """The streaming pass. Factors learn through PyTorch's own kernels, which need no compiling."""
