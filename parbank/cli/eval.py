@@ -322,8 +322,8 @@ def _show_several(results: dict[str, dict[str, Any]], laps: Laps, as_json: bool)
     print(f"differences from {first} by {documents:,} documents: a paired t test{corrected}")
     contexts = {name: result["context"] for name, result in results.items()}
     if len(set(contexts.values())) > 1:
-        shown = ", ".join(f"{name} {context:,}" for name, context in contexts.items())
-        print(f"note: the models read windows of different lengths (tokens: {shown}); --context N gives all the same")
+        listed = ", ".join(f"{name} {context:,}" for name, context in contexts.items())
+        print(f"note: the models read windows of different lengths (tokens: {listed}); --context N gives all the same")
 
 
 def _interval(one: Any) -> str:
