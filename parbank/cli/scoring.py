@@ -69,15 +69,20 @@ def score_models(paths: dict[str, Path], request: Request, laps: Laps) -> list[d
         display = Display(enabled=place.is_main, file=sys.stderr)
         kernels = KernelsAside(place, display.say)
         laps.mark("import")
-        for name, path in paths.items():
-            said = f" {name}" if len(paths) > 1 else ""
-            result = _score_model(path, request, place, display, laps, said, beside, kernels)
-            if result is None:
-                continue
-            if found and result["text_sha256"] != found[0]["text_sha256"]:
-                raise ConfigError(f"{name} was scored on another text than {next(iter(paths))}; give one by --data")
-            found.append(result)
-            request = replace(request, data=result["data"])
+        try:
+            for name, path in paths.items():
+                said = f" {name}" if len(paths) > 1 else ""
+                result = _score_model(path, request, place, display, laps, said, beside, kernels)
+                if result is None:
+                    continue
+                if found and result["text_sha256"] != found[0]["text_sha256"]:
+                    raise ConfigError(f"{name} was scored on another text than {next(iter(paths))}; give one by --data")
+                found.append(result)
+                request = replace(request, data=result["data"])
+        except BaseException:  # an interruption too: the scores before it took their time
+            for name, result in zip(paths, found):
+                display.say(f"before this, {name} scored {result['val_bpb']:.6f} bits per byte")
+            raise
         if place.is_main:
             compressors = beside.result()
             laps.mark("compressors")

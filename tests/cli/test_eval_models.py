@@ -98,6 +98,18 @@ def test_a_path_that_is_no_model_is_refused_before_the_first_is_scored(
         assert "scoring" not in answer.err
 
 
+def test_an_error_at_a_later_model_does_not_lose_earlier_scores(
+    call: Call, trained: Path, page: str, tmp_path: Path
+) -> None:
+    sound, damaged = (trained / "model.pbk").read_bytes(), tmp_path / "damaged.pbk"
+    damaged.write_bytes(sound[:-9] + b"damaged!!")
+    bpb = json.loads(call("eval", trained, "--data", page, "--json").out)["val_bpb"]
+    answer = call("eval", trained, damaged, "--data", page)
+    assert (answer.code, answer.out) == (2, "")
+    assert f"before this, {trained} scored {bpb:.6f} bits per byte" in answer.err
+    assert "before this" not in call("eval", damaged, trained, "--data", page).err
+
+
 def test_models_of_different_contexts_are_told_apart(
     call: Call, trained: Path, other: Path, page: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
