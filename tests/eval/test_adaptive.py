@@ -109,7 +109,7 @@ def test_the_factors_score_a_chunk_before_they_learn_from_it() -> None:
         reader = DocumentReader(model, CPU, rows=2, rank=4, chunk=8, window=CONTEXT, decay=100, graphed=False)
         nats = torch.zeros(len(tokens))
         for group in group_documents(find_documents(tokens, BOS), 2):
-            for places, part in reader.read(ids, group, lr):
+            for places, part in reader.read(ids, group, [lr]):
                 nats[places] = part[..., 0]
         found[lr] = nats[:-1].numpy()
     place = place_in_document(tokens, BOS)
@@ -210,7 +210,7 @@ def test_every_temperature_divides_the_logits_of_the_same_pass() -> None:
     ids, temperatures = torch.from_numpy(tokens.astype(np.int64)), (0.5, 1.0, 2.0)
     shape: dict[str, Any] = {"rows": 1, "rank": 2, "chunk": 8, "window": CONTEXT, "decay": 100}
     reader = DocumentReader(model, CPU, temperatures=temperatures, graphed=False, **shape)
-    ((places, nats),) = reader.read(ids, find_documents(tokens, BOS), 0.02)
+    ((places, nats),) = reader.read(ids, find_documents(tokens, BOS), [0.02])
     logits = model.read_out(model.features(ids[None, :-1]), None)[0]
     for number, temperature in enumerate(temperatures):
         expected = torch.nn.functional.cross_entropy(logits / temperature, ids[1:], reduction="none")

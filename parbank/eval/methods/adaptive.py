@@ -14,12 +14,13 @@ space is linear. Every rank computes them on the host from the same numbers.
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from parbank.config import require
@@ -211,21 +212,24 @@ class Adaptive(Method):
         After the first documents, all rates stand for the one that was best on them: so there are as many predictions for
         every token, and none of them follows from a later one. `watch` is called after each chunk.
         """
-        documents = find_documents(text.tokens, model.config.bos_id)
         rates = self.rates if self.lr is None else (self.lr,)
-        first = min(self.pilot, len(documents)) if len(rates) > 1 else 0
-        known = documents[first].first if first < len(documents) else text.targets
+        documents = find_documents(text.tokens, model.config.bos_id)
+        first = self.pilot if len(rates) > 1 else 0
+        pilot = [replace(document, rate=rate) for document in documents[:first] for rate in range(len(rates))]
+        later = documents[first:]
+        known = later[0].first if later else text.targets
         nats = text.new_nats()[:, None, None].repeat(1, len(rates), len(self.temperatures))
         total, done, training = known * len(rates) + text.targets - known, 0, model.training
         turns = itertools.cycle(range(runtime.world))
 
-        def read(part: list[Document], rate: int, columns: slice) -> None:
-            """Groups of documents go round the ranks."""
+        def read(part: list[Document]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            """For each chunk: the numbers of the rows' rates, (rows, 1), places and nats. Groups go round the ranks."""
             nonlocal done
             for group in group_documents(part, self.rows):
                 mine = next(turns) == runtime.rank
-                for chunks, (places, found) in enumerate(reader.read(text.ids, group, rates[rate]) if mine else (), 1):
-                    nats[:, columns][places] = found[:, :, None]
+                numbers = torch.tensor([d.rate for d in group] + [0] * self.rows, device=runtime.device)[:, None]
+                for chunks, (places, found) in enumerate(reader.read(text.ids, group, rates) if mine else (), 1):
+                    yield numbers[: len(places)], places, found
                     watch(places)
                     pace.step()
                     read = sum(min(document.targets, chunks * self.chunk) for document in group)
@@ -235,25 +239,25 @@ class Adaptive(Method):
         with restored(model):
             model.eval().requires_grad_(False)
             try:
-                reader, pace, best = self.make_reader(model, runtime, documents), Pace(runtime.device), 0
-                if first:
-                    for rate in range(len(rates)):
-                        read(documents[:first], rate, slice(rate, rate + 1))
-                    best = _find_best(runtime.sum(nats[:known].clone()))
-                read(documents[first:], best, slice(None))
+                reader, pace = self.make_reader(model, runtime, pilot, later), Pace(runtime.device)
+                for numbers, places, found in read(pilot):
+                    nats[places, numbers] = found
+                best = _find_best(runtime.sum(nats[:known].clone())) if pilot else 0
+                for _, places, found in read([replace(document, rate=best) for document in later]):
+                    nats[places] = found[:, :, None]
             finally:
                 model.train(training)
         return np.asarray(runtime.sum(nats)[:-1].flatten(1).cpu().numpy())
 
-    def make_reader(self, model: GPT, runtime: Runtime, documents: list[Document]) -> DocumentReader:
-        """Reads groups of documents with factors that learn each document."""
+    def make_reader(self, model: GPT, runtime: Runtime, *parts: list[Document]) -> DocumentReader:
+        """Reads groups of documents of these parts with factors that learn each document."""
         return DocumentReader(
             model,
             runtime,
-            rows=min(self.rows, len(documents)),
+            rows=min(self.rows, max(map(len, parts))),
             rank=self.rank,
             chunk=self.chunk,
-            window=min(self.context, max(document.targets for document in documents)),
+            window=min(self.context, max(document.targets for part in parts for document in part)),
             decay=self.decay,
             temperatures=self.temperatures,
             graphed=self.graphed,

@@ -87,7 +87,7 @@ def _read_adapted(
     method: "Adaptive", model: GPT, text: Text, runtime: Runtime, chosen: np.ndarray
 ) -> tuple[np.ndarray, dict[int, list[np.ndarray]]]:
     """The nats of all targets by every prediction, and the logits of the chosen ones at each learning rate that they were
-    read at: at all of them, or at one."""
+    read at: at all of them in their order, or at one."""
     logits: dict[int, list[np.ndarray]] = {int(place): [] for place in chosen}
     last: list[Tensor] = []
 
