@@ -6,10 +6,13 @@
     parbank               as `parbank train --minutes` runs: on a busy machine fewer threads, which sleep while they wait
     parbank, by steps     as `parbank train --steps` runs: the same number of threads always, which sleep while they wait
 
-Alone, the first two take turns of two seconds within one process: two processes differ by more than what is measured.
-Beside busy processes each has a process of its own, from its start. The bound there is the fair share: as many threads
-as cores, beside so many busy processes, get cores / (cores + busy) of the machine. The machine must be idle when this
-starts, and takes about three minutes.
+The model is compiled, as the demo's is. Alone, the first two take turns of two seconds within one process: two processes
+differ by more than what is measured. Beside busy processes each has a process of its own. They come after the compiling,
+or before the start: then parbank does not compile, because compiling beside them takes minutes.
+
+The bound is the fair share: as many threads as cores, beside so many busy processes, get cores / (cores + busy) of the
+machine. It is a share of what compiled training does alone, also for the run that does not compile. The machine must be
+idle when this starts, and takes about five minutes.
 """
 
 import argparse
@@ -32,6 +35,7 @@ MEASURED = ("parbank", "benchmarks/busy.py")
 DEFAULTS, OURS, STEPS = PROVIDERS = ("torch's defaults", "parbank", "parbank, by steps")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SPIN = "while True: pass"
+READY = "ready"
 TURN_SECONDS = 2.0
 
 
@@ -59,8 +63,9 @@ class Turns:
             self._begun = time.perf_counter()
 
 
-def train(seconds: float, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Trains the demo model in this process: tokens per second, threads and load of each provider."""
+def train(seconds: float, names: list[str], compiled: bool) -> dict[str, dict[str, Any]]:
+    """Trains the demo model in this process: tokens per second, threads and load of each provider. Says when it is ready to
+    train, and waits for a line."""
     import torch
 
     from parbank.config import override
@@ -71,7 +76,8 @@ def train(seconds: float, names: list[str]) -> dict[str, dict[str, Any]]:
     from parbank.training.threads import Threads
     from parbank.training.trainer import Trainer
 
-    config = override(get_recipe("demo"), f"budget.minutes={seconds / 60}", "train.checkpoint_minutes=0")
+    settings = f"budget.minutes={seconds / 60}", "train.checkpoint_minutes=0", f"train.compile={str(compiled).lower()}"
+    config = override(get_recipe("demo"), *settings)
     place = Runtime(device=torch.device("cpu"))
     with use_threads() as most, tempfile.TemporaryDirectory() as out:
         chosen = {name: Threads(most, adapts=name == OURS, measures=name != DEFAULTS) for name in names}
@@ -81,6 +87,9 @@ def train(seconds: float, names: list[str]) -> dict[str, dict[str, Any]]:
         turns = Turns(chosen, trainer)
         try:
             trainer.warm_up()
+            assert trainer.compiled == compiled, "the compiler failed; its message is above"
+            print(READY, flush=True)
+            sys.stdin.readline()
             trainer.train(turns.note)
         finally:
             trainer.close()
@@ -92,12 +101,21 @@ def train(seconds: float, names: list[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def measure(seconds: float, names: list[str]) -> dict[str, dict[str, Any]]:
-    """`train` in a process of its own."""
+def measure(seconds: float, names: list[str], *, before: int = 0, later: int = 0) -> dict[str, dict[str, Any]]:
+    """`train` in a process of its own. before, later: busy processes that come before its start, or when it is ready."""
     environment = {name: value for name, value in os.environ.items() if name not in WAITING}
-    command = [sys.executable, __file__, "--train", *names, "--seconds", str(seconds)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, __file__, "--train", *names, "--seconds", str(seconds), *["--plain"] * bool(before)]
+    with (
+        busy(before),
+        subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child,
+    ):
+        assert child.stdout is not None
+        while (line := child.stdout.readline().strip()) != READY:
+            assert line or child.poll() is None, "the training failed; its message is above"
+        with busy(later):
+            lines = child.communicate("go\n")[0].splitlines()
+    assert child.returncode == 0, "the training failed; its message is above"
+    found = json.loads(lines[-1])
     for name, one in found.items():
         print(f"{name:20} {one['tokens_per_second']:8,.0f} tokens/s  {one['threads']}  {one['load']}", flush=True)
     return found
@@ -115,8 +133,8 @@ def busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-def repeat(times: int, seconds: float, names: list[str]) -> dict[str, list[dict[str, Any]]]:
-    runs = [measure(seconds, names) for _ in range(times)]
+def repeat(times: int, seconds: float, names: list[str], **others: int) -> dict[str, list[dict[str, Any]]]:
+    runs = [measure(seconds, names, **others) for _ in range(times)]
     return {name: [run[name] for run in runs] for name in names}
 
 
@@ -124,29 +142,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--busy", type=int, default=4, help="processes that want a core each")
     parser.add_argument("--seconds", type=float, default=10.0, help="of training, for each provider and repeat")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--train", nargs="+", choices=PROVIDERS, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     if "--train" in sys.argv:
         arguments = parser.parse_args()
-        print(json.dumps(train(arguments.seconds, arguments.train)))
+        print(json.dumps(train(arguments.seconds, arguments.train, not arguments.plain)))
         return
     import harness
 
     arguments = harness.start(parser)
-    del arguments.train
-    seconds, repeats = arguments.seconds, arguments.repeats
+    del arguments.train, arguments.plain
+    seconds, repeats, count = arguments.seconds, arguments.repeats, arguments.busy
     alone = repeat(repeats, 2 * seconds, [DEFAULTS, OURS])
-    with busy(arguments.busy):
-        loaded = repeat(repeats, seconds, [OURS]) | repeat(1, seconds, [STEPS]) | repeat(1, seconds, [DEFAULTS])
-    rows = make_rows(alone, loaded, arguments.busy)
+    later = {
+        name: repeat(n, seconds, [name], later=count)[name] for name, n in [(OURS, repeats), (STEPS, 2), (DEFAULTS, 1)]
+    }
+    before = repeat(repeats, seconds, [OURS], before=count)
+    rows = make_rows(alone, later, before, count)
     options = harness.settings_of(arguments)
-    extra = {"measurements": {"alone": alone, "loaded": loaded}}
+    extra = {"measurements": {"alone": alone, "later": later, "before": before}}
     path = harness.write("busy", rows, out=arguments.out, settings=options, measured=MEASURED, extra=extra)
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
 
 
-def make_rows(alone: dict[str, Any], loaded: dict[str, Any], count: int) -> list[Any]:
-    """Medians, and the two shares that are promised."""
+def make_rows(alone: dict[str, Any], later: dict[str, Any], before: dict[str, Any], count: int) -> list[Any]:
+    """Medians, and the shares that are promised."""
     import harness
 
     def speed(found: dict[str, Any], provider: str) -> float:
@@ -154,13 +175,12 @@ def make_rows(alone: dict[str, Any], loaded: dict[str, Any], count: int) -> list
 
     cores = alone[OURS][0]["threads"]["cores"]
     fair = speed(alone, DEFAULTS) * cores / (cores + count)
-    beside = f"beside {count} busy processes"
     rows = [harness.Row("alone", name, speed(alone, name), "tokens/s") for name in alone]
-    rows += [harness.Row(beside, name, speed(loaded, name), "tokens/s", bound=fair) for name in loaded]
-    rows += [
-        harness.Row("lost alone", OURS, 100 * (1 - speed(alone, OURS) / speed(alone, DEFAULTS)), "%"),
-        *(harness.Row("of the fair share", name, 100 * speed(loaded, name) / fair, "%") for name in loaded),
-    ]
+    rows.append(harness.Row("lost alone", OURS, 100 * (1 - speed(alone, OURS) / speed(alone, DEFAULTS)), "%"))
+    for when, found in (("", later), (" from the start", before)):
+        beside, share = f"beside {count} busy processes{when}", f"of the fair share{when}"
+        rows += [harness.Row(beside, name, speed(found, name), "tokens/s", bound=fair) for name in found]
+        rows += [harness.Row(share, name, 100 * speed(found, name) / fair, "%") for name in found]
     return rows
 
 

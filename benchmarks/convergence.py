@@ -253,7 +253,7 @@ def main() -> None:
         settings=settings_of(arguments),
         measured=MEASURED,
         seeds=range(arguments.seeds),
-        peers=[dion.PEER.describe(*dion.DIFFERS)],
+        peers=[dion.describe()],
         extra={"tuned": tuned},
     )
     print(path)

@@ -73,15 +73,19 @@ def describe_peers(rows: list[Row]) -> list[dict[str, Any]]:
     from peers import dion
 
     timed = any(row.provider == DION for row in rows)
-    differs = ("in bfloat16, as it always is; ours in float16", "it also divides by the norm; our input has norm 1")
-    return [dion.PEER.describe(*differs, dion.GRAM)] if timed else []
+    differs = (
+        "in bfloat16, as it always is; ours in float16",
+        "it also divides by the norm; our input has norm 1",
+        "without its optional Gram iteration, which optimizer_newton_schulz.py times",
+    )
+    return [dion.PEER.describe(*differs)] if timed else []
 
 
 def public_kernels() -> Callable[[Tensor], Tensor]:
     """microsoft/dion's Newton-Schulz on symmetric products in Triton. It normalises its input, which ours is here already."""
     from peers import dion
 
-    return dion.load().newton_schulz_triton.newton_schulz_triton
+    return dion.newton_schulz()
 
 
 def over(function: Callable[[Tensor], Tensor], banks: list[Tensor]) -> Callable[[], Any]:

@@ -249,7 +249,7 @@ def main() -> None:
             out=arguments.out,
             settings=settings_of(arguments),
             measured=MEASURED,
-            peers=[dion.PEER.describe(*dion.DIFFERS)],
+            peers=[dion.describe()],
         )
         print(path)
 

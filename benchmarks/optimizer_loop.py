@@ -1,15 +1,18 @@
-"""An optimizer step as a training loop sees it: a real backward and zero_grad() before every step, default arguments.
+"""An optimizer step as a training loop sees it: a real backward, `zero_grad()` before every step, default arguments.
 
-    python benchmarks/optimizer_loop.py [--models golf "GPT-2 small" 1.3B] [--quick] [--out DIR]
+    python benchmarks/optimizer_loop.py [--models golf "GPT-2 small" 1.3B] [--quick] [--claim NAME] [--out DIR]
 
-Every provider runs in a process of its own. Each iteration sets the gradients to None, computes a loss over all matrices and
-its gradients, waits for the device, and times `step()` from the call to an idle device. Two kinds of gradients:
+Every provider runs in a process of its own. Each iteration calls the optimizer's `zero_grad()`, computes a loss over all
+matrices and its gradients, waits for the device, and times `step()` from the call to an idle device. Three cases:
 
-- usual: whatever addresses PyTorch's allocator gives. They often come back.
+- usual: gradients lie wherever PyTorch's allocator puts them. Addresses often come back.
 - moving: tensors of random sizes are allocated between the iterations, so that addresses change.
+- moving, set_to_none=True: as the last, with `zero_grad(set_to_none=True)`, which some trainers call.
 
-dion's graph needs gradients at fixed addresses: it gets them zeroed in place. Rows: the wall time, the time until `step()`
-returns (the host's), the first step, and the memory of a step beyond parameters and gradients, at its peak.
+"ParallelMuon, default" is `ParallelMuon(params)`, with the weight decay of all. dion's graph wants gradients that stay: its
+`zero_grad()` fills them with zeros. Rows: the wall time; the time until `step()` returns (the host's); the first step;
+and, beyond parameters and gradients, the memory at the peak of a step, and the memory that is held after it, that of CUDA
+graphs included. The bound of memory is the momentum and a tenth, without the work on one batch.
 """
 
 import argparse
@@ -35,11 +38,8 @@ from parbank.optim import ParallelMuon
 MEASURED = ("parbank/optim", "parbank/ops/symmetric.py", "parbank/ops/configs.py", "benchmarks/optimizer_loop.py")
 BATCH = 64  # rows of the input of each matrix
 WARMUP = 24  # steps until graphs are captured, also where gradients move
+TIMEOUT = 900  # seconds for one provider; dion compiles for minutes at 1.3B
 Maker = Callable[[list[nn.Parameter]], Any]
-
-
-def make_torch(params: list[nn.Parameter]) -> Any:
-    return torch.optim.Muon(params, lr=0.02, weight_decay=0.01)
 
 
 def make_dion(params: list[nn.Parameter]) -> Any:
@@ -51,24 +51,50 @@ def make_dion(params: list[nn.Parameter]) -> Any:
 class DionGraph:
     """dion's graphed optimizer, made at the first step: its warmup needs gradients."""
 
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        self.params, self.call = params, None
+    def __init__(self, params: list[nn.Parameter], gram: bool = False) -> None:
+        self.params, self.gram, self.call = params, gram, None
+
+    def zero_grad(self) -> None:
+        torch._foreach_zero_([param.grad for param in self.params if param.grad is not None])
 
     def step(self) -> None:
         from peers import dion
 
         if self.call is None:
-            self.call = dion.captured(self.params, compiled=False)
+            self.call = dion.captured(self.params, compiled=False, gram=self.gram)
         self.call()
 
 
 PROVIDERS: dict[str, Maker] = {
-    "torch.optim.Muon": make_torch,
+    "torch.optim.Muon": lambda params: torch.optim.Muon(params, lr=0.02, weight_decay=0.01),
     "dion, eager": make_dion,
     "dion, graph": DionGraph,
-    "ParallelMuon, eager": lambda params: ParallelMuon(params, weight_decay=0.01, cuda_graph=False),
+    "dion, graph, Gram": lambda params: DionGraph(params, gram=True),
+    "ParallelMuon, default": lambda params: ParallelMuon(params, weight_decay=0.01),
     "ParallelMuon, auto": lambda params: ParallelMuon(params, weight_decay=0.01, cuda_graph="auto"),
+    "ParallelMuon, graph": lambda params: ParallelMuon(params, weight_decay=0.01, cuda_graph=True),
 }
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the loop around an optimizer does."""
+
+    name: str
+    moving: bool = False
+    to_none: bool = False
+    """`zero_grad(set_to_none=True)`, and not `zero_grad()`."""
+
+    def takes(self, provider: str) -> bool:
+        """A graph that is asked for needs gradients that stay."""
+        return not (self.to_none and "graph" in provider)
+
+
+LOOPS = (
+    Loop("usual gradients"),
+    Loop("moving gradients", moving=True),
+    Loop("moving gradients, set_to_none=True", moving=True, to_none=True),
+)
 
 
 @dataclass(frozen=True)
@@ -76,52 +102,52 @@ class Measured:
     wall_ms: float
     host_ms: float
     first_ms: float
-    memory_mib: float | None
+    peak_mib: float | None
+    held_mib: float | None
     about: str
     """What the optimizer says of its graph."""
 
 
-def measure(make: Maker, shapes: list[tuple[int, ...]], *, moving: bool, device: str, repeats: int) -> Measured:
+def measure(make: Maker, shapes: list[tuple[int, ...]], loop: Loop, *, device: str, repeats: int) -> Measured:
     """Trains on random data and times the steps."""
     torch.manual_seed(0)
     chance = random.Random(0)
     params = [nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in shapes]
     inputs = {cols: torch.randn(BATCH, cols, device=device) for cols in {shape[-1] for shape in shapes}}
+    find_loss(params, inputs).backward()  # allocates the workspaces of products, which are not the optimizer's
+    before = (_allocated(device), _held(device))  # before the optimizer is made: dion makes its momentum at once
+    for param in params:
+        param.grad = None
     optimizer = make(params)
-    in_place = isinstance(optimizer, DionGraph)
-    before, gradients = _allocated(device), sum(param.numel() * 4 for param in params)
-    walls, hosts, peaks, held = [], [], [], []
+    walls, hosts, peaks = [], [], []
+    pads: list[Tensor] = []
     with ExitStack() as timed:
         for number in range(WARMUP + repeats):
             if number == WARMUP:
                 timed.enter_context(nothing_compiles())
-            if moving:
-                held = [torch.empty(chance.randrange(1, 2**20), device=device) for _ in range(8)]
-            pads = sum(pad.numel() * 4 for pad in held)
-            for param in params:
-                if in_place and param.grad is not None:
-                    param.grad.zero_()
-                else:
-                    param.grad = None
-            _loss(params, inputs).backward()
+            if loop.moving:
+                pads = [torch.empty(chance.randrange(1, 2**20), device=device) for _ in range(8)]
+            optimizer.zero_grad(**({"set_to_none": True} if loop.to_none else {}))
+            find_loss(params, inputs).backward()
             _settle(device)
             wall, host, peak = _time(optimizer.step, device)
             walls.append(wall)
             hosts.append(host)
-            if number >= WARMUP and peak is not None:
-                peaks.append((peak - before - gradients - pads) / 2**20)
+            if number >= WARMUP:
+                peaks.append(peak - before[0] - sum(pad.numel() * 4 for pad in pads))
+    del pads
+    held = _held(device) - before[1]
     said = [line.strip() for line in repr(optimizer).splitlines() if "cuda_graph:" in line]
-    return Measured(
-        statistics.median(walls[WARMUP:]), statistics.median(hosts[WARMUP:]), walls[0],
-        statistics.median(peaks) if peaks else None, said[0] if said else "",
-    )  # fmt: skip
+    memory = (statistics.median(peaks) / 2**20, held / 2**20) if device == "cuda" else (None, None)
+    times = (statistics.median(walls[WARMUP:]), statistics.median(hosts[WARMUP:]), walls[0])
+    return Measured(*times, *memory, said[0] if said else "")
 
 
-def _loss(params: list[nn.Parameter], inputs: dict[int, Tensor]) -> Tensor:
+def find_loss(params: list[nn.Parameter], inputs: dict[int, Tensor]) -> Tensor:
     return torch.stack([(inputs[param.shape[-1]] @ param.mT).square().mean() for param in params]).sum()
 
 
-def _time(step: Callable[[], Any], device: str) -> tuple[float, float, int | None]:
+def _time(step: Callable[[], Any], device: str) -> tuple[float, float, int]:
     """(until the device is idle, until the call returns) in milliseconds, and the peak of allocated bytes."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -130,7 +156,7 @@ def _time(step: Callable[[], Any], device: str) -> tuple[float, float, int | Non
     returned = time.perf_counter()
     _settle(device)
     ended = time.perf_counter()
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     return 1e3 * (ended - began), 1e3 * (returned - began), peak
 
 
@@ -143,11 +169,19 @@ def _allocated(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
-def run_child(model: str, provider: str, moving: bool, repeats: int) -> Measured:
+def _held(device: str) -> int:
+    """Bytes that cannot be given back: tensors, and the memory of CUDA graphs, which does not count as allocated."""
+    if device != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def run_child(model: str, provider: str, loop: Loop, repeats: int) -> Measured:
     """The same in a process of its own."""
-    child = json.dumps({"model": model, "provider": provider, "moving": moving, "repeats": repeats})
+    child = json.dumps({"model": model, "provider": provider, "loop": loop.name, "repeats": repeats})
     command = [sys.executable, str(Path(__file__).resolve()), "--child", child]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}")
@@ -156,11 +190,28 @@ def run_child(model: str, provider: str, moving: bool, repeats: int) -> Measured
 
 def answer(child: dict[str, Any]) -> None:
     """What a child prints."""
-    banks, _ = MODELS[child["model"]]
-    shapes: list[tuple[int, ...]] = [(rows, cols) for count, rows, cols in banks for _ in range(count)]
-    make = PROVIDERS[child["provider"]]
-    found = measure(make, shapes, moving=child["moving"], device="cuda", repeats=child["repeats"])
+    loop = next(loop for loop in LOOPS if loop.name == child["loop"])
+    found = measure(
+        PROVIDERS[child["provider"]], find_shapes(child["model"]), loop, device="cuda", repeats=child["repeats"]
+    )
     print(json.dumps(found.__dict__))
+
+
+def find_shapes(model: str) -> list[tuple[int, ...]]:
+    banks, _ = MODELS[model]
+    return [(rows, cols) for count, rows, cols in banks for _ in range(count)]
+
+
+def list_rows(model: str, loop: Loop, provider: str, found: Measured) -> list[Row]:
+    case = f"{model}, {loop.name}"
+    momentum = sum(4 * rows * cols for rows, cols in find_shapes(model)) / 2**20
+    return [
+        Row(case, provider, found.wall_ms, note=found.about),
+        Row(f"{case}: host", provider, found.host_ms),
+        Row(f"{case}: first step", provider, found.first_ms),
+        Row(f"{case}: memory, peak", provider, found.peak_mib, "MiB", 1.1 * momentum),
+        Row(f"{case}: memory, held", provider, found.held_mib, "MiB", 1.1 * momentum),
+    ]
 
 
 def main() -> None:
@@ -176,25 +227,22 @@ def main() -> None:
         return answer(json.loads(arguments.child))
     from peers import dion
 
+    settings = {name: value for name, value in settings_of(arguments).items() if name != "child"}
     rows: list[Row] = []
     for model in arguments.models:
-        for moving in (False, True):
-            case = f"{model}, {'moving' if moving else 'usual'} gradients"
-            for provider in PROVIDERS:
+        for loop in LOOPS:
+            for provider in [name for name in PROVIDERS if loop.takes(name)]:
                 try:
-                    found = run_child(model, provider, moving, 10 if arguments.quick else 40)
+                    found = run_child(model, provider, loop, 10 if arguments.quick else 40)
                 except Exception as error:
-                    rows.append(Row(case, provider, None, note=in_a_line(error)))
-                    print(f"{case:36} {provider:24} {in_a_line(error)}", flush=True)
-                    continue
-                rows.append(Row(case, provider, found.wall_ms, note=found.about))
-                rows.append(Row(f"{case}: host", provider, found.host_ms))
-                rows.append(Row(f"{case}: first step", provider, found.first_ms))
-                rows.append(Row(f"{case}: memory", provider, found.memory_mib, "MiB"))
-                print(f"{case:36} {provider:24} {found.wall_ms:8.3f} ms, host {found.host_ms:8.3f}", flush=True)
-    settings = {name: value for name, value in settings_of(arguments).items() if name != "child"}
-    peers = [dion.PEER.describe(*dion.DIFFERS)]
-    print(write(arguments.claim, rows, out=arguments.out, settings=settings, measured=MEASURED, peers=peers))
+                    shown = in_a_line(error)
+                    rows.append(Row(f"{model}, {loop.name}", provider, None, note=shown))
+                else:
+                    shown = f"{found.wall_ms:8.3f} ms, host {found.host_ms:8.3f}"
+                    rows += list_rows(model, loop, provider, found)
+                print(f"{model}, {loop.name:36} {provider:24} {shown}", flush=True)
+        options = {"settings": settings, "measured": MEASURED, "peers": [dion.describe()]}
+        print(write(arguments.claim, rows, out=arguments.out, **options))  # after each model: a run may be cut off
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import curves  # noqa: E402
+import optimizer_newton_schulz  # noqa: E402
 import quality  # noqa: E402
 import quantisation  # noqa: E402
 import startup  # noqa: E402
@@ -64,12 +65,17 @@ def draw_startup(results: list[About], path: Path) -> None:
     startup.draw(results[0]["rows"], path, f"{words}: {machine.get('gpu', machine['cpu'])}")
 
 
+def draw_newton_schulz(results: list[About], path: Path) -> None:
+    optimizer_newton_schulz.draw(results[0], path)
+
+
 PICTURES: dict[str, tuple[str, Callable[[list[About], Path], None]]] = {
     "quality.py": ("curve.png", draw_quality),
     "curves.py": ("curves.png", draw_curves),
     "quantisation.py": ("sizes.png", draw_quantisation),
     "step.py": ("waterfall.png", draw_step),
     "startup.py": ("phases.png", draw_startup),
+    "optimizer_newton_schulz.py": ("rates.png", draw_newton_schulz),
 }
 """By the script that made a result: the name of its picture, and what draws it."""
 

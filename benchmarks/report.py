@@ -4,10 +4,11 @@
     python benchmarks/report.py --run RUN [--run RUN ...] [--study STUDY]
     python benchmarks/report.py --untrained VAL.jsonl.xz [--run RUN ...]
 
-The first form trains, and times the whole command. The second form takes runs that have ended; the command is then the sum
-of setup, training and the time after it, without imports. The page's seconds are the two parts of `finish_parts` in
-summary.json that only the page needs: `details for the page` (bits by document and token, errors and cost by tensor, the
-second sample, the machine, details.json) and `page` (report.html). The entropy of tensors is counted as packing.
+The first form trains, and times the whole command. The second form takes runs that have ended; the command is then as
+quality.py has timed it, else the sum of setup, training and the time after it, without imports. The page's seconds are the
+two parts of `finish_parts` in summary.json that only the page needs: `details for the page` (bits by document and token,
+errors and cost by tensor, the second sample, the machine, details.json) and `page` (report.html). The entropy of tensors is
+counted as packing.
 
 The third form is for machines that cannot train a sprint. It makes a folder of a sprint's size with random weights (see
 report_folder.py), and times its page. The page's share of training is not measured then: only some of its work is.
@@ -86,6 +87,19 @@ def make_untrained(text: Path, out: Path) -> list[harness.Row]:
     return [harness.Row(f"details: {part}", out.name, seconds, "s") for part, seconds in made.seconds.items()]
 
 
+def name_runs(folders: list[Path]) -> list[str]:
+    """The recipe of each run; with the folder's name where a recipe comes twice."""
+    recipes = [read_summary(folder)["recipe"] for folder in folders]
+    pairs = zip(recipes, folders)
+    return [f"{name}, {folder.name}" if recipes.count(name) > 1 else name for name, folder in pairs]
+
+
+def read_command_seconds(folder: Path) -> float | None:
+    """The seconds of the whole command, which quality.py leaves in the folder of a run."""
+    path = folder / "command_seconds.json"
+    return float(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
 def read_summary(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
 
@@ -99,29 +113,33 @@ def main() -> None:
     parser.add_argument("--run", action="append", default=[], type=Path, dest="runs", help="a run that has ended")
     parser.add_argument("--study", action="append", default=[], type=Path, dest="studies")
     parser.add_argument("--untrained", type=Path, metavar="TEXT", help="a validation text: .jsonl or .jsonl.xz")
+    parser.add_argument("--claim", default="report", help="the result's folder")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="starts of parbank report; the median counts")
     arguments = harness.start(parser)
     rows: list[harness.Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         runs: list[Path] = list(arguments.runs)
-        for folder in runs:
-            rows += share_rows(folder.name, read_summary(folder))
+        names = name_runs(runs)
+        for name, folder in zip(names, runs):
+            rows += share_rows(name, read_summary(folder), read_command_seconds(folder))
         if arguments.untrained is not None:
             runs.append(Path(temporary, "a sprint's size, random weights"))
+            names.append(runs[-1].name)
             rows += make_untrained(arguments.untrained, runs[-1])
         if not runs:
             runs.append(Path(temporary, arguments.recipe))
+            names.append(arguments.recipe)
             rows += train(arguments, runs[0])
-        for folder in runs:
-            rows += report_rows(folder.name, "a run", [folder], arguments.repeats)
+        for name, folder in zip(names, runs):
+            rows += report_rows(name, "a run", [folder], arguments.repeats)
         two = [*runs, *runs][:2]  # a run beside itself takes as long as two runs
-        rows += report_rows(runs[0].name, "two runs", two, arguments.repeats)
+        rows += report_rows(names[0], "two runs", two, arguments.repeats)
         for folder in arguments.studies:
             rows += report_rows(folder.name, "a study", [folder], arguments.repeats)
     options = harness.settings_of(arguments)
     if arguments.untrained is not None or arguments.runs:  # nothing was trained
         options = {key: value for key, value in options.items() if key not in ("recipe", "data", "minutes", "settings")}
-    path = harness.write("report", rows, out=arguments.out, settings=options, measured=MEASURED)
+    path = harness.write(arguments.claim, rows, out=arguments.out, settings=options, measured=MEASURED)
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
 
 

@@ -8,8 +8,8 @@ not fit is left out, and the end says so. After each, everything written so far 
 that is cut off leaves what it has. `sprint` also leaves its artifact there. `python benchmarks/claims.py --unpack FILE` puts
 the results in their place and writes the texts; seeds that were run one by one become results of their own.
 
-`quantisation` takes the weights that `sprint` has trained in the same call, or an earlier one on the same machine; `scoring`
-takes the artifact, which --model may name.
+`quantisation` takes the weights that `sprint` has trained in the same call, or an earlier one on the same machine, and
+`report_sprint` its folder; `scoring` takes the artifact, which --model may name.
 """
 
 import argparse
@@ -63,11 +63,14 @@ BENCHMARKS = {
     ),
     "optimizer_loop": Benchmark(
         "optimizer_loop.py --quick",
-        4.0,
+        6.5,
         "a step after a real backward and zero_grad(), each provider in its own process",
     ),
     "optimizer_loop_large": Benchmark(
-        "optimizer_loop.py --models 1.3B --quick --claim optimizer_loop_large", 3.0, "the same, 1.3B parameters"
+        "optimizer_loop.py --models 1.3B --quick --claim optimizer_loop_large", 7.0, "the same, 1.3B parameters"
+    ),
+    "newton_schulz_sizes": Benchmark(
+        "optimizer_newton_schulz.py --quick", 3.0, "Newton-Schulz in effective TFLOP/s by size, beside public kernels"
     ),
     "newton_schulz": Benchmark(
         "ops.py --only newton_schulz --quick --claim newton_schulz",
@@ -97,6 +100,11 @@ BENCHMARKS = {
         "startup.py --only train --data {data}",
         4.0,
         "parbank train --recipe sprint by part: nothing cached, kernels imported, second start",
+    ),
+    "report_sprint": Benchmark(
+        "report.py --run {run} --claim report_sprint",
+        0.7,
+        "the page of sprint's run: its share of train, and its seconds",
     ),
     "packing": Benchmark("packing.py", 0.7, "where the seconds of packing go, with the file's sha256"),
     "prepare": Benchmark("prepare.py --data {data}", 0.7, "MB/s of a preparation by part, and its memory"),

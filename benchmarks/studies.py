@@ -5,6 +5,7 @@
 
 Everything after `--` goes to `parbank study run`, which must be told its folder by --out. After --seconds the study is
 stopped as by Ctrl-C; the same command goes on where it stopped. Each call writes the result of the runs that have ended.
+benchmarks/studies/QUEUE.md has the commands of the studies that wait for a GPU.
 """
 
 import argparse
@@ -31,17 +32,22 @@ MEASURED = ("parbank", "benchmarks/studies.py")
 def rows_of(report: Report) -> list[harness.Row]:
     """The table, number by number."""
     unit, rows = KINDS[report.study.kind].unit, []
+    difference = report.unit or unit
     for name in (BASE, *(arm.name for arm in report.study.arms)):
-        values = [result["value"] for job, result in report.results.items() if job.arm == name]
-        if not values:
+        runs = report.runs(name)
+        if not runs:
             continue
-        rows.append(harness.Row("mean", name, statistics.fmean(values), unit))
+        values = [run["value"] for run in runs]
+        rows.append(harness.Row("mean", name, report.mean(name), unit))
         if len(values) > 1:
             rows.append(harness.Row("standard deviation", name, statistics.stdev(values), unit))
+        if "against" in runs[0]:
+            replaced = statistics.fmean(run["against"] for run in runs)
+            rows.append(harness.Row("mean of what it would replace", name, replaced, unit))
         if name != BASE and report.comparisons[name].pairs > 1:
-            found = report.comparisons[name]
-            for case, value in (("difference", found.mean), ("from", found.low), ("to", found.high)):
-                rows.append(harness.Row(case, name, value, unit, note=found.describe() if case == "difference" else ""))
+            found, verdict = report.comparisons[name], report.verdict(name)
+            rows.append(harness.Row("difference", name, found.mean, difference, note=verdict))
+            rows += [harness.Row(*row, difference) for row in (("from", name, found.low), ("to", name, found.high))]
     return rows
 
 
@@ -72,7 +78,11 @@ def main() -> None:
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
         process.wait()
+    if process.returncode == 2:
+        sys.exit("the study was refused, as said above: a result of an earlier one in its folder would be another's")
     report = make_report(HERE.parent / given[given.index("--out") + 1])
+    if not report.results:
+        sys.exit("no run has ended: there is no result to write; the same command goes on")
     settings = harness.settings_of(arguments) | {"study": [without_folders(word) for word in given]}
     path = harness.write(
         arguments.claim,

@@ -40,7 +40,7 @@ def from_dict(cls: type[C], values: dict[str, Any], *, path: str = "") -> C:
     needed = [f.name for f in fields if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
     if missing := sorted(set(needed) - set(values)):
         raise ConfigError(f"{_join(path, missing[0])} is missing; {path or cls.__name__} needs: {', '.join(needed)}")
-    return cls(**{name: _convert(hints[name], value, _join(path, name)) for name, value in values.items()})
+    return cls(**{name: _convert_field(cls, name, hints[name], value, path) for name, value in values.items()})
 
 
 def override(config: C, *assignments: str) -> C:
@@ -133,6 +133,15 @@ def _raise_unknown(config: Any, key: str) -> typing.NoReturn:
     near = [p for p in paths if p.rsplit(".", 1)[-1] == leaf] or difflib.get_close_matches(key, paths, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(near)}?" if near else "`parbank recipes NAME` prints every setting"
     raise ConfigError(f"{key} is not a setting; {hint}")
+
+
+def _convert_field(cls: type, name: str, hint: Any, value: Any, path: str) -> Any:
+    """`_convert`, whose error also has the field's docstring: it says which form a value has."""
+    try:
+        return _convert(hint, value, _join(path, name))
+    except ConfigError as error:
+        about = "" if dataclasses.is_dataclass(hint) else field_docs(cls).get(name)
+        raise ConfigError(f"{error}. What it is: {about}") if about else error from None
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:

@@ -6,6 +6,7 @@ results stay in tensors of the work or are used at once.
 """
 
 import gc
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,18 +89,44 @@ class Graphs:
         return graph, result
 
 
+_one_at_a_time = threading.RLock()
+_streams: dict[int, torch.cuda.Stream] = {}
+"""By device: the stream of its captures. Graphs that share a pool reuse its memory only on one stream."""
+_abandoned: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture failed: PyTorch's host allocator may still ask them which memory is theirs."""
+
+
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """Captures all launches inside this context.
+    """Captures all launches on the current device inside this context. Other threads wait for their turn to capture.
 
     Garbage collection is off meanwhile: it might free an older graph, a pinned buffer or an event, which ends a
     capture. `thread_local` lets a loader's thread wait for its copies, which are on another stream.
     """
-    collects = gc.isenabled()
-    gc.disable()
+    with _one_at_a_time:
+        collects, before, device = gc.isenabled(), torch.cuda.current_stream(), torch.cuda.current_device()
+        pool = pool or torch.cuda.graph_pool_handle()
+        if device not in _streams:  # PyTorch's own default is a stream of whichever device captured first
+            _streams[device] = torch.cuda.Stream(device)
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=_streams[device], capture_error_mode="thread_local"):
+                yield
+        except BaseException:
+            torch.cuda.set_stream(before)  # PyTorch leaves its stream only if the capture ends well
+            _abandon(graph, pool, device)
+            raise
+        finally:
+            if collects:
+                gc.enable()
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> None:
+    """Ends the part of a failed capture that `capture_end` does not reach: the allocator would go on as if in a capture, and
+    hold back memory that other streams have used."""
+    _abandoned.append(graph)
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            yield
-    finally:
-        if collects:
-            gc.enable()
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:  # it has ended: the work failed, and the capture did not
+        return
+    torch._C._cuda_releasePool(device, pool)

@@ -20,8 +20,7 @@ import numpy as np
 
 ALPHA = 0.05
 POWER = 0.8
-MOST_PAIRS = 1000  # more seeds than anybody runs
-_TERMS = 100  # of a continued fraction: below the mean, 50 reach the last digit at 100,000 degrees of freedom
+MOST_PAIRS = 1000  # more seeds than anybody runs: beyond them no number is named
 
 Verdict = Literal["better", "worse", "no difference", "too few seeds"]
 
@@ -40,8 +39,8 @@ class Comparison:
     p: float
     """The p value of the t test, uncorrected."""
     verdict: Verdict
-    more: int = 0
-    """too few seeds: how many more would show `target` (80% power)."""
+    more: int | None = 0
+    """too few seeds: how many more would show `target` (80% power); None for more than MOST_PAIRS."""
     target: float = 0.0
 
     def describe(self, digits: int = 4, unit: str = "") -> str:
@@ -54,7 +53,8 @@ class Comparison:
             return f"no difference of more than {max(-self.low, self.high):.{digits}f}{unit} shown"
         if not math.isfinite(self.target):  # no seed had a partner yet
             return "too few seeds: an interval needs two at least"
-        return f"too few seeds: {self.more} more would show {self.target:.{digits}f}{unit}"
+        more = f"more than {MOST_PAIRS:,}" if self.more is None else self.more
+        return f"too few seeds: {more} more would show {self.target:.{digits}f}{unit}"
 
 
 def compare(
@@ -66,7 +66,9 @@ def compare(
     within +-target, and "too few seeds" otherwise. `assumed_sd` serves where an arm has fewer than two pairs.
     """
     tests = {arm: _test(values) for arm, values in differences.items()}
-    levels = holm({arm: p for arm, (_, _, p) in tests.items()}, alpha)
+    # p of both may be 0 to the precision of floats: then the larger t goes first
+    strongest = sorted(tests, key=lambda arm: -_standardize(*tests[arm][:2], len(differences[arm])))
+    levels = holm({arm: tests[arm][2] for arm in strongest}, alpha)
     found = {}
     for arm, values in differences.items():
         (mean, sd, p), n = tests[arm], len(values)
@@ -77,10 +79,10 @@ def compare(
             verdict = "better" if mean < 0 else "worse"
         elif n > 1 and max(-low, high) <= target:
             verdict = "no difference"
-        more = 0
+        more: int | None = 0
         if verdict == "too few seeds":
             wanted = pairs_needed(target, sd=sd if n > 1 else assumed_sd, comparisons=len(differences), alpha=alpha)
-            more = max(1, wanted - n)
+            more = None if wanted is None else max(1, wanted - n)
         found[arm] = Comparison(
             pairs=n, mean=mean, sd=sd, low=low, high=high, p=p, verdict=verdict, more=more, target=target
         )
@@ -104,9 +106,14 @@ def _test(values: Sequence[float]) -> tuple[float, float, float]:
     mean, sd = mean_and_deviation(values)
     if n < 2:
         return mean, sd, 1.0
-    if sd == 0:  # a change without any effect, or one that adds a constant
-        return mean, 0.0, 1.0 if mean == 0 else 0.0
-    return mean, sd, tail(abs(mean) / (sd / math.sqrt(n)), n - 1)
+    return mean, sd, tail(_standardize(mean, sd, n), n - 1)
+
+
+def _standardize(mean: float, sd: float, n: int) -> float:
+    """|t|. Without any noise, 0 for a change without effect, and infinite for one that adds a constant."""
+    if n < 2 or mean == 0:
+        return 0.0
+    return math.inf if sd == 0 else abs(mean) / (sd / math.sqrt(n))
 
 
 def interval(values: Sequence[float], alpha: float = ALPHA) -> tuple[float, float]:
@@ -139,12 +146,14 @@ def smallest_difference(
 
 def pairs_needed(
     difference: float, *, sd: float, comparisons: int = 1, power: float = POWER, alpha: float = ALPHA
-) -> int:
-    """The least number of pairs whose smallest difference is at most this one."""
-    low, high = 1, 2
+) -> int | None:
+    """The least number of pairs whose smallest difference is at most this one. None: more than MOST_PAIRS."""
     reached = functools.partial(smallest_difference, sd=sd, comparisons=comparisons, power=power, alpha=alpha)
-    while high < MOST_PAIRS and reached(pairs=high) > difference:
-        low, high = high, 2 * high
+    if reached(pairs=MOST_PAIRS) > difference:
+        return None
+    low, high = 1, 2
+    while reached(pairs=high) > difference:
+        low, high = high, min(2 * high, MOST_PAIRS)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if reached(pairs=middle) > difference else (low, middle)
@@ -193,24 +202,34 @@ def quantile(alpha: float, freedom: int) -> float:
 
 
 def tail(t: float, freedom: int) -> float:
-    """P(|T| > t) of Student's distribution, exact to many digits however small: the incomplete beta function
-    I_x(freedom / 2, 1 / 2) at x = freedom / (freedom + t^2) (Abramowitz and Stegun, 26.7.1)."""
-    x, rest = freedom / (freedom + t * t), t * t / (freedom + t * t)
-    a, b = freedom / 2, 0.5
-    return _beta(x, a, b) if x < (a + 1) / (a + b + 2) else 1 - _beta(rest, b, a)
+    """P(|T| > t) of Student's distribution, to full relative precision however small it is: the regularized incomplete
+    beta function I_x(freedom / 2, 1/2) at x = freedom / (freedom + t^2)."""
+    half, square = freedom / 2, t * t / freedom
+    if square == 0:
+        return 1.0
+    log_x, log_rest = -math.log1p(square), -math.log1p(1 / square)  # of x and of 1 - x
+    scale = math.lgamma(half + 0.5) - math.lgamma(half) - math.lgamma(0.5)
+    front = math.exp(half * log_x + log_rest / 2 + scale)
+    if t * t > 3:  # there the fraction converges in some sqrt(freedom) terms; below, that of 1 - P does
+        return front / half / _beta_fraction(half, 0.5, math.exp(log_x))
+    return 1 - 2 * front / _beta_fraction(0.5, half, math.exp(log_rest))
 
 
-def _beta(x: float, a: float, b: float) -> float:
-    """I_x(a, b) below its mean, by the continued fraction (Abramowitz and Stegun, 26.5.8), from its end to its start."""
-    if x <= 0:
-        return 0.0
-    found = 1.0
-    for m in range(_TERMS, 0, -1):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m - 1) * (a + b + m - 1) * x / ((a + 2 * m - 2) * (a + 2 * m - 1))
-        found = 1 + odd / (1 + even / found)
-    log_factor = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-    return math.exp(log_factor) / a / found
+def _beta_fraction(a: float, b: float, x: float) -> float:
+    """1 + d1 / (1 + d2 / (1 + ...)), by which x^a (1 - x)^b / (a B(a, b)) is divided to give I_x(a, b) (DLMF 8.17.22). Its
+    convergents are followed from the front, by the ratios of successive numerators and denominators (Lentz 1976)."""
+    value, above, below = 1.0, 1.0, 0.0
+    for n in range(1, 10_000):
+        m = n // 2
+        if n % 2:
+            term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        else:
+            term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        above, below = 1 + term / above, 1 / (1 + term * below)
+        value *= above * below
+        if abs(above * below - 1) < 1e-15:
+            break
+    return value
 
 
 def _bisect(below: Callable[[float], bool], low: float, high: float) -> float:

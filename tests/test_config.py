@@ -69,6 +69,13 @@ def test_a_wrong_override_says_what_is_allowed(assignment: str, message: str) ->
         override(Outer(), assignment)
 
 
+def test_a_value_of_the_wrong_kind_gets_the_setting_s_form() -> None:
+    with pytest.raises(
+        ConfigError, match=r"train\.validate_every must be text, got 5\. What it is: .*such as 30s or 200steps"
+    ):
+        override(get_recipe("nano"), "train.validate_every=5")
+
+
 def test_field_docs_are_read_from_the_source() -> None:
     assert field_docs(Inner) == {"size": "How large."}
 

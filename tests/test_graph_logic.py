@@ -1,12 +1,18 @@
 """When a graph is recorded and replayed, seen on a CPU: the graph itself is a stand-in that does its work over again."""
 
-from collections.abc import Callable
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from parbank.graphs import Graphs, addresses
+from parbank import graphs as graphs_module
+from parbank.graphs import Graphs, addresses, recording
 
 
 class StandIn:
@@ -58,3 +64,106 @@ def test_a_weight_that_moved_is_found_again(graphs: Graphs) -> None:
         )
         assert found.tolist() == [float(here[0]) * number] * 2
     assert graphs.captures == 2
+
+
+# --- a capture that fails: torch.cuda is a stand-in that keeps count ---------------------------------------------------
+
+
+class Cuda:
+    """The state that a capture changes: the current stream, and what the allocator counts as captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream, self.capturing, self.released, self.made = "the caller's", 0, 0, 0
+        names = {
+            "current_stream": lambda: self.stream, "current_device": lambda: 0, "set_stream": self.set_stream,
+            "graph_pool_handle": lambda: (0, 1), "Stream": self.make_stream, "synchronize": lambda: None,
+            "empty_cache": lambda: None, "stream": self.enter,
+        }  # fmt: skip
+        for name, value in names.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release)
+        monkeypatch.setattr(graphs_module, "_streams", {}, raising=False)
+        monkeypatch.setattr(graphs_module, "_abandoned", [], raising=False)
+
+    def make_stream(self, device: int = 0) -> str:
+        self.made += 1
+        return f"captures of {device}"
+
+    def set_stream(self, stream: str) -> None:
+        self.stream = stream
+
+    @contextmanager
+    def enter(self, stream: str) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+    def end(self, device: int, pool: Any) -> None:
+        if not self.capturing:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.capturing -= 1
+
+    def release(self, device: int, pool: Any) -> None:
+        self.released += 1
+
+
+class Graph:
+    """As PyTorch's: if the end fails, the allocator is not told."""
+
+    def __init__(self, cuda: Cuda, fails_at: str) -> None:
+        self.cuda, self.fails_at = cuda, fails_at
+
+    def capture_begin(self, *pool: Any, **options: Any) -> None:
+        self.cuda.capturing += 1
+        if self.fails_at == "begin":
+            raise RuntimeError("begin")
+
+    def capture_end(self) -> None:
+        if self.fails_at == "end":
+            raise RuntimeError("end")
+        self.cuda.capturing -= 1
+
+
+@pytest.mark.parametrize("fails_at", ["begin", "work", "end"])
+def test_a_capture_that_fails_leaves_the_stream_and_the_allocator_as_they_were(
+    fails_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = Cuda(monkeypatch)
+
+    def capture() -> None:
+        with recording(Graph(cuda, fails_at)):  # type: ignore[arg-type]
+            assert cuda.stream == "captures of 0"
+            if fails_at == "work":
+                raise RuntimeError("work")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=fails_at):
+            capture()
+        assert (cuda.stream, cuda.capturing) == ("the caller's", 0)
+        assert gc.isenabled()
+    assert cuda.released == (0 if fails_at == "work" else 2), "the graph itself gives back what it has captured"
+    with recording(Graph(cuda, "")):  # type: ignore[arg-type]
+        assert cuda.stream == "captures of 0"
+        assert not gc.isenabled()
+    assert (cuda.stream, cuda.capturing, cuda.made) == ("the caller's", 0, 1)
+
+
+def test_captures_of_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, inside, most = Cuda(monkeypatch), [0], [0]
+
+    def capture() -> None:
+        with recording(Graph(cuda, "")):  # type: ignore[arg-type]
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0.02)
+            inside[0] -= 1
+
+    threads = [threading.Thread(target=capture) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most[0] == 1
+    assert gc.isenabled()

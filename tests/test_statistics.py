@@ -35,6 +35,17 @@ def test_quantiles_are_those_of_the_tables(alpha: float, freedom: int, t: float)
     assert tail(quantile(alpha, freedom), freedom) == pytest.approx(alpha, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("t", "freedom", "p"),
+    # beyond t of some 25 the complement 1 - P would be zero; 1 degree of freedom: 2/pi atan(1/t), 2: 1 - t / sqrt(2 + t^2)
+    [(1e6, 1, 6.366197723673691e-07), (1e6, 2, 9.999999999985001e-13), (50, 30, 1.871541765922271e-30),
+     (25, 100, 8.231980897006e-45), (50, 1000, 2.758672412325172e-274), (0.1, 5, 0.9242301411546604),
+     (1.73, 20, 0.09903353814), (1.74, 20, 0.09722568636)],
+)  # fmt: skip
+def test_tails_are_right_however_small(t: float, freedom: int, p: float) -> None:
+    assert tail(t, freedom) == pytest.approx(p, rel=1e-9, abs=0)
+
+
 def test_many_degrees_of_freedom_are_the_normal_distribution() -> None:
     assert quantile(0.05, 5000) == pytest.approx(NormalDist().inv_cdf(0.975), rel=1e-3)
     assert rejection(2.0, 1.96, 5000) == pytest.approx(1 - NormalDist().cdf(-0.04), abs=2e-3)
@@ -70,6 +81,16 @@ def test_holm_goes_on_while_it_rejects() -> None:
     assert holm({"a": 0.04, "b": 0.001}) == {"b": 0.025, "a": 0.05}  # alone it would have its 5%
 
 
+@pytest.mark.parametrize("repeats", [1, 200])
+@pytest.mark.parametrize("order", [("weak", "strong"), ("strong", "weak")])
+def test_holm_takes_the_strongest_arm_first_also_where_p_is_no_float(repeats: int, order: tuple[str, str]) -> None:
+    """The first of two has the wider interval. With a thousand pairs, p of both is 0."""
+    noise, effects = [-0.001, 0.001, 0.0, 0.0005, -0.0005] * repeats, {"weak": 1.0, "strong": 2.0}
+    found = compare({name: [effects[name] + x for x in noise] for name in order}, target=1.0)
+    assert repeats == 1 or found["weak"].p == found["strong"].p == 0.0
+    assert found["strong"].high - found["strong"].low > 1.01 * (found["weak"].high - found["weak"].low)
+
+
 def test_an_interval_leaves_zero_out_exactly_when_there_is_a_verdict() -> None:
     generator = random.Random(1)
     for _ in range(300):
@@ -95,11 +116,26 @@ def test_verdicts_in_words() -> None:
     assert smallest_difference(sd=sd, pairs=4 + noisy.more) <= 0.001 < smallest_difference(sd=sd, pairs=3 + noisy.more)
 
 
+def test_no_number_of_seeds_is_named_that_would_not_do() -> None:
+    """The search for a number ends at MOST_PAIRS, whose power was 10% here."""
+    (hopeless,) = compare({"arm": [1.0, -1.2, 0.4, -0.1]}, target=0.001).values()
+    assert hopeless.more is None
+    assert hopeless.describe() == "too few seeds: more than 1,000 more would show 0.0010"
+    assert pairs_needed(0.001, sd=1.0) is None
+    wanted = pairs_needed(0.1, sd=1.0)
+    assert wanted is not None
+    assert smallest_difference(sd=1.0, pairs=wanted) <= 0.1 < smallest_difference(sd=1.0, pairs=wanted - 1)
+    edge = smallest_difference(sd=1.0, pairs=1000)
+    assert pairs_needed(edge, sd=1.0) == 1000
+
+
 def test_too_few_pairs_and_equal_pairs_give_no_verdict_by_accident() -> None:
-    found = compare({"none": [], "one": [-5.0], "equal": [0.0, 0.0, 0.0]}, target=0.1, assumed_sd=1.0)
+    found = compare({"none": [], "one": [-5.0], "equal": [0.0, 0.0, 0.0]}, target=0.2, assumed_sd=1.0)
     assert [found[name].verdict for name in found] == ["too few seeds", "too few seeds", "no difference"]
     assert found["equal"].describe() == "equal in every pair"
-    assert found["one"].more == pairs_needed(0.1, sd=1.0, comparisons=3) - 1
+    wanted = pairs_needed(0.2, sd=1.0, comparisons=3)
+    assert wanted is not None
+    assert found["one"].more == wanted - 1
     assert math.isinf(found["one"].high)
     constant = compare({"constant": [0.25, 0.25]}, target=0.1)["constant"]
     assert constant.verdict == "worse"  # no noise at all: the same difference twice is one

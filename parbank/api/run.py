@@ -6,6 +6,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -102,6 +103,9 @@ def train(
             started(folder)
         result = run(config, place, folder, resume=resume, quiet=quiet, threads=threads, write_page=write_run_page)
     if result.summary is None:
+        if place.is_main:
+            with suppress(Exception):  # the page says how to go on; without it the run is as well saved
+                write_run_page(folder)
         _exit_as_stopped(result)
     return Run(folder=folder, summary=result.summary, device=str(place.device))
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parbank.cli.terminal import DeviceOption, data_option, print_next, read_count
+from parbank.cli.terminal import DeviceOption, data_option, print_next, read_count, size_option
 
 if TYPE_CHECKING:
+    from parbank.study.report import Report
     from parbank.study.study import Study
 
 _STUDY, _MACHINE = "Study", "Machine"
@@ -19,7 +20,8 @@ ArmOption = Annotated[
 WorkersOption = Annotated[
     int | None,
     typer.Option(
-        help="Processes; one for each GPU if not given. More may share a GPU if the budget is in steps.",
+        help="Processes; one for each GPU if not given. More may share a GPU if the budget is in steps. 0: this process.",
+        min=0,
         rich_help_panel=_MACHINE,
     ),
 ]
@@ -43,10 +45,14 @@ def run(
     ] = None,
     data: Annotated[str | None, data_option("What to train on; the recipe's own data if not given.")] = None,
     holdout: Annotated[
-        str, typer.Option(help="dev: score on 1 in 64 training documents; val: on the validation text.")
-    ] = "dev",
+        str | None,
+        typer.Option(help="dev, the default: score on 1 in 64 training documents; val: on the validation text."),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="a.b=v", help="Change the base, for every arm; repeatable.")
+    ] = None,
+    max_bytes: Annotated[
+        int | None, size_option("The cap of packed models; that of the recipe or the stored run if not given.")
     ] = None,
     packed: Annotated[
         bool | None, typer.Option("--packed/--unpacked", help="Score every model packed, or before packing.")
@@ -66,6 +72,9 @@ def run(
     difference: Annotated[
         float | None, typer.Option(help="Smallest difference of interest; the smallest visible one if not given.")
     ] = None,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Try runs again that have failed twice.", rich_help_panel=_MACHINE)
+    ] = False,
     workers: WorkersOption = None,
     submit: Annotated[
         str | None,
@@ -99,7 +108,7 @@ def run(
 
       parbank study run runs/study-seeds
     """
-    from parbank.study.engine import open_study, run_study
+    from parbank.study.engine import forget_failures, run_study
     from parbank.study.ship import make_study
     from parbank.study.study import STUDY
 
@@ -111,7 +120,9 @@ def run(
             "--seeds": seeds,
             "--budget": budget,
             "--data": data,
+            "--holdout": holdout,
             "--set": settings,
+            "--max-bytes": max_bytes,
             "--packed": packed,
             "--score-tokens": score_tokens,
             "--keep": keep or None,
@@ -127,12 +138,12 @@ def run(
             study,
             recipe=recipe,
             data=data,
-            holdout=holdout,
+            holdout=holdout or "dev",
             budget=budget,
             seeds=seeds,
             arms=None if arms is None else [name.strip() for name in arms.split(",") if name.strip()],
             extra=arm or (),
-            settings=settings or (),
+            settings=[*(settings or ()), *([f"budget.max_bytes={max_bytes}"] if max_bytes is not None else [])],
             packed=packed,
             score_tokens=score_tokens or 0,
             keep=keep,
@@ -141,12 +152,23 @@ def run(
             difference=difference,
         )
         folder = out or Path("runs") / f"study-{made.name}"
+    if retry and (folder / STUDY).exists():
+        forget_failures(folder)
     if submit is not None:
-        _submit(open_study(folder, made), folder, workers or 1, submit, submit_set or [], device)
+        _submit(made, folder, workers or 1, submit, submit_set or [], device)
         return
-    report = run_study(made, folder, workers=workers, device=device)
+    _show_end(run_study(made, folder, workers=workers, device=device), folder)
+
+
+def _show_end(report: "Report", folder: Path) -> None:
+    """The table, and what to do next. Runs that failed end the command with code 1."""
     print(report.text())
-    print_next(("parbank", "study", "add", folder, "--seeds", len(report.study.seeds)))
+    if report.failures:
+        print_next(("parbank", "study", "run", folder, "--retry"))
+        raise typer.Exit(1)
+    more = ("parbank", "study", "add", folder, "--seeds", len(report.study.seeds))
+    page = ("parbank", "report", folder)
+    print_next(*((page,) if report.study.checkpoints else (page, more)))  # parts of a stored run's text cannot be more
 
 
 def _refuse_changes(folder: str, given: list[str]) -> None:
@@ -160,11 +182,13 @@ def _refuse_changes(folder: str, given: list[str]) -> None:
         )
 
 
-def _submit(study: "Study", folder: Path, workers: int, cluster: str, options: list[str], device: str) -> None:
-    from parbank.study.engine import introduce
-    from parbank.study.slurm import submit_workers
+def _submit(made: "Study | None", folder: Path, workers: int, cluster: str, options: list[str], device: str) -> None:
+    from parbank.study.engine import introduce, open_study
+    from parbank.study.slurm import import_submitit, submit_workers
     from parbank.study.study import parse_assignment
 
+    import_submitit()  # before anything is written
+    study = open_study(folder, made)
     print("\n".join(introduce(study, folder, workers)))
     given = dict(map(parse_assignment, options))
     for job in submit_workers(folder, workers, cluster=cluster, options=given, device=device):
@@ -199,7 +223,7 @@ def add(
     more = [make_arm(name.strip(), study.base, study.kind) for name in arms.split(",") if name.strip()]
     more += [read_arm(text, study.base if study.kind in CONFIGURED else None) for text in arm or ()]
     add_to_study(folder, study.with_more(seeds=seeds, arms=more, results=len(make_report(folder).results)))
-    print(run_study(None, folder, workers=workers, device=device).text())
+    _show_end(run_study(None, folder, workers=workers, device=device), folder)
 
 
 def show(
@@ -238,6 +262,7 @@ def list_(
 
       parbank study list
     """
+    from parbank.errors import ParbankError
     from parbank.study import kernels
     from parbank.study.arms import ARMS, claim_of
     from parbank.study.report import make_report
@@ -249,12 +274,18 @@ def list_(
         claims = {arm: kernels.claim_of(arm) if study.kind == "kernels" else claim_of(arm) for arm in study.arms}
         for arm, claim in (claims | {name: claim for name, _, claim in study.grid}).items():
             print(f"  {arm:24} {claim}")
+        if study.note:
+            print(f"  {study.note}")
     others = [name for name in ARMS if not any(name in study.arms for study in STUDIES.values())]
     print("more arms, for --arms")
     for arm in others:
         print(f"  {arm:24} {claim_of(arm)}")
     for path in sorted(folder.glob(f"*/{STUDY}")):
-        states = list(make_report(path.parent).states.values())
+        try:
+            states = list(make_report(path.parent).states.values())
+        except ParbankError as error:
+            print(error)
+            continue
         print(f"{path.parent}: {states.count('done')} of {len(states)} runs done")
 
 
@@ -280,6 +311,7 @@ def search(
         int | None,
         typer.Option(parser=read_count, metavar="COUNT", help="Score on so many tokens at most; all if not given."),
     ] = None,
+    workers: WorkersOption = None,
     device: DeviceOption = "auto",
     out: Annotated[Path, typer.Option(help="The search's folder.")] = Path("runs/search"),
 ) -> None:
@@ -310,6 +342,7 @@ def search(
         trials=trials,
         rungs=[rung.strip() for rung in rungs.split(",") if rung.strip()],
         seeds=seeds,
+        workers=workers,
         device=device,
     )
     print(report.text())

@@ -137,6 +137,8 @@ def _start_watching() -> Callable[[Path], None]:
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:
+    from parbank.report.write import PAGE
+
     bytes_used = summary["artifact_bytes"] + summary["code_bytes"]
     code = f" with {summary['code_bytes']:,} of code" if summary["code_bytes"] else ""
     others = ", ".join(f"{name} {bpb:.4f}" for name, bpb in summary["compressors_bpb"].items())
@@ -151,6 +153,7 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
             "val bpb": f"{summary['val_bpb']:.4f} ({summary['val_bpb_before_packing']:.4f} before packing)",
             "compressors": others + " bpb on the same text",
             "folder": str(folder),
+            **({"page": f"{folder / PAGE}, to open in a browser"} if (folder / PAGE).exists() else {}),
         }
     )
     print("\n--- sample " + "-" * 60)

@@ -8,22 +8,23 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from parbank.config import require
 from parbank.data.tokenizer import DecodeState, Tokenizer
 from parbank.model import GPT
 from parbank.model.protocol import PlainModel
-from parbank.model.stream import Stream
+from parbank.model.stream import BEFORE, Stream
 from parbank.precision import autocast
 from parbank.runtime import check_seed
 
-PREFILL = 4096  # tokens of a prompt read together: a bound on memory, however long it is
+PREFILL = 2048  # tokens of a prompt read together: a bound on memory, and on the time between two steps
 
 Prompt = Sequence[int] | np.ndarray
 """The tokens of a text to continue, without BOS, as `Tokenizer.encode` gives them."""
-Reader = Callable[[list[int]], Tensor]
-"""All tokens so far -> the logits of the next."""
+Reader = Callable[[list[int]], Tensor | None]
+"""All tokens so far -> the logits of the next. None: only a part of them has been read yet; call it again."""
 
 
 def sample_tokens(
@@ -77,7 +78,13 @@ class Drawn:
     likeliest: tuple[Choice, ...]
 
 
-def draw_tokens(
+def draw_tokens(model: GPT | PlainModel, tokenizer: Tokenizer, prompt: Prompt = (), **settings: Any) -> Iterator[Drawn]:
+    """The tokens of `sample_tokens`, each with its probability and the `likeliest` tokens that could have come. The settings
+    are those of `draw_steps`."""
+    return (found for found in draw_steps(model, tokenizer, prompt, **settings) if found is not None)
+
+
+def draw_steps(
     model: GPT | PlainModel,
     tokenizer: Tokenizer,
     prompt: Prompt = (),
@@ -89,8 +96,9 @@ def draw_tokens(
     seed: int = 0,
     context: int = 1024,
     likeliest: int = 10,
-) -> Iterator[Drawn]:
-    """The tokens of `sample_tokens`, each with its probability and the `likeliest` tokens that could have come."""
+) -> Iterator[Drawn | None]:
+    """`draw_tokens` in steps of limited time, for a server that has other work: a None follows each part of a long prompt
+    that was read."""
     check_settings(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     require(context >= 1, f"a window has at least 1 token, got {context}")
     window = [tokenizer.bos_id, *map(int, prompt)]
@@ -106,8 +114,8 @@ def draw_tokens(
         drawn.append(Drawn(choice=each[0], likeliest=tuple(each[1:])))
         return token
 
-    found = extend(model, window, tokens, context=context, choose=choose, end=tokenizer.bos_id)
-    return (drawn.pop() for _ in found)
+    steps = _extend_in_steps(model, window, tokens, context=context, choose=choose, end=tokenizer.bos_id)
+    return (None if token is None else drawn.pop() for token in steps)
 
 
 def check_settings(
@@ -164,10 +172,9 @@ def _partial_stop(text: str, stop: Sequence[str]) -> int:
     return max(lengths, default=0)
 
 
-@torch.inference_mode()
 def extend(
     model: GPT | PlainModel,
-    window: list[int],
+    window: Sequence[int],
     tokens: int,
     *,
     context: int,
@@ -176,18 +183,43 @@ def extend(
 ) -> Iterator[int]:
     """Yields up to `tokens` tokens after the tokens of `window`, up to the token `end`. `choose` picks each from its
     logits."""
+    steps = _extend_in_steps(model, window, tokens, context=context, choose=choose, end=end)
+    return (token for token in steps if token is not None)
+
+
+@torch.inference_mode()
+def _extend_in_steps(
+    model: GPT | PlainModel,
+    window: Sequence[int],
+    tokens: int,
+    *,
+    context: int,
+    choose: Callable[[Tensor], int],
+    end: int,
+) -> Iterator[int | None]:
+    """`extend`, with a None after each part of the window that was read."""
     training = model.training
     model.eval()
+    sight = find_sight(model, context) if isinstance(model, GPT) else context
     read = _read_stream(model, end, context) if isinstance(model, GPT) else _read_window(model, context)
+    text = list(window[-sight:])
     try:
         for _ in range(tokens):
-            chosen = choose(read(window))
+            while (logits := read(text)) is None:
+                yield None
+            chosen = choose(logits)
             if chosen == end:
                 return
-            window.append(chosen)
+            text.append(chosen)
             yield chosen
     finally:
         model.train(training)
+
+
+def find_sight(model: GPT, context: int) -> int:
+    """The number of tokens at the end of a text on which the next one depends: in each layer a token sees `context` - 1
+    before it, and an embedding a few more. Earlier tokens of a long prompt need no reading."""
+    return model.config.layers * (context - 1) + 1 + BEFORE
 
 
 def _read_stream(model: GPT, end: int, context: int) -> Reader:
@@ -195,16 +227,22 @@ def _read_stream(model: GPT, end: int, context: int) -> Reader:
     (parbank/model/stream.py)."""
     stream, done = Stream(model, context, graph=True), 0
     device = next(model.parameters()).device
+    ids, known = torch.zeros(0, dtype=torch.int64, device=device), 0  # with room for tokens to come
+    documents: np.ndarray | None = None
 
-    def read(window: list[int]) -> Tensor:
-        nonlocal done
-        while done < len(window):
-            first, done = done, min(done + PREFILL, len(window))
-            documents = np.flatnonzero(np.array(window) == end) if model.config.isolate_documents else None
-            ids = torch.tensor(window, device=device)
-            with autocast(device):
-                logits = stream.read(ids, first, done, documents=documents, last=True)[-1]
-        return logits
+    def read(text: list[int]) -> Tensor | None:
+        nonlocal ids, known, done, documents
+        if known == 0 and model.config.isolate_documents:
+            documents = np.flatnonzero(np.array(text) == end)  # all: sampling ends where the next document begins
+        if len(text) > len(ids):
+            ids = F.pad(ids, (0, len(text) - len(ids) + PREFILL))
+        if len(text) > known:
+            ids[known : len(text)] = torch.tensor(text[known:], device=device)
+            known = len(text)
+        first, done = done, min(done + PREFILL, known)
+        with autocast(device):
+            logits = stream.read(ids, first, done, documents=documents, last=True)[-1]
+        return logits if done == known else None
 
     return read
 
@@ -213,9 +251,9 @@ def _read_window(model: PlainModel, context: int) -> Reader:
     """Computes the whole window for every token: the only way for a model that parbank did not build."""
     device = next(model.parameters()).device
 
-    def read(window: list[int]) -> Tensor:
+    def read(text: list[int]) -> Tensor:
         with autocast(device):
-            return model(torch.tensor([window[-context:]], device=device))[0, -1]
+            return model(torch.tensor([text[-context:]], device=device))[0, -1]
 
     return read
 

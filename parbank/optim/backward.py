@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parbank.config import require
 from parbank.optim.communication import Ranks, wait
-from parbank.optim.layout import Batch, Member
+from parbank.optim.layout import Batch, Member, grad_dtype_of
 
 if TYPE_CHECKING:
     from parbank.optim.parallel_muon import ParallelMuon
@@ -54,7 +54,7 @@ class Reductions:
         """Starts the reduction of the next matrix."""
         param, parts = self._parts[self._next]
         self._next += 1
-        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        grad = torch.zeros_like(param, dtype=grad_dtype_of(param)) if param.grad is None else param.grad
         for batch, member in parts:
             blocks = member.blocks(grad)
             self.blocks[member] = blocks

@@ -2,7 +2,8 @@
 
 The model's forward, parameter names and state dict stay unchanged. With several ranks, the gradients of a shape are
 then one tensor, reduced in place without a copy. Bank a model after it is on its device and before other code keeps
-references to its weights' memory. Moving it afterwards undoes the banks, harmlessly.
+references to its weights' memory. Moving it afterwards undoes the banks, harmlessly. Gradients are zeroed in place: a
+layer that no backward reaches has zeros, not None, and is still moved by momentum and decay.
 """
 
 from dataclasses import dataclass

@@ -89,7 +89,7 @@ def collect(
         return _reduce(groups, batches, pieces, ranks, constant, staging, early, begun)
     collected = Collected(small=_find_small(groups))
     for batch, mine in zip(batches, pieces):
-        blocks = {m: _place_blocks(m, staging) for m in batch.members}
+        blocks = {m: _place_blocks(m, batch.grad_dtype, staging) for m in batch.members}
         collected.pieces.append([p.take(blocks[p.member]) for p in mine])
         # All parts of a weight with `split_sizes` have one gradient: it counts once.
         collected.shared += [m.param.grad for m in batch.members if m.param.grad is not None and m.part == 0]
@@ -154,7 +154,11 @@ def _reduce(
     collected.shared = [small_ones] if rest and not early else []
     if begun is not None:
         collected.flying += begun.works
-        collected.pieces = [[p.take(begun.blocks[p.member]) for p in mine] for mine in pieces]
+        for batch, mine in zip(batches, pieces):
+            found = [p.take(begun.blocks[p.member]) for p in mine]
+            if any(blocks.dtype != batch.grad_dtype for blocks in found):
+                wait(begun.works)
+            collected.pieces.append([blocks.to(batch.grad_dtype) for blocks in found])
     for mine, summed in zip(pieces, flats):
         collected.pieces.append(
             [summed[p.slot : p.slot + p.count].view(p.count, p.member.rows, p.member.cols) for p in mine]
@@ -172,20 +176,23 @@ def _is_spoilt(groups: Sequence[dict[str, Any]], device: torch.device) -> Tensor
 
 
 def flatten_batch(batch: Batch, staging: dict[int, Tensor] | None = None) -> Tensor:
-    """A batch's gradients as (slots, elements): the bank's own gradient, adjacent tensors in place, or one copy."""
+    """A batch's gradients as (slots, elements): the bank's own gradient, adjacent tensors in place, or one copy in the
+    batch's dtype of gradients."""
     blocks = [member.blocks(grad_of(member)) for member in batch.members]
     first = blocks[0]
     size = batch.rows * batch.cols
     step = first.element_size() * size
     storage = first.untyped_storage().data_ptr()
     if all(
-        block.data_ptr() == first.data_ptr() + step * member.first and block.untyped_storage().data_ptr() == storage
+        block.dtype == batch.grad_dtype
+        and block.data_ptr() == first.data_ptr() + step * member.first
+        and block.untyped_storage().data_ptr() == storage
         for block, member in zip(blocks, batch.members)
     ):
         return first.as_strided((batch.count, size), (size, 1))
     flat = None if staging is None else staging.get(id(batch))
     if flat is None:
-        flat = torch.empty(batch.count, size, dtype=first.dtype, device=first.device)
+        flat = torch.empty(batch.count, size, dtype=batch.grad_dtype, device=first.device)
     if staging is not None:
         staging[id(batch)] = flat
     slots = [flat[m.first : m.first + m.count] for m in batch.members]
@@ -193,15 +200,17 @@ def flatten_batch(batch: Batch, staging: dict[int, Tensor] | None = None) -> Ten
     return flat
 
 
-def _place_blocks(member: Member, staging: dict[int, Tensor] | None) -> Tensor:
-    """A gradient's blocks: in place, or a copy where it lies in memory in another order than its weight. With `staging`
-    the copy has the same address at every step."""
+def _place_blocks(member: Member, dtype: torch.dtype, staging: dict[int, Tensor] | None) -> Tensor:
+    """A gradient's blocks in a dtype: in place, or a copy where it has another dtype or lies in memory in another order than
+    its weight. With `staging` the copy has the same address at every step."""
     grad = grad_of(member)
     blocks = member.blocks(grad)
-    if staging is None or blocks.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr():
+    if staging is None:
+        return blocks if grad.dtype == dtype else blocks.to(dtype)
+    if grad.dtype == dtype and blocks.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr():
         return blocks
     if id(member) not in staging:
-        staging[id(member)] = torch.empty_like(blocks)
+        staging[id(member)] = torch.empty_like(blocks, dtype=dtype)
     return staging[id(member)].copy_(blocks)
 
 

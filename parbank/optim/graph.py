@@ -7,13 +7,14 @@ the signature has been stable for CALM steps, and is then captured again. Those 
 and create the state.
 
 Gradients that are set to None and created by every backward may have new addresses each time. After PATIENCE such
-steps they are copied to fixed memory first (one launch, one pass over the gradients). From then on the optimizer's
-`zero_grad()` fills them with zeros in place, and backward adds to them: no second copy of the gradients exists. A
-gradient whose version has not changed since was not computed, and counts as None.
+moves they get fixed memory (`fixed`): one copy, and from then on the optimizer's `zero_grad()` fills them with zeros in
+place, and backward adds to them. If other code sets them to None all the same, "auto" gives that memory back, for it
+would be a second copy of all gradients.
 
 cuda_graph="auto" captures where that is safe and pays, and otherwise runs launch by launch: on a CPU, on several ranks,
-with a GradScaler, inside a capture of the caller's, after FAILURES captures that failed, and where graphs are dropped
-after a few replays again and again. cuda_graph=True asks for a graph: where there can be none, it is an error.
+with a GradScaler, inside a capture of the caller's, after FAILURES captures that failed, after IDLE steps without a
+replay, where graphs are dropped after a few replays again and again, and where gradients are written by other code than
+backward. cuda_graph=True asks for a graph: where there can be none, it is an error.
 
 `Pilot` decides, and knows nothing of CUDA; `GraphedStep` acts.
 """
@@ -29,15 +30,17 @@ from parbank.errors import DeviceError
 from parbank.graphs import recording
 from parbank.optim.algorithm import find_algorithm
 from parbank.optim.dtensor import is_sharded
+from parbank.optim.fixed import FixedGradients
 
 if TYPE_CHECKING:
     from parbank.optim.parallel_muon import ParallelMuon
 
 CALM = 2  # the first step makes the state, so that the second has the addresses of all later ones
-PATIENCE = 8  # changes in a row without one replay
+PATIENCE = 8  # moves of gradients before they get fixed memory
 FAILURES = 2  # captures that may fail before "auto" gives up
 TRIALS = 8  # captures after which "auto" asks whether they pay:
 WORTH = 8  # replays that one capture must bring on average; it takes about as long as so many steps without a graph
+IDLE = 64  # steps in a row without a replay after which "auto" gives up; they use kernels that are slow to launch
 
 _log = logging.getLogger("parbank")
 
@@ -69,16 +72,24 @@ class Pilot:
         self.steps = 0
         self.gave_up = ""
         """Why no further capture is tried; empty while captures are."""
+        self.moved: set[int] = set()
+        """The numbers of the parameters whose gradients have moved."""
         self._signature: Signature | None = None
+        self._changed = ""
         self._calm = 0
-        self._restless = 0
+        self._moves = 0
+        self._idle = 0
         self._failures = 0
         self._recorded = False
+        self._stretch = 0
+        """Replays of the current graph."""
+        self._trials = self._gains = 0
+        """Captures and replays since gradients last got other memory."""
 
     @property
     def gradients_move(self) -> bool:
-        """Whether so many steps in a row have seen something change that gradients should be copied to fixed memory."""
-        return self._restless >= PATIENCE
+        """Whether gradients have moved so often, without a long run of replays, that they should get fixed memory."""
+        return self._moves >= PATIENCE
 
     def decide(self, signature: Signature) -> str:
         """ "run", "capture" or "replay"."""
@@ -86,19 +97,33 @@ class Pilot:
         if self.gave_up:
             return "run"
         if signature != self._signature:
-            if self._recorded and self._signature is not None:
-                _log.info("the optimizer's CUDA graph is dropped: changed %s", signature.differences(self._signature))
-            self._restless += 1
-            self._signature, self._calm, self._recorded = signature, 0, False
+            self._note(signature)
+            self._signature, self._calm, self._stretch, self._recorded = signature, 0, 0, False
         if self._recorded:
             return "replay"
+        self._idle += 1
+        if not self.required and self._idle > IDLE:
+            self.give_up(f"{IDLE} steps in a row without a replay; last changed: {self._changed}")
+            return "run"
         if self._calm < CALM:
             self._calm += 1
             return "run"
-        if not self.required and self.captures >= TRIALS and self.replays < WORTH * self.captures:
-            self._give_up(f"{self.captures} captures brought {self.replays} replays")
+        if not self.required and self._trials >= TRIALS and self._gains < WORTH * self._trials:
+            self.give_up(f"{self._trials} captures brought {self._gains} replays")
             return "run"
         return "capture"
+
+    def _note(self, signature: Signature) -> None:
+        """Notes what has changed."""
+        if self._signature is None:
+            return
+        self._changed = signature.differences(self._signature)
+        if self._recorded:
+            _log.info("the optimizer's CUDA graph is dropped: changed %s", self._changed)
+        pairs = enumerate(zip(self._signature.gradients, signature.gradients))
+        moved = {number for number, (a, b) in pairs if a is not None and b is not None and a != b}
+        self.moved |= moved
+        self._moves += bool(moved)
 
     def ran(self, signature: Signature) -> None:
         """After a step without a graph. The first step makes the state: its addresses belong to the next signature."""
@@ -107,7 +132,7 @@ class Pilot:
     def captured(self) -> None:
         self._recorded = True
         self.captures += 1
-        self._restless = 0
+        self._trials += 1
         _log.info("optimizer step captured as a CUDA graph (capture %d)", self.captures)
 
     def failed(self, cause: str) -> None:
@@ -115,12 +140,22 @@ class Pilot:
         self._failures += 1
         self._calm = 0
         if self._failures >= FAILURES:
-            self._give_up(f"{self._failures} captures failed: {cause}")
+            self.give_up(f"{self._failures} captures failed: {cause}")
 
     def replayed(self) -> None:
         self.replays += 1
+        self._gains += 1
+        self._stretch += 1
+        self._idle = 0
+        if self._stretch >= WORTH:
+            self._moves = 0
 
-    def _give_up(self, reason: str) -> None:
+    def gradients_settled(self) -> None:
+        """Gradients have got fixed memory: what was tried before says nothing about what follows."""
+        self.moved.clear()
+        self._moves = self._trials = self._gains = 0
+
+    def give_up(self, reason: str) -> None:
         self.gave_up = reason
         _log.info("the optimizer runs without a CUDA graph from here on: %s", reason)
 
@@ -152,8 +187,9 @@ class GraphedStep:
         self._optimizer = optimizer
         self._capture = capture
         self._recorded: Recorded | None = None
-        self._places: dict[Tensor, Tensor] = {}
-        self._zeroed: dict[Tensor, int] = {}
+        self._fixed = FixedGradients()
+        self._may_hold = True
+        """Whether gradients may get fixed memory: not if other code takes them out of it."""
         self.pilot = Pilot(required=required)
         self.obstacle = ""
         """Why the last step could not use a graph; empty if it could."""
@@ -177,19 +213,20 @@ class GraphedStep:
     def step(self) -> None:
         optimizer, pilot = self._optimizer, self.pilot
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._forget_zeroed()
+        self._find_unused()
         self.obstacle = self._find_obstacle(params)
         if not self.active:  # a graph outlives an obstacle: the next step without one replays it
             pilot.steps += 1
             optimizer.run()
             return
-        if self._places or pilot.gradients_move:
-            self._settle_gradients(params)
+        self._settle_gradients(params)
         action = pilot.decide(self._sign(params))
         if action == "capture" and not self._record():
             action = "run"
         if action == "run":
             self._recorded = None
+            if pilot.gave_up:
+                self._forget()
             optimizer.run()
             pilot.ran(self._sign(params))
             return
@@ -200,6 +237,11 @@ class GraphedStep:
     def _find_obstacle(self, params: list[Tensor]) -> str:
         """Why this step cannot use a graph. An error where one was asked for and there can be none."""
         if getattr(self._optimizer, "found_inf", None) is not None:
+            if self.pilot.required:
+                raise DeviceError(
+                    "cuda_graph=True cannot work with a GradScaler, which brings new tensors every step; train in bfloat16 "
+                    "without a scaler, or pass cuda_graph='auto'"
+                )
             return "a GradScaler brings new tensors every step"
         if self._capture is not capture_on_cuda:
             return ""
@@ -233,40 +275,33 @@ class GraphedStep:
         self.pilot.captured()
         return True
 
+    def _find_unused(self) -> None:
+        """Sets gradients to None that were filled with zeros and that nobody has computed since."""
+        if self._fixed and self._fixed.drop_unused() and not self.pilot.required:
+            self.pilot.give_up("gradients are written by other code than backward")
+            self._forget()
+
     def _settle_gradients(self, params: list[Tensor]) -> None:
-        """Copies gradients to the addresses that the graph reads, and leaves them there."""
-        having = [(param, param.grad) for param in params if param.grad is not None]
-        for param, grad in having:
-            if param not in self._places or self._places[param].dtype != grad.dtype:
-                self._places[param] = torch.empty_like(grad)
-        moved = [(param, grad) for param, grad in having if grad is not self._places[param]]
-        if moved:
-            torch._foreach_copy_([self._places[param] for param, _ in moved], [grad for _, grad in moved])
-            for param, _ in moved:
-                param.grad = self._places[param]
+        """Keeps gradients that move at fixed addresses."""
+        if self.pilot.gradients_move and self._may_hold:
+            self._fixed.hold([params[number] for number in sorted(self.pilot.moved) if number < len(params)])
+            self.pilot.gradients_settled()
+        if self._fixed and not self._fixed.bring_back(strangers=self.pilot.required):
+            self._fixed.release()
+            self._may_hold = False
+            _log.info(
+                "gradients move and are set to None by other code than the optimizer's zero_grad(), which would keep them in "
+                "place: a CUDA graph would need a second copy of them, and is used only if they stop moving"
+            )
 
-    def zero_gradients(self) -> None:
-        """Fills the gradients that lie at fixed addresses with zeros, and sets the others to None."""
-        params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        fixed = [p for p in params if p.grad is not None and p.grad is self._places.get(p)]
-        if fixed:
-            torch._foreach_zero_([self._places[param] for param in fixed])
-        self._zeroed = {param: self._places[param]._version for param in fixed}
-        for param in params:
-            if param not in self._zeroed:
-                param.grad = None
+    def _forget(self) -> None:
+        """Gives back the memory of the graph and of gradients."""
+        self._recorded = None
+        self._fixed.release()
 
-    def _forget_zeroed(self) -> None:
-        """Sets gradients to None that no backward has added to since they were filled with zeros."""
-        for param, version in self._zeroed.items():
-            if param.grad is self._places[param] and self._places[param]._version == version:
-                param.grad = None
-        self._zeroed = {}
-
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether gradients have been moved to fixed addresses."""
-        return bool(self._places)
+    def zero_gradients(self, params: list[Tensor]) -> list[Tensor]:
+        """Fills the gradients that lie at fixed addresses with zeros. Returns the parameters whose gradients do not."""
+        return self._fixed.zero(params) if self._fixed else params
 
     def _sign(self, params: list[Tensor]) -> Signature:
         """Short on purpose: every replay waits for it. A weight's dtype and strides are in the layout, or cannot change at one
@@ -278,9 +313,9 @@ class GraphedStep:
         grads = [param.grad for param in params]
         return Signature(
             weights=[param.data_ptr() for param in params],
-            gradients=[None if grad is None else (grad.data_ptr(), grad.stride()) for grad in grads],
+            gradients=[None if grad is None else (grad.data_ptr(), grad.stride(), grad.dtype) for grad in grads],
             states=[value.data_ptr() for values in states for value in values if isinstance(value, Tensor)],
             options=[numbers, optimizer.reduce_gradients, clips, id(optimizer.extra_captured)],
             layout=optimizer.layout_key(),
-            buffers=optimizer.fixed_addresses(),
+            buffers=optimizer.buffers.addresses(),
         )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from parbank.config import require
+from parbank.errors import ConfigError
 from parbank.optim.algorithm import MatrixAlgorithm, find_algorithm
 from parbank.optim.dtensor import is_sharded, local_of
 from parbank.optim.layout import block_shape, name_of
@@ -43,6 +44,17 @@ def complete_group(group: dict[str, Any], defaults: dict[str, Any], adam_lr: flo
     algorithm.complete(group)
 
 
+def name_params(group: dict[str, Any], number: int) -> None:
+    """Gives names to parameters that have none, in place. A set, which has no order, is left for PyTorch to refuse."""
+    given = group["params"]
+    if isinstance(given, set) or "param_names" in group:
+        return
+    params = [given] if isinstance(given, Tensor) else list(given)
+    if all(isinstance(param, Tensor) for param in params):
+        params = [(f"parameter {position} of group {number}", param) for position, param in enumerate(params)]
+    group["params"] = params
+
+
 def check_group(group: dict[str, Any]) -> None:
     """Refuses a group that cannot be used, with the remedy."""
     algorithm = find_algorithm(group)
@@ -67,6 +79,20 @@ def check_group(group: dict[str, Any]) -> None:
             block_shape(param, group, name)
             if is_sharded(param):
                 algorithm.check_sharded(param, group, name)
+
+
+def are_sharded(groups: Sequence[dict[str, Any]], reduces: bool) -> bool:
+    """Whether the parameters are DTensors (FSDP2, tensor parallelism), whose gradients are reduced elsewhere.
+
+    `reduces`: the optimizer averages gradients over ranks. Then DTensors and plain tensors cannot be mixed.
+    """
+    kinds = {is_sharded(param) for group in groups for param in group["params"]}
+    if len(kinds) == 2 and reduces:
+        raise ConfigError(
+            "some parameters are sharded by FSDP2, which reduces their gradients, and some are plain tensors, whose gradients "
+            "are not reduced; call fully_shard on the whole model, or reduce them yourself and pass reduce_gradients=False"
+        )
+    return True in kinds
 
 
 def follow_schedulers(groups: Sequence[dict[str, Any]]) -> None:

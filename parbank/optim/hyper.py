@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parbank.config import require
+
 LR, MOMENTUM, DECAY, ROW_BETA = range(4)
 WIDTH = 4
 
@@ -21,17 +23,18 @@ class HyperTable:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.values: Tensor = torch.empty(0, WIDTH, dtype=torch.float32, device=device)
-        self._sent: list[list[float]] | None = None
+        self._sent: list[list[float | None]] | None = None
 
     def refresh(self, groups: Sequence[dict[str, Any]], max_norm: float | None) -> None:
         """Sends the values that changed since the last step. A learning rate that is a tensor is copied on the device."""
-        rows = [
+        rows: list[list[float | None]] = [
             [_number(group["lr"]), float(group["momentum"]), _number(group["weight_decay"]), float(group["row_beta"])]
             for group in groups
         ]
         rows.append([float("inf") if max_norm is None else float(max_norm), 0.0, 0.0, 0.0])
         if rows != self._sent:
-            fresh = send(rows, torch.float32, self.device)
+            check_max_norm(max_norm)
+            fresh = send([[number or 0.0 for number in row] for row in rows], torch.float32, self.device)
             # In place where possible: a captured graph reads this very memory.
             self.values = self.values.copy_(fresh) if self.values.shape == fresh.shape else fresh
             self._sent = rows
@@ -55,5 +58,12 @@ def send(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
-def _number(value: float | Tensor) -> float:
-    return 0.0 if isinstance(value, Tensor) else float(value)
+def check_max_norm(max_norm: float | None) -> None:
+    """Refuses 0, by which some trainers mean no clip and which would stop training, and less, which would go uphill."""
+    good = max_norm is None or max_norm > 0
+    require(good, f"max_norm must be above 0, or None for no clip, got {max_norm}")
+
+
+def _number(value: float | Tensor) -> float | None:
+    """None for a tensor: another value than any number, so that a number in its place is sent."""
+    return None if isinstance(value, Tensor) else float(value)

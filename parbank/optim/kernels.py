@@ -35,6 +35,8 @@ class Tables:
 
     def __init__(self) -> None:
         self._kept: dict[Any, tuple[tuple[int, ...], Tensor, Tensor]] = {}
+        self.sent = 0
+        """How many tables were sent: a graph reads those of its capture, which are freed when others take their place."""
 
     def get(
         self,
@@ -58,6 +60,7 @@ class Tables:
             device = firsts[0].device
             owner = kept[2] if kept is not None else send(owners, torch.int32, device)
             kept = self._kept[key] = (pointers, send(rows, torch.int64, device), owner)
+            self.sent += 1
         sides = [side for member, _, _ in entries for side in (member.rows, member.cols)]
         return kept[1], kept[2], not any(value % 16 for value in (*pointers, *sides))
 
@@ -260,7 +263,7 @@ def _move(
     shared = (table, owner, control.hyper, control.active, control.values)
     options = {
         "WIDTH": WIDTH, "MOMENTUM": MOMENTUM, "NESTEROV": batch.options.nesterov, "BLOCK": TILE, "ALIGNED": aligned,
-        "GRAD": tl.bfloat16 if grads[0].dtype == torch.bfloat16 else tl.float32,
+        "GRAD": tl.bfloat16 if batch.grad_dtype == torch.bfloat16 else tl.float32,
     }  # fmt: skip
     _muon_momentum_kernel[(owner.numel(),)](*shared, squares, **options)
     return shared, options, squares

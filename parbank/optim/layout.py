@@ -25,7 +25,7 @@ from torch import Tensor
 from parbank.errors import ConfigError
 from parbank.optim.algorithm import MatrixAlgorithm, find_algorithm
 from parbank.optim.dtensor import is_sharded
-from parbank.optim.master import check_dtype
+from parbank.optim.master import check_dtype, wide_dtype
 
 LAYOUT_OPTIONS = ("cautious", "num_heads", "split_sizes", "transposed", "flatten", "lr_scale")
 """Options of a group that a layout depends on, besides those of its algorithm."""
@@ -207,6 +207,16 @@ class Batch:
         return {member: self.algorithm.state_shapes(member, self.options) for member in self.members}
 
     @cached_property
+    def grad_dtype(self) -> torch.dtype:
+        """The dtype that gradients of this batch are read and reduced in: theirs, if they share one that kernels read.
+
+        From the parameters alone, since some ranks may have no gradient.
+        """
+        kinds = {grad_dtype_of(member.param) for member in self.members}
+        read = kinds & {torch.float32, torch.bfloat16, self.dtype}
+        return read.pop() if read == kinds and len(kinds) == 1 else wide_dtype(self.dtype)
+
+    @cached_property
     def scales(self) -> list[float]:
         """The learning-rate factor of each slot."""
         return [scale for member in self.members for scale in member.scales]
@@ -339,6 +349,12 @@ def block_shape(param: Tensor, group: dict[str, Any], name: str) -> tuple[int, i
     if rows % heads:
         raise ConfigError(f"{name} has {rows} rows, which num_heads={heads} does not divide")
     return count * heads, rows // heads, cols, order
+
+
+def grad_dtype_of(param: Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient, which the user may have set; None there allows any."""
+    found: torch.dtype = getattr(param, "grad_dtype", None) or param.dtype
+    return found
 
 
 def name_of(group: dict[str, Any], position: int) -> str:

@@ -18,6 +18,12 @@ IMPLEMENTATIONS = ("foreach", "fused", "capturable", "decoupled_weight_decay")
 UNAVAILABLE = ("amsgrad", "differentiable")
 MARKS = {"adjust_lr_fn": "muon", "amsgrad": "adamw", "dampening": "sgd"}
 """Options that show which of PyTorch's optimizers wrote a group."""
+FOREIGN_STATES = {
+    "muon": {"momentum_buffer"},
+    "adamw": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+}
+"""What PyTorch's optimizers keep for a parameter."""
+NO_OPTIONS = ("params", "param_names", "initial_lr")
 
 
 def prepare(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +40,7 @@ def _complete(saved: dict[str, Any], group: dict[str, Any], values: dict[Any, An
     """A saved group with every option of ours; translates and checks its states in `values`."""
     for key in UNAVAILABLE:
         require(not saved.get(key), f"the checkpoint was written with {key}=True, which ParallelMuon does not have")
-    written = saved.get("algorithm") or next((MARKS[mark] for mark in MARKS if mark in saved), group["algorithm"])
+    written = _find_writer(saved, group, values)
     require(
         written == group["algorithm"],
         f"the checkpoint's group was written by {written}, and the group here has algorithm={group['algorithm']!r}, for which "
@@ -52,6 +58,22 @@ def _complete(saved: dict[str, Any], group: dict[str, Any], values: dict[Any, An
     kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     given = {key: value for key, value in translated.items() if key not in (*IMPLEMENTATIONS, *UNAVAILABLE)}
     return {**kept, **given}
+
+
+def _find_writer(saved: dict[str, Any], group: dict[str, Any], values: dict[Any, Any]) -> str:
+    """The algorithm that wrote a group. Refuses groups of optimizers that are neither ours nor known."""
+    ours = "lr_scale" in saved  # no other optimizer has this option
+    writer = None if ours else next((MARKS[mark] for mark in MARKS if mark in saved), None)
+    strange = sorted(set(saved) - set(group) - set(NO_OPTIONS))
+    if writer in FOREIGN_STATES:
+        keys = {key for number in saved["params"] for key in values.get(number, {})}
+        strange = sorted(keys - FOREIGN_STATES[writer])
+    if not ours and writer != "sgd" and strange:
+        raise ConfigError(
+            f"the checkpoint was written by another optimizer: it has {', '.join(strange)}, which neither ParallelMuon nor "
+            "torch.optim.AdamW, Adam or Muon has. Its learning rate and its state mean nothing here; load the weights only"
+        )
+    return writer or saved.get("algorithm") or group["algorithm"]
 
 
 def _translate_muon(saved: dict[str, Any], values: dict[Any, Any]) -> dict[str, Any]:

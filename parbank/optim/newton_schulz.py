@@ -28,6 +28,7 @@ from torch import Tensor
 from parbank.errors import ConfigError
 from parbank.ops import ax_plus_bx, ba_plus_caa, symmetric_product, xxt
 from parbank.ops.backend import use_triton
+from parbank.ops.checks import as_they_are
 from parbank.optim.coefficients import Triple, resolve_coefficients
 
 METHODS = ("auto", "plain", "symmetric", "gram")
@@ -126,9 +127,15 @@ def iterate(
     if method == "auto":
         kernels = kernels and (graphed or hides_launch(*X.shape))
         method = choose_method(X.shape[-2], X.shape[-1], len(triples), kernels)
-    if method == "gram":
-        return _gram(X, triples, kernels, overwrite)
-    return _plain(X, triples, overwrite) if method == "plain" else _symmetric(X, triples)
+    with as_they_are(X.device):
+        if method == "gram":
+            return _gram(X, triples, kernels, overwrite)
+        return _plain(X, triples, overwrite) if method == "plain" else _symmetric(X, triples)
+
+
+def choose_for(X: Tensor, method: str) -> str:
+    """The method for a dtype: no kernel has float64."""
+    return "plain" if X.dtype == torch.float64 else method
 
 
 def hides_launch(batch: int, rows: int, cols: int) -> bool:

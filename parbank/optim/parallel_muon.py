@@ -1,22 +1,13 @@
 """ParallelMuon: Muon for matrices and AdamW for the rest, as one optimizer for one rank and for many. (Muon: Jordan et
 al.; the parallel step: parameter-golf #399.)
 
-A step, for any number of ranks:
-
-1. collect: reduces the gradients of each batch to the rank that owns them, while AdamW runs; then one norm over all
-   gradients, on the device.
-2. orthogonalize: batch by batch, the owner updates the momentum, runs Newton-Schulz, and sends the updates while the
-   next batch is computed. With a clip AdamW runs here, during the last all-gather: the clip is global, so that no
-   update can begin before the last gradient has arrived.
-3. apply: every rank subtracts the same updates from the same weights.
-
-`layout` decides which blocks form a batch and which rank owns them. `communication` has the collectives; `algorithms`
-(behind the interface in `algorithm`), `newton_schulz` and `update` the arithmetic; `state` the contents of a
-checkpoint.
+This file is the optimizer as a user sees it. `step` is what a step does. `layout` decides which blocks form a batch and
+which rank owns them. `communication` has the collectives; `algorithms` (behind the interface in `algorithm`),
+`newton_schulz` and `update` the arithmetic; `state` the contents of a checkpoint.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,23 +16,21 @@ from torch import Tensor
 
 from parbank.config import require
 from parbank.errors import ConfigError
-from parbank.optim import backward, kernels, loading, state, update
+from parbank.ops.checks import on_device
+from parbank.optim import backward, loading, state, step
 from parbank.optim.agreement import Agreement
-from parbank.optim.algorithm import ElementwiseAlgorithm, MatrixAlgorithm, Settings, Work, find_algorithm
+from parbank.optim.algorithm import MatrixAlgorithm, find_algorithm
 from parbank.optim.algorithms import ALGORITHMS
 from parbank.optim.banking import zero_bank_grads
-from parbank.optim.collect import SCALES_DIFFER, Collected, Small, check_gradients, collect, measure, place_gradients
-from parbank.optim.communication import Ranks, wait
-from parbank.optim.dtensor import is_sharded
+from parbank.optim.buffers import Buffers
+from parbank.optim.collect import check_gradients
+from parbank.optim.communication import Ranks
 from parbank.optim.graph import GraphedStep
-from parbank.optim.groups import check_group, complete_group, find_raised, follow_schedulers, negate
-from parbank.optim.hyper import DECAY, LR, HyperTable, send
-from parbank.optim.layout import LAYOUT_OPTIONS, Batch, Piece, plan_batches
-from parbank.optim.memory import Views
+from parbank.optim.groups import are_sharded, check_group, complete_group, follow_schedulers, name_params
+from parbank.optim.hyper import check_max_norm
+from parbank.optim.layout import LAYOUT_OPTIONS, Batch, plan_batches
 from parbank.optim.newton_schulz import Coefficients
-from parbank.optim.sharded import step_dtensors
 from parbank.optim.skipped import SkipWatch
-from parbank.optim.update import Control
 
 
 def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,11 +58,11 @@ class ParallelMuon(torch.optim.Optimizer):
     one convolution, not as a stack).
     AdamW: adam_lr, betas, eps, weight_decay. Both: maximize (go along the gradient, not against it).
 
-    max_norm clips the gradient by its norm over all parameters and all ranks. process_group: the ranks to work with; by
-    default all of them. reduce_gradients=False says that gradients are already equal on all ranks (DDP): the work is
-    split and nothing is reduced. cuda_graph="auto" replays the step as one CUDA graph once it is stable, on one GPU; what it
-    did is in `repr(optimizer)`. True asks for a graph, and False for none. extra_captured is called at the end of each step,
-    with cuda_graph=True inside the graph: an average of the weights, for instance.
+    max_norm clips the gradient by its norm over all parameters and all ranks; None for no clip. process_group: the ranks to
+    work with; by default all of them. reduce_gradients=False says that gradients are already equal on all ranks (DDP): the
+    work is split and nothing is reduced. cuda_graph="auto" replays the step as one CUDA graph once it is stable, on one GPU;
+    what it did is in `repr(optimizer)`. True asks for a graph, and False for none. extra_captured is called at the end of
+    each step, with cuda_graph=True inside the graph: an average of the weights, for instance.
 
     After a step, as 0-d tensors on the device: last_grad_norm (before the clip), last_skipped (the gradient was not finite
     and nothing was changed), skipped_in_a_row. Gradients are used up: their values after a step mean nothing.
@@ -89,6 +78,9 @@ class ParallelMuon(torch.optim.Optimizer):
         >>> optimizer.last_skipped.item()
         False
     """
+
+    _part: tuple[int, int] | None = None
+    """Of a copy or an unpickled optimizer: (rank, ranks) where its state is the part of one rank."""
 
     # GradScaler then passes scale and overflow as tensors, without waiting for the device.
     _step_supports_amp_scaling = True
@@ -146,6 +138,7 @@ class ParallelMuon(torch.optim.Optimizer):
         self.max_norm = max_norm
         self.reduce_gradients = reduce_gradients
         self.extra_captured = extra_captured
+        check_max_norm(max_norm)
         for name in ("muon", "adamw"):  # whose options these are
             ALGORITHMS[name].check_options(defaults)
         self._start(process_group)
@@ -161,24 +154,17 @@ class ParallelMuon(torch.optim.Optimizer):
         """Creates everything that a copy of this optimizer cannot share."""
         self._ranks = Ranks(process_group)
         self._layout: tuple[Any, list[Batch]] | None = None
-        self._device = torch.device("cpu")
-        self._hyper = HyperTable(self._device)
-        self._constants: dict[tuple[float, ...], Tensor] = {}
-        self._tables = kernels.Tables()
-        self._staging: dict[int, Tensor] = {}
-        self._views = Views()
-        self._layouts = 0
+        self.buffers = Buffers()
         self._agreement = Agreement()
         self.begun: backward.Reductions | None = None
         self._watch = SkipWatch()
-        self.last_grad_norm = torch.zeros((), dtype=torch.float32, device=self._device)
-        self.last_skipped = torch.zeros((), dtype=torch.bool, device=self._device)
-        self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=self._device)
 
     # --- groups and state ----------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         complete_group(param_group, self.defaults, self._adam_lr)
+        if self.param_groups and "param_names" in self.param_groups[0]:  # PyTorch wants names for all or for none
+            name_params(param_group, len(self.param_groups))
         _plain(torch.optim.Optimizer.add_param_group)(self, param_group)
         try:
             check_group(self.param_groups[-1])
@@ -207,7 +193,10 @@ class ParallelMuon(torch.optim.Optimizer):
             return prepared
 
         def load(_: Any) -> None:
+            self._part = None
             state.load(self, prepared)
+            if self._ranks.world > 1:
+                self._agreement.remember(self.param_groups, prepared)
             self._reset_counters()
 
         # After the user's hooks that may change the state, and before those that see the result.
@@ -224,12 +213,12 @@ class ParallelMuon(torch.optim.Optimizer):
     def reset(self) -> None:
         """Forgets momentum, moments, step counts and skipped steps, as in a new optimizer."""
         self.state.clear()
+        self._part = None
         self._reset_counters()
 
     def _reset_counters(self) -> None:
         self._watch = SkipWatch()
-        for counter in (self.last_grad_norm, self.last_skipped, self.skipped_in_a_row):
-            counter.zero_()
+        self.buffers.reset_counters()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As for any optimizer. By default, gradients that a CUDA graph reads or that lie in a bank stay in place."""
@@ -237,10 +226,10 @@ class ParallelMuon(torch.optim.Optimizer):
         if set_to_none is not None or self._cuda_graph is True:
             _plain(torch.optim.Optimizer.zero_grad)(self, set_to_none=bool(set_to_none))
             return
-        if self._graph is not None and self._graph.holds_gradients and self._graph.active:
-            self._graph.zero_gradients()
-            return
-        for param in zero_bank_grads([param for group in self.param_groups for param in group["params"]]):
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self._graph is not None:
+            params = self._graph.zero_gradients(params)
+        for param in zero_bank_grads(params):
             param.grad = None
 
     def reducing(self) -> AbstractContextManager[None]:
@@ -248,7 +237,7 @@ class ParallelMuon(torch.optim.Optimizer):
 
         Around the last backward before a step, on every rank; leave the gradients alone until `step()`.
         """
-        if self._ranks.world == 1 or not self.reduce_gradients or self._sharded():
+        if self._ranks.world == 1 or not self.reduce_gradients or are_sharded(self.param_groups, reduces=True):
             return nullcontext()
         self._agree()
         return backward.reducing(self)
@@ -256,7 +245,8 @@ class ParallelMuon(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         state.warn_of_copy(self)
         kept = {key: getattr(self, key) for key in ("_adam_lr", "max_norm", "reduce_gradients", "_cuda_graph")}
-        return {**super().__getstate__(), **kept}
+        batches = self._layout[1] if self._layout else []
+        return {**super().__getstate__(), **kept, "_part": state.find_part(self._ranks, batches, self.state)}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         super().__setstate__(values)
@@ -285,6 +275,7 @@ class ParallelMuon(torch.optim.Optimizer):
             params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         key = (self.layout_key(), self.reduce_gradients, None if params is None else tuple(map(id, params)))
         if self._layout is None or self._layout[0] != key:
+            state.check_part(self._ranks, self._part)
             old = self._layout
             for group in self.param_groups:  # its options may have changed
                 check_group(group)
@@ -309,36 +300,10 @@ class ParallelMuon(torch.optim.Optimizer):
                 key.append(len(group["params"]))
         return tuple(key)
 
-    def fixed_addresses(self) -> tuple[int, ...]:
-        """Memory that a captured step reads and that is neither a parameter's nor its state's; the layout's by its number."""
-        kept = (self._hyper.values, self.last_grad_norm, self.last_skipped, self.skipped_in_a_row)
-        return (self._layouts, *(tensor.data_ptr() for tensor in kept))
-
     def forget_layout(self) -> None:
         """Plans a new layout at the next step. The state must be whole."""
         self._layout = None
-        self._constants.clear()
-        self._tables.clear()
-        self._staging.clear()
-        self._views.clear()
-        self._layouts += 1
-
-    def _constant(self, values: Sequence[float]) -> Tensor:
-        """Constant numbers on the device, sent once: a captured step must not send any."""
-        key = tuple(values)
-        if key not in self._constants:
-            self._constants[key] = send(values, torch.float32, self._device)
-        return self._constants[key]
-
-    def _sharded(self) -> bool:
-        """Whether the parameters are DTensors (FSDP2, tensor parallelism), whose gradients are reduced elsewhere."""
-        kinds = {is_sharded(param) for group in self.param_groups for param in group["params"]}
-        if len(kinds) == 2 and self.reduce_gradients and self._ranks.world > 1:
-            raise ConfigError(
-                "some parameters are sharded by FSDP2, which reduces their gradients, and some are plain tensors, whose gradients "
-                "are not reduced; call fully_shard on the whole model, or reduce them yourself and pass reduce_gradients=False"
-            )
-        return True in kinds
+        self.buffers.forget_layout()
 
     def _agree(self) -> None:
         """Compares ranks, at the first step and now and then."""
@@ -346,20 +311,19 @@ class ParallelMuon(torch.optim.Optimizer):
             self._agreement.look(self, self._ranks)
 
     @property
-    def _captured(self) -> bool:
-        """Whether this step is captured or prepares a capture."""
-        return self._graph is not None and self._graph.active
+    def last_grad_norm(self) -> Tensor:
+        """The norm of all gradients at the last step, before the clip: 0-d, on the device, a copy that later steps leave alone."""
+        return self.buffers.grad_norm.clone()
 
-    def _settle(self) -> None:
-        """Follows the parameters to their device."""
-        self._ranks.check()
-        device = check_gradients(self.param_groups)
-        if device != self._device:
-            self._device = device
-            self._hyper = HyperTable(device)
-            self._constants.clear()
-            for name in ("last_grad_norm", "last_skipped", "skipped_in_a_row"):
-                setattr(self, name, getattr(self, name).to(device))
+    @property
+    def last_skipped(self) -> Tensor:
+        """Whether the last step was skipped; a copy, as above."""
+        return self.buffers.skipped.clone()
+
+    @property
+    def skipped_in_a_row(self) -> Tensor:
+        """How many steps up to the last were skipped in a row; a copy, as above."""
+        return self.buffers.skipped_in_a_row.clone()
 
     # --- the step ------------------------------------------------------------------------------------------------------
 
@@ -370,10 +334,17 @@ class ParallelMuon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle()
+        self._ranks.check()
+        device = check_gradients(self.param_groups)
+        with on_device(device):  # Triton and captures use the current device, which need not be the parameters'
+            self._step(device)
+        return loss
+
+    def _step(self, device: torch.device) -> None:
+        self.buffers.move(device)
         follow_schedulers(self.param_groups)
         self._agree()
-        self._hyper.refresh(self.param_groups, self.max_norm)
+        self.buffers.hyper.refresh(self.param_groups, self.max_norm)
         if self._graph is not None:
             self._graph.step()
         else:
@@ -381,119 +352,12 @@ class ParallelMuon(torch.optim.Optimizer):
         if self.extra_captured is not None and self._cuda_graph is not True:
             self.extra_captured()
         if getattr(self, "found_inf", None) is None:  # a GradScaler skips steps as it searches for its scale
-            self._watch.look(self.skipped_in_a_row, self.param_groups)
-        return loss
+            self._watch.look(self.buffers.skipped_in_a_row, self.param_groups)
 
     def run(self) -> None:
         """The step itself, on the current gradients and hyperparameters: the part that a CUDA graph captures."""
-        raised = find_raised(self.param_groups)
-        negate(raised)
-        self._run()
-        negate(raised)  # exact: gradients are as if nothing had been done
+        # A step that prepares a capture uses its kernels and its memory.
+        self.buffers.captured = self._graph is not None and self._graph.active
+        step.run(self)
         if self.extra_captured is not None and self._cuda_graph is True:
             self.extra_captured()
-
-    def _run(self) -> None:
-        batches = self.batches()
-        pieces = [batch.pieces(self._ranks.rank) for batch in batches]
-        sharded = self._sharded()
-        if sharded:
-            place_gradients(self.param_groups, self._ranks.world, self.reduce_gradients)
-        reduce = self.reduce_gradients and not sharded
-        staging = self._staging if self._captured else None
-        early = self.max_norm is None
-        others = [batch.others(self._ranks.rank) for batch in batches]
-        needed = [mine + rest for mine, rest in zip(pieces, others)]
-        options = (self._ranks, reduce, self._constant, staging, early, backward.take(self, batches))
-        collected = collect(self.param_groups, batches, needed, *options)
-        require(getattr(self, "grad_scale", None) is None or collected.divisor == 1, SCALES_DIFFER)
-        if collected.spoilt is not None:
-            factor = torch.full((), 1 / collected.divisor, dtype=torch.float32, device=self._device)
-            values = torch.stack([1 - collected.spoilt.float(), factor])
-            self._step_small(collected, values)
-        control = self._measure(collected)
-        flying: list[tuple[Batch, Tensor, list[Any]]] = []
-        for number, (batch, mine, rest) in enumerate(zip(batches, pieces, others)):
-            grads, collected.pieces[number] = collected.pieces[number], []  # freed with this batch
-            flying.append((batch, *self._share_updates(batch, mine, grads[: len(mine)], control)))
-            if batch.whole and batch.world > 1:
-                batch.algorithm.follow(self._work(batch, rest, grads[len(mine) :], control))
-                state.share_vectors(self, batch)
-            # One batch in flight while the next is worked on; on one rank, none.
-            while len(flying) > (self._ranks.world > 1):
-                self._apply(*flying.pop(0), control)
-        if collected.spoilt is None:
-            self._step_small(collected, control.values)
-        if sharded:
-            step_dtensors(self.param_groups, self.state, control)
-        for batch, updates, works in flying:
-            self._apply(batch, updates, works, control)
-
-    def _measure(self, collected: Collected) -> Control:
-        """The global norm, the clip, and whether the step is taken: all on the device."""
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        norm, values = measure(collected, self._ranks, self._hyper.max_norm, grad_scale, found_inf)
-        skipped = values[0] == 0
-        self.last_grad_norm.copy_(norm)
-        self.last_skipped.copy_(skipped)
-        self.skipped_in_a_row.add_(1).mul_(skipped)
-        active = collected.active
-        if active is None:
-            active = self._constant([1.0] * sum(len(group["params"]) for group in self.param_groups))
-        return Control(values, self._hyper.values, active)
-
-    def _share_updates(
-        self, batch: Batch, pieces: list[Piece], grads: list[Tensor], control: Control
-    ) -> tuple[Tensor, list[Any]]:
-        """Finds the updates of the blocks that this rank owns, and starts sharing them: all updates of the batch, on the way."""
-        state.init_state(self.state, batch, pieces)
-        return self._ranks.gather(batch.algorithm.directions(self._work(batch, pieces, grads, control)), batch)
-
-    def _work(self, batch: Batch, pieces: list[Piece], grads: list[Tensor], control: Control) -> Work:
-        def blocks(name: str) -> list[Tensor]:
-            held = [state.tensor_of(self.state, name, piece.member, batch) for piece in pieces]
-            key = (id(batch), name, id(pieces))  # the batch keeps its lists of pieces
-            return self._views.get(key, held, lambda: state.find_blocks(self.state, name, pieces, batch))
-
-        return Work(batch, pieces, grads, control, blocks, self._tables, captured=self._captured)
-
-    def _step_small(self, collected: Collected, values: Tensor) -> None:
-        """The groups of element-wise algorithms; `values` as in Control."""
-        for small in collected.small:
-            self._step_group(small, values)
-
-    def _step_group(self, small: Small, values: Tensor) -> None:
-        """Steps one group. A parameter without a gradient here may have one on another rank: then it is stepped
-        separately."""
-        group, hyper = self.param_groups[small.group], self._hyper.values[small.group]
-        algorithm = find_algorithm(group)
-        assert isinstance(algorithm, ElementwiseAlgorithm)
-        for param in small.params:
-            algorithm.prepare_state(self.state[param], param)
-        taken, factor = values
-        together = [n for n, flag in enumerate(small.flags) if flag is None]
-        alone = [n for n, flag in enumerate(small.flags) if flag is not None]
-        for numbers in [together, *([n] for n in alone)]:
-            flag = small.flags[numbers[0]] if numbers else None
-            mine = taken if flag is None else taken * (flag > 0)
-            settings = Settings(hyper[LR], hyper[DECAY], factor, mine, captured=self._captured)
-            params = [small.params[n] for n in numbers]
-            grads = [small.grads[n] for n in numbers]
-            algorithm.step(params, grads, [self.state[param] for param in params], group, settings)
-
-    def _apply(self, batch: Batch, updates: Tensor, works: list[Any], control: Control) -> None:
-        """Subtracts the updates of a batch from the weights, once they have arrived."""
-        wait(works)
-        weights = [member.param for member in batch.members]
-        params = self._views.get(
-            (id(batch), "weights"), weights, lambda: [member.blocks(member.param) for member in batch.members]
-        )
-        low = [
-            member.blocks(self.state[member.param]["low_bits"]) if member.param.dtype == torch.bfloat16 else None
-            for member in batch.members
-        ]
-        scales = self._constant(batch.scales)
-        if kernels.use_kernels(batch, control):
-            kernels.apply(batch, updates, params, low, scales, control, self._tables)
-        else:
-            update.apply(batch, updates, params, low, scales, control)

@@ -30,7 +30,7 @@ PACKED = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.modules.conv._ConvTranspos
 """Modules that pack several maps into one weight, or store it in another order."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Found:
     """One parameter, every module that holds it, and all its names."""
 
@@ -90,10 +90,35 @@ def find_heads(found: list[Found], declared: Mapping[int, str]) -> list[Found]:
         return heads
     if len(linears) == 1 and any(isinstance(owner, CONVOLUTIONS) for item in found for owner in item.owners):
         return linears
+    tokens = _find_vocabularies(found)
+    fitting = [i for i in linears if i.param.shape[0] in tokens and not _is_square(i) and not _is_repeated(i, linears)]
+    return [item for item in fitting if _is_beside(item, fitting[-1])]
+
+
+def _find_vocabularies(found: list[Found]) -> set[int]:
+    """The sizes of embeddings that are no tables of positions."""
     tables = [(item, owner) for item in found for owner in item.owners if isinstance(owner, nn.Embedding)]
-    tokens = {owner.num_embeddings for item, owner in tables if not _counts_positions(item)}
-    fitting = [i for i in linears if i.param.shape[0] in tokens and i.param.shape[0] != i.param.shape[1]]
-    return [item for item in fitting if words.count(item.words[-1]) == 1][-1:]
+    return {owner.num_embeddings for item, owner in tables if not _counts_positions(item)}
+
+
+def _is_square(item: Found) -> bool:
+    return item.param.shape[0] == item.param.shape[1]
+
+
+def _is_repeated(item: Found, linears: list[Found]) -> bool:
+    """Whether a Linear of this name is in several modules, as in each layer. Members of one list count as one."""
+
+    def name(of: Found) -> str:
+        return next((word for word in reversed(of.words) if not word.isdigit()), of.words[-1])
+
+    return len({id(other.parents[0]) for other in linears if name(other) == name(item)}) > 1
+
+
+def _is_beside(item: Found, head: Found) -> bool:
+    """Whether a Linear is a head like another one: both take the same input, as heads for several tokens do. Square ones, and
+    those of a Sequential, may follow each other."""
+    parallel = item.param.shape == head.param.shape and item.parents[0] is head.parents[0] and not _is_square(item)
+    return item is head or (parallel and not isinstance(head.parents[0], nn.Sequential))
 
 
 def _is_linear(item: Found) -> bool:
@@ -133,8 +158,9 @@ def role_of_module(item: Found) -> str:
     """The role that the module gives to its parameter."""
     param, owner = item.param, item.owners[0]
     final = item.name.split(".")[-1].lower()
-    if isinstance(owner, PACKED) or "parametrizations" in item.words or hasattr(owner, final.removesuffix("_v") + "_g"):
-        return "packed"  # the last two: the weight is a function of the parameter (weight_norm)
+    made = hasattr(owner, final.removesuffix("_v") + "_g") or hasattr(owner, final.removesuffix("_orig") + "_u")
+    if isinstance(owner, PACKED) or "parametrizations" in item.words or made:
+        return "packed"  # the last two: the weight is a function of the parameter (weight_norm, spectral_norm)
     if isinstance(owner, CONVOLUTIONS):
         return "small" if param.shape[1] == 1 else "flattened"  # depthwise: filters
     if isinstance(owner, nn.Linear):
@@ -175,17 +201,42 @@ def _stores_inputs_first(item: Found) -> bool:
     return bool(widths) and widths[0] == a
 
 
-def check_last_linear(found: list[Found], roles: dict[str, str], chosen: Mapping[str, str]) -> None:
-    """A model without a known head may still end in one: the last Linear, if no other has its shape, is ambiguous."""
-    if any(role in ("head", "other") for role in roles.values()) or any(len(item.names) > 1 for item in found):
-        return
-    linears = [item for item in found if isinstance(item.owners[0], nn.Linear) and item.param.ndim == 2]
-    if not linears or roles[linears[-1].name] != "matrix" or linears[-1].name in chosen:
-        return
-    last = linears[-1]
-    shapes = [item.param.shape for item in linears]
-    if len(linears) > 1 and shapes.count(last.param.shape) == 1:
+def check_flattened(found: list[Found]) -> None:
+    """Refuses weights that a wrapper has flattened: without their shape, all would go to AdamW."""
+    for item in found:
+        flat = item.name.endswith("_flat_param")
+        if flat or (isinstance(item.owners[0], nn.Linear) and item.name.endswith("weight") and item.param.ndim != 2):
+            raise ConfigError(
+                f"{item.name} has shape {tuple(item.param.shape)}: FSDP1 and DeepSpeed's ZeRO-3 flatten weights, and Muon needs "
+                "matrices. Use FSDP2 (torch.distributed.fsdp.fully_shard), or split the parameters before the model is wrapped"
+            )
+
+
+def check_last_linear(found: list[Found], roles: Mapping[str, str], chosen: Mapping[str, str]) -> None:
+    """A model without a known head may still end in one: the last Linears, if no other has their shape, are ambiguous."""
+    linears = [item for item in found if isinstance(item.owners[0], nn.Linear) and roles[item.name] != "small"]
+    unclear, reason = _find_unclear(found, linears, roles)
+    unclear = [i for i in unclear if i.param.requires_grad and roles[i.name] == "matrix" and i.name not in chosen]
+    if unclear:
+        names = ", ".join(f"{item.name} {tuple(item.param.shape)}" for item in unclear)
+        overrides = ", ".join(f'"{item.name}": "adamw"' for item in unclear)
         raise ConfigError(
-            f"{last.name} {tuple(last.param.shape)} is the last Linear and no other has its shape: it may be the output layer "
-            f'(adamw) or a hidden matrix (muon). Say so: split_parameters(model, overrides={{"{last.name}": "adamw"}})'
+            f"{names}: the last Linear, {reason}. It may be the output layer (adamw) or a hidden matrix (muon). Say so: "
+            f"split_parameters(model, overrides={{{overrides}}})"
         )
+
+
+def _find_unclear(found: list[Found], linears: list[Found], roles: Mapping[str, str]) -> tuple[list[Found], str]:
+    """Linears that may be heads, and what speaks for it."""
+    if not linears:
+        return [], ""
+    last, known = linears[-1], {id(item) for item in found if roles[item.name] in ("head", "other")}
+    tail = [item for item in linears if _is_beside(item, last)]
+    if known:
+        return (tail, "beside a head") if any(id(item) in known for item in tail) else ([], "")
+    if any(len(item.names) > 1 for item in found):  # a tied weight: the head is an embedding
+        return [], ""
+    if _is_square(last) and last.param.shape[0] in _find_vocabularies(found) and not _is_repeated(last, linears):
+        return [last], "with one output per token"
+    alike = [item for item in linears if item.param.shape == last.param.shape]
+    return (tail, "and no other has its shape") if len(alike) == len(tail) else ([], "")

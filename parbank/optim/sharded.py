@@ -22,8 +22,8 @@ from parbank.optim.coefficients import resolve_coefficients
 from parbank.optim.dtensor import is_sharded, local_of
 from parbank.optim.hyper import DECAY, LR, MOMENTUM, send
 from parbank.optim.layout import MatrixParam, Member, Piece, find_matrices, find_members, logical_scale
-from parbank.optim.master import join_master, split_master
-from parbank.optim.newton_schulz import NORM_EPS, iterate, normalize, working_dtype
+from parbank.optim.master import join_master, split_master, wide_dtype
+from parbank.optim.newton_schulz import NORM_EPS, choose_for, iterate, normalize, working_dtype
 from parbank.optim.state import key_of
 from parbank.optim.update import Control, divide_by_moment, equilibrate, find_row_beta, normalize_rows
 
@@ -140,13 +140,13 @@ def _move_momentum(item: Sharded, group: dict[str, Any], held: dict[str, Any], c
     the weight is cut."""
     param = item.param
     if "momentum_buffer" not in held:
-        held["momentum_buffer"] = torch.zeros_like(param, dtype=torch.float32)
+        held["momentum_buffer"] = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
     if param.dtype == torch.bfloat16 and "low_bits" not in held:
         held["low_bits"] = torch.zeros_like(param, dtype=torch.int16)
     buffer = local_of(held["momentum_buffer"])
     grad = local_of(param.grad) if param.grad is not None else torch.zeros_like(buffer)
     taken, momentum = _taken(item, control), control.hyper[item.group, MOMENTUM]
-    g = torch.where(taken, grad.float() * control.values[1], 0.0)
+    g = torch.where(taken, grad.to(buffer.dtype) * control.values[1], 0.0)
     buffer.mul_(torch.where(taken, momentum, 1.0)).add_(g)
     update = g + momentum * buffer if group["nesterov"] else buffer.clone()
     if item.whole:
@@ -193,10 +193,10 @@ def _orthogonalize(
         equilibrate(X, piece)
     X = normalize(X, working_dtype(update))
     triples = resolve_coefficients(group["coefficients"], group["ns_steps"])
-    X = iterate(X, triples, group["method"])
+    X = iterate(X, triples, choose_for(X, group["method"]))
     if moment is not None:
         normalize_rows(X, [piece], [moment], control)
-    return (X.mT if flipped else X).float()
+    return (X.mT if flipped else X).to(update.dtype)
 
 
 def _moment(item: Sharded, member: Member, held: dict[str, Any], placements: Sequence[Any]) -> Tensor:
@@ -206,7 +206,9 @@ def _moment(item: Sharded, member: Member, held: dict[str, Any], placements: Seq
     mesh, neurons = item.param.device_mesh, max(member.cols if flag else member.rows for flag in member.transposed)
     key = key_of(member, MOMENT, (neurons,), whole=True)
     if key not in held:
-        held[key] = zeros(member.count, neurons, dtype=torch.float32, device_mesh=mesh, placements=placements)
+        held[key] = zeros(
+            member.count, neurons, dtype=wide_dtype(item.param.dtype), device_mesh=mesh, placements=placements
+        )
     elif not is_sharded(held[key]):  # from a checkpoint of one process
         held[key] = distribute_tensor(held[key].contiguous(), mesh, placements)
     elif tuple(held[key].placements) != tuple(placements):
@@ -241,7 +243,7 @@ def _orthogonalize_gathered(
         whole = torch.cat(parts, dim=1)
         tall = rows > cols
         triples = resolve_coefficients(group["coefficients"], group["ns_steps"])
-        whole = iterate((whole.mT if tall else whole).contiguous(), triples, group["method"])
+        whole = iterate((whole.mT if tall else whole).contiguous(), triples, choose_for(whole, group["method"]))
         whole = whole.mT if tall else whole
         received = torch.cat([part.reshape(-1, cols) for part in whole.split(heights, dim=1)])
     returned = torch.empty_like(sent)
@@ -275,7 +277,7 @@ def _apply(item: Sharded, direction: Tensor, group: dict[str, Any], held: dict[s
     rate = lr * control.hyper[item.group, DECAY]
     low = local_of(held["low_bits"]) if param.dtype == torch.bfloat16 else None
     weight = param if low is None else join_master(param, low)
-    update = direction.float().reshape(weight.shape)
+    update = direction.to(weight.dtype).reshape(weight.shape)
     if group["cautious"]:
         weight.sub_(weight * (rate * (update * weight > 0)))
     else:

@@ -19,6 +19,7 @@ from parbank.optim.algorithm import MatrixAlgorithm
 from parbank.optim.algorithms import ALGORITHMS
 from parbank.optim.roles import (
     Found,
+    check_flattened,
     check_last_linear,
     find_declared,
     find_heads,
@@ -58,35 +59,42 @@ def split_parameters(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"split_parameters takes the model, a torch.nn.Module, got a {type(model).__name__}")
     overrides = dict(overrides or {})
-    found = [item for item in _find(model) if item.param.requires_grad]
-    chosen = {item.name: algorithm for item in found if (algorithm := _override(item, overrides)) is not None}
-    roles = {item.name: _role_under(item, chosen[item.name]) for item in found if item.name in chosen}
+    found = _find(model)
+    check_flattened(found)
+    trainable = [item for item in found if item.param.requires_grad]
+    chosen = {item.name: algorithm for item in trainable if (algorithm := _override(item, overrides)) is not None}
     unused = [
-        pattern for pattern in overrides if not any(fnmatchcase(n, pattern) for item in found for n in item.names)
+        pattern for pattern in overrides if not any(fnmatchcase(n, pattern) for item in trainable for n in item.names)
     ]
     if unused:
         raise ConfigError(
             f"overrides names {unused[0]!r}, which no trainable parameter has; `model.named_parameters()` lists them"
         )
-    declared = find_declared(model)
-    heads = find_heads(found, declared)
-    unclear = []
-    for item in found:
-        if item.name not in chosen:
-            role = "head" if any(item is head for head in heads) else declared.get(id(item.param)) or find_role(item)
-            roles[item.name] = role
-            if role.startswith("?"):
-                unclear.append(f"{item.name} {tuple(item.param.shape)}: {role[1:]}")
+    roles = _find_roles(model, found, chosen)
+    unclear = [item for item in trainable if roles[item.name].startswith("?")]
     if unclear:
-        example = unclear[0].split(" ")[0]
+        lines = [f"{item.name} {tuple(item.param.shape)}: {roles[item.name][1:]}" for item in unclear]
         raise ConfigError(
             "cannot tell whether these are hidden matrices (muon) or not (adamw):\n  "
-            + "\n  ".join(unclear)
-            + f'\nsay so, for instance split_parameters(model, overrides={{"{example}": "adamw"}}); '
+            + "\n  ".join(lines)
+            + f'\nsay so, for instance split_parameters(model, overrides={{"{unclear[0].name}": "adamw"}}); '
             'patterns like "*.gate.weight" work too'
         )
     check_last_linear(found, roles, chosen)
-    return _group(found, roles, chosen, lr, adam_lr)
+    return _group(trainable, roles, chosen, lr, adam_lr)
+
+
+def _find_roles(model: nn.Module, found: list[Found], chosen: Mapping[str, str]) -> dict[str, str]:
+    """The role of every parameter, by its name. Frozen ones count: they show which layer is the head."""
+    declared = find_declared(model)
+    heads = {id(head) for head in find_heads(found, declared)}
+    roles = {}
+    for item in found:
+        if item.name in chosen:
+            roles[item.name] = _role_under(item, chosen[item.name])
+        else:
+            roles[item.name] = "head" if id(item) in heads else declared.get(id(item.param)) or find_role(item)
+    return roles
 
 
 def _find(model: nn.Module) -> list[Found]:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from parbank.optim.communication import wait
+from parbank.errors import ConfigError
+from parbank.optim.communication import Ranks, wait
 from parbank.optim.dtensor import is_sharded
 from parbank.optim.layout import Batch, Member, Piece
 from parbank.optim.master import LIKE_THE_WEIGHT, check_fit, wide_dtype
@@ -89,6 +90,20 @@ def warn_of_copy(optimizer: "ParallelMuon") -> None:
     if optimizer.extra_captured is not None or optimizer.ranks.group is not None:
         _log.warning(
             "a copy of a ParallelMuon has neither its extra_captured nor its process_group: give them to it again"
+        )
+
+
+def find_part(ranks: Ranks, batches: Sequence[Batch], state: Any) -> tuple[int, int] | None:
+    """(rank, ranks) where the state that this rank holds is a part of the whole; None where it is all."""
+    return (ranks.rank, ranks.world) if state and not all(batch.whole for batch in batches) else None
+
+
+def check_part(ranks: Ranks, part: tuple[int, int] | None) -> None:
+    """Refuses the part of another rank, as a pickled optimizer holds it."""
+    if part is not None and part != (ranks.rank, ranks.world):
+        raise ConfigError(
+            f"this optimizer was copied or pickled on rank {part[0]} of {part[1]} and holds the part of its state that belongs to "
+            f"that rank, and here is rank {ranks.rank} of {ranks.world}; save optimizer.state_dict(), which has all of it"
         )
 
 

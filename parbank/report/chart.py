@@ -1,10 +1,11 @@
 """Line charts as SVG, drawn here: they are complete without a script, and a reader of the file sees the numbers.
 
 A series differs from the others by its dash and its marker as well as by its colour. After six series colours come again,
-with other dashes and markers. The script of the page adds a
-cursor, by pointer or by arrow keys; it reads the values from the chart's `data-chart`.
+with other dashes and markers. The script of the page adds a cursor, by pointer or by arrow keys; it reads the values from
+the chart's `data-chart`.
 """
 
+import bisect
 import itertools
 import json
 import math
@@ -22,8 +23,9 @@ MOST_POINTS = 600  # of a line; more would be narrower than a pixel each
 MOST_IN_CHART = 3000  # of all its lines, so that a page of many runs stays light
 MARKED_POINTS = 40  # a line with more points has a marker on some of them only
 TABLE_ROWS = 40
-MEAN_PARTS = 30  # a running mean reaches so small a share of the points to each side; fewer points have none
+MEAN_PARTS = 30  # a running mean reaches so small a share of the axis to each side; fewer points have none
 EARLY = 0.06  # the share of a curve whose steepness may be left out of the frame
+RARE = 0.005  # the share of the other points that may be left out, if they alone are far above the rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class Series:
     """False draws the markers alone."""
     faint: bool = False
     """A thin line without markers, behind another."""
+    hollow: bool = False
+    """Markers are larger, and outlines only: one that lies upon another hides neither."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +50,10 @@ class Axis:
     log: bool = False
     zero: bool = False
     """Begins at zero."""
+    reach: float = 0.0
+    """Goes as far as this, also where the points end before: charts above each other are then compared by eye."""
     cut: bool = False
-    """Leaves a steep beginning out of the frame, so that the rest has room."""
+    """Leaves a steep beginning and rare spikes out of the frame, so that the rest has room. The chart says so."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,21 @@ class Frame:
 
     def shows(self, y: float) -> bool:
         return y <= self.y[1]
+
+    def cut(self, points: Sequence[Point]) -> list[list[Point]]:
+        """The parts of a line that lie in the frame. It leaves and enters at the top."""
+        parts: list[list[Point]] = [[]]
+        for before, here in zip([None, *points], points):
+            if before is not None and self.shows(before[1]) != self.shows(here[1]):
+                share = (self.y[1] - before[1]) / (here[1] - before[1])
+                edge = (before[0] + share * (here[0] - before[0]), self.y[1])
+                if self.shows(here[1]):
+                    parts.append([edge])
+                else:
+                    parts[-1].append(edge)
+            if self.shows(here[1]):
+                parts[-1].append(here)
+        return [part for part in parts if len(part) > 1]
 
     def down(self, y: float) -> float:
         low, high = self.y
@@ -92,9 +113,9 @@ def line_chart(
     kept = [thin(one, min(MOST_POINTS, MOST_IN_CHART // len(found))) for one in found]
     points = [point for one in kept for point in one.points if is_point(point)]
     xs, ys = [p[0] for p in points], [p[1] for p in points]
-    top = _top(kept) if y.cut else max(ys)
+    top = _top(found) if y.cut else max(ys)
     frame = Frame(
-        _span(0.0 if x.zero else min(xs), max(xs)),
+        _span(0.0 if x.zero else min(xs), max(*xs, x.reach)),
         _padded(0.0 if y.zero else min(ys), top, zero=y.zero),
         560 if wide else 380,
         290 if wide else 230,
@@ -102,7 +123,7 @@ def line_chart(
     )
     drawn = "".join(draw_series(one, frame, alone=len(kept) == 1) for one in kept)
     if top < max(ys):
-        note = f"{note} The first values, up to {escape(y.form(max(ys)))}, lie above the frame.".strip()
+        note = f"{note} Values above the frame reach {escape(y.form(max(ys)))}.".strip()
     described = f"{title}. {_describe(kept, y)}"
     data = {
         "x": {"label": x.label, "frame": [*frame.x, frame.left, frame.width - frame.right, int(x.log)]},
@@ -113,7 +134,8 @@ def line_chart(
         f'aria-label="{escape(described)}" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">'
         f'{_axes(frame, x, y)}{drawn}<line class="cursor" y1="{frame.top}" y2="{frame.height - frame.bottom}" hidden></line></svg>'
     )
-    return figure(title, legend(kept), picture + '<output class="reading"></output>', _table(kept, x, y), note, unit)
+    numbers = _table(title, kept, x, y)
+    return figure(title, legend(kept), picture + '<output class="reading"></output>', numbers, note, unit)
 
 
 def figure(title: str, legend: str, picture: str, table: str, note: str = "", unit: str = "") -> str:
@@ -134,49 +156,46 @@ def legend(series: Sequence[Series]) -> str:
     items = []
     for one in series:
         line = f'<line x1="1" y1="6" x2="29" y2="6" {_stroke(one)}/>' if one.line else ""
-        mark = "" if one.faint else marker(one.style, 15, 6)
+        mark = "" if one.faint else marker(one.style, 15, 6, hollow=one.hollow)
         swatch = f'<svg class="swatch" viewBox="0 0 30 12" aria-hidden="true">{line}{mark}</svg>'
         items.append(f"<li>{swatch}<bdi>{escape(one.name)}</bdi></li>")
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def _top(series: Sequence[Series]) -> float:
-    """The highest value from EARLY of each series on, if the values before take much of the height."""
+    """The highest value that the frame has: without the values before EARLY of each series, and without RARE values after
+    it, where they would take much of the height."""
     lowest = min(p[1] for one in series for p in one.points if is_point(p))
-    highest = max(p[1] for one in series for p in one.points if is_point(p))
+    top = max(p[1] for one in series for p in one.points if is_point(p))
     later = []
     for one in series:
         points = [p for p in one.points if is_point(p)]
         begin = points[0][0] + EARLY * (points[-1][0] - points[0][0])
         later += [p[1] for p in points if p[0] >= begin]
-    return max(later) if max(later) - lowest < 0.62 * (highest - lowest) and max(later) > lowest else highest
+    later.sort()
+    for found in (later[-1], later[-1 - int(RARE * len(later))]):
+        top = found if lowest < found and found - lowest < 0.62 * (top - lowest) else top
+    return top
 
 
 def draw_series(one: Series, frame: Frame, *, alone: bool = False) -> str:
     """Lines between points that follow each other, and markers: on a long line only some, and none if it is alone."""
     lines, places = [], [p for p in one.points if is_point(p)]
     for finite, run in itertools.groupby(one.points, key=is_point):
-        placed = [f"{frame.across(a):.1f},{frame.down(b):.1f}" for a, b in _enter(list(run), frame)] if finite else []
-        if one.line and len(placed) > 1:
-            lines.append(f'<polyline points="{" ".join(placed)}" {_stroke(one)}/>')
+        for part in frame.cut(list(run)) if finite and one.line else ():
+            placed = " ".join(f"{frame.across(a):.1f},{frame.down(b):.1f}" for a, b in part)
+            lines.append(f'<polyline points="{placed}" {_stroke(one)}/>')
     many = one.line and (one.faint or len(places) > MARKED_POINTS)
     marked = places[:: math.ceil(len(places) / 8)] if many else places
     marked = [] if many and (alone or one.faint) else marked
-    marks = "".join(marker(one.style, frame.across(a), frame.down(b)) for a, b in marked if frame.shows(b))
+    shown = [(frame.across(a), frame.down(b)) for a, b in marked if frame.shows(b)]
+    marks = "".join(marker(one.style, x, y, hollow=one.hollow) for x, y in shown)
     return f'<g class="series" data-points="{len(places)}">{"".join(lines)}{marks}</g>'
 
 
-def _enter(points: list[Point], frame: Frame) -> list[Point]:
-    """The points from where the line enters the frame from above. It comes back no more than a little higher."""
-    first = next((n for n, (_, y) in enumerate(points) if frame.shows(y)), len(points))
-    if not 0 < first < len(points):
-        return points[first:]
-    (x0, y0), (x1, y1), top = points[first - 1], points[first], frame.y[1]
-    return [(x0 + (x1 - x0) * (y0 - top) / (y0 - y1), top), *points[first:]]
-
-
-def marker(style: int, x: float, y: float, r: float = 3.2) -> str:
-    kind, c = MARKERS[_turn(style) % len(MARKERS)], f'class="m c{style % COLOURS}"'
+def marker(style: int, x: float, y: float, r: float = 3.2, *, hollow: bool = False) -> str:
+    kind, c = MARKERS[_turn(style) % len(MARKERS)], f'class="m{" hollow" if hollow else ""} c{style % COLOURS}"'
+    r = 1.6 * r if hollow else r
     if kind == "o":
         return f'<circle {c} cx="{x:.1f}" cy="{y:.1f}" r="{r}"/>'
     if kind == "s":
@@ -246,23 +265,40 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def thin(one: Series, most: int) -> Series:
-    """At most so many points, every n-th, and the last."""
+    """About so many points: the first, the last, and of each group between them the lowest and the highest, so that no
+    spike is lost. A value that is not finite stays, too."""
     if len(one.points) <= most:
         return one
-    every = math.ceil(len(one.points) / max(1, most))
-    points = [*one.points[::every], *([one.points[-1]] if (len(one.points) - 1) % every else [])]
-    return replace(one, points=points)
+    first, *between, last = one.points
+    size = math.ceil(2 * len(between) / max(2, most - 2))
+    kept = [first]
+    for start in range(0, len(between), size):
+        group = list(enumerate(between[start : start + size]))
+        gaps = [n for n, point in group if not is_point(point)]
+        order = sorted((point[1], n) for n, point in group if is_point(point))
+        places = {*gaps[:1], *(n for _, n in (order[:1] + order[-1:]))}
+        kept += [point for n, point in group if n in places]
+    return replace(one, points=[*kept, last])
 
 
 def running_mean(points: Sequence[Point]) -> list[Point]:
-    """The mean over a fifteenth of the points around each. The beginning, where a loss falls steeply, has shorter windows."""
+    """The mean over a fifteenth of the axis around each point; over more of it where that would be less than seven points,
+    on average. The beginning, where a loss falls steeply, has shorter windows. Points may lie closer in some places than in
+    others, so distances count, not numbers of points."""
     kept = [point for point in points if is_point(point)]
-    reach, sums = len(kept) // MEAN_PARTS, [0.0, *itertools.accumulate(y for _, y in kept)]
+    xs, sums = [x for x, _ in kept], [0.0, *itertools.accumulate(y for _, y in kept)]
+    reach = (xs[-1] - xs[0]) * max(1 / MEAN_PARTS, 3 / len(xs)) if kept else 0.0
     found = []
-    for n, (x, _) in enumerate(kept):
-        first, end = n - min(n, reach), min(n + min(n, reach) + 1, len(kept))
+    for x in xs:
+        near = min(x - xs[0], reach)
+        first, end = bisect.bisect_left(xs, x - near), bisect.bisect_right(xs, x + near)
         found.append((x, (sums[end] - sums[first]) / (end - first)))
     return found
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """The running mean; the points themselves where they are too few for one."""
+    return running_mean(points) if len(points) >= MEAN_PARTS else list(points)
 
 
 def is_point(point: Point) -> bool:
@@ -297,7 +333,7 @@ def _describe(series: Sequence[Series], y: Axis) -> str:
     return f"{y.label}. " + "; ".join(parts) + "."
 
 
-def _table(series: Sequence[Series], x: Axis, y: Axis) -> str:
+def _table(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
     """Some of the points, evenly chosen."""
     found = []
     for one in series:
@@ -312,7 +348,9 @@ def _table(series: Sequence[Series], x: Axis, y: Axis) -> str:
             f"<table>{name}<thead><tr><th scope=col>{escape(x.label)}</th><th scope=col>{escape(y.label)}</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>"
         )
-    return f'<div class="tables">{"".join(found)}</div>'
+    return (
+        f'<div class="tables" role="group" aria-label="Numbers of {escape(title)}" tabindex="0">{"".join(found)}</div>'
+    )
 
 
 def _exact(value: float) -> str:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parbank.eval.paired import FEWEST, PairedDifference, compare_documents
-from parbank.report.chart import Axis, Series, line_chart, running_mean
+from parbank.report.chart import MEAN_PARTS, Axis, Series, line_chart, smooth
 from parbank.report.dots import Difference, difference_chart
 from parbank.report.page import Section, grid, missing, page, table
 from parbank.report.record import Record, flatten
-from parbank.report.run import CLOCK, TOKENS, setting, time_parts
-from parbank.report.text import count, duration, escape, is_number, listed, number, short, shown, signed, size
+from parbank.report.run import find_axes, setting, time_parts
+from parbank.report.text import count, duration, is_number, listed, number, short, shown, signed, size
 
 LIKE = {"val_text_sha256": "another validation text", "text": "a text that is proved differently"}
 OWN = ("seed", "recipe")  # shown with the runs, not as settings that differ
@@ -91,13 +91,13 @@ def _runs(records: Sequence[Record], others: Sequence[Compared]) -> str:
         apart = _score_difference(record, records[0]) if other is not None else None
         rows.append(
             (
-                shown(record.name),
-                shown(record.recipe),
-                count(record.config.get("seed")),
+                shown(record.name, breaks=True),
                 number(summary.get("val_bpb")),
                 signed(apart),
                 _interval(other),
                 size(summary.get("artifact_bytes")),
+                shown(record.recipe),
+                count(record.config.get("seed")),
                 short(summary["params"]) if "params" in summary else "–",
                 count(summary.get("steps")),
                 shown(summary.get("device", "–")),
@@ -105,19 +105,19 @@ def _runs(records: Sequence[Record], others: Sequence[Compared]) -> str:
         )
     columns = (
         "run",
-        "recipe",
-        "seed",
         "bits per byte",
         "difference",
         "95% interval",
         "artifact",
+        "recipe",
+        "seed",
         "parameters",
         "steps",
         "device",
     )
     unended = [record.name for record in records if not record.summary]
     said = missing(f"{listed(unended)}: no score.", "Not ended yet. ") if unended else ""
-    return table(columns, rows, label="Runs", numeric=(2, 3, 4, 5, 6, 7, 8)) + said
+    return table(columns, rows, label="Runs", numeric=(1, 2, 3, 4, 6, 7, 8)) + said
 
 
 def _score_difference(record: Record, first: Record) -> float | None:
@@ -155,19 +155,27 @@ def _by_document(first: Record, others: Sequence[Compared]) -> str:
 def _curves(records: Sequence[Record]) -> str:
     charts = []
     for title, name, label in (
-        ("Loss", "loss", "nats per token, running mean"),
+        ("Loss", "loss", f"nats per token{_say_mean(records)}"),
         ("Validation", "val_bpb", "bits per byte of the sample"),
         ("Speed", "tokens_per_second", "tokens per second"),
     ):
-        for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS)):
+        for what, key, axis in find_axes(*records):
             if name == "tokens_per_second" and key == "tokens":
                 continue
             lines = [r.column(name, key) for r in records]
-            lines = [running_mean(line) for line in lines] if name == "loss" else lines
+            lines = [smooth(line) for line in lines] if name == "loss" else lines
             series = [Series(name=r.name, points=line, style=n) for n, (r, line) in enumerate(zip(records, lines))]
             y = Axis(label=label, zero=name == "tokens_per_second", cut=name == "loss")
             charts.append(line_chart(f"{title} by {what}", series, axis, y, wide=True, unit=label))
     return grid(*charts) or missing("No run has rows of metrics.")
+
+
+def _say_mean(records: Sequence[Record]) -> str:
+    """A run of few rows has no running mean."""
+    rows = [len(record.column("loss", "seconds")) for record in records]
+    if max(rows) < MEAN_PARTS:
+        return ""
+    return ", running mean" if min(rows) >= MEAN_PARTS else f", running mean of runs with {MEAN_PARTS} rows and more"
 
 
 def _settings(records: Sequence[Record]) -> str:
@@ -177,7 +185,7 @@ def _settings(records: Sequence[Record]) -> str:
     different = [key for key in keys if any(one.get(key) != flat[0].get(key) for one in flat[1:])]
     if not different:
         return '<p class="note">All settings are equal, the seed aside.</p>'
-    rows = [(f"<code>{escape(key)}</code>", *(_value(one, key) for one in flat)) for key in different]
+    rows = [(f"<code>{shown(key, breaks=True)}</code>", *(_value(one, key) for one in flat)) for key in different]
     return table(("setting", *(record.name for record in records)), rows, label="Settings that differ")
 
 
@@ -193,7 +201,7 @@ def _cost(records: Sequence[Record]) -> str:
         parts = dict(time_parts(summary)) if summary else {}
         rows.append(
             (
-                shown(record.name),
+                shown(record.name, breaks=True),
                 *(duration(parts.get(name)) for name in names),
                 duration(sum(parts.values())) if parts else "–",
                 count(summary.get("tokens_per_second")),

@@ -4,9 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from parbank.report.chart import COLOURS, figure, marker, ticks
-from parbank.report.text import escape, is_number
+from parbank.report.text import escape, is_number, shown
 
-WIDTH, ROW, EDGE = 560, 50, 8
+WIDTH, EDGE = 560, 8
+MIDDLE, PAIRS = (
+    12,
+    26,
+)  # of a row's picture: whiskers, and pairs in a lane of their own, or the whiskers would cover them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +21,15 @@ class Difference:
     high: float | None = None
     pairs: Sequence[float] = ()
     words: str = ""
-    """The verdict, shown at the end of the row's title."""
+    """The verdict, shown after the row's name."""
     style: int = 0
 
 
 def difference_chart(
     title: str, rows: Sequence[Difference], form: Callable[[float], str], *, unit: str, note: str = ""
 ) -> str:
-    """A difference that is better lies to the left of zero."""
+    """A difference that is better lies to the left of zero. Names and words are text of the page, which wraps where a
+    phone has no room; below each is a picture, and all of them have one axis."""
     rows = [row for row in rows if is_number(row.mean)]
     if not rows:
         return ""
@@ -38,43 +43,43 @@ def difference_chart(
     def across(value: float) -> float:
         return EDGE + (value - low) / (high - low) * (WIDTH - 2 * EDGE)
 
-    bottom = ROW * len(rows) + 6
-    parts = []
-    for n, row in enumerate(rows):
-        zero = f'x1="{across(0):.1f}" x2="{across(0):.1f}" y1="{n * ROW + 20}" y2="{n * ROW + 45}"'
-        parts.append(f'<line class="zero" {zero}/>{_draw(row, n * ROW, across)}')
-    for value in ticks(low, high, 6):
-        at, said = across(value), form(value) if value else "0"
-        if 24 < at < WIDTH - 24:
-            parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
-            parts.append(f'<text class="tick middle" x="{at:.1f}" y="{bottom + 17}">{escape(said)}</text>')
-    parts.append(f'<line class="axis" x1="{EDGE}" x2="{WIDTH - EDGE}" y1="{bottom}" y2="{bottom}"/>')
-    parts.append(f'<text class="label end" x="{WIDTH - EDGE}" y="{bottom + 34}">{escape(unit)}</text>')
-    described = f"{title}. " + " ".join(_describe(row, form) for row in rows)
-    picture = (
-        f'<svg class="chart wide" viewBox="0 0 {WIDTH} {bottom + 40}" role="img" aria-label="{escape(described)}">'
-        f"{''.join(parts)}</svg>"
+    lines = "".join(
+        f"<p><span>{shown(row.name)}</span> <span>{escape(form(row.mean))}{f', {shown(row.words)}' if row.words else ''}</span></p>"
+        f"{_draw(row, across)}"
+        for row in rows
     )
+    described = f"{title}. " + " ".join(_describe(row, form) for row in rows)
+    axis = _axis([(across(v), form(v) if v else "0") for v in ticks(low, high, 6)], unit)
+    picture = f'<div class="differences" role="img" aria-label="{escape(described)}">{lines}{axis}</div>'
     return figure(title, "", picture, "", note)
 
 
-def _draw(row: Difference, top: int, across: Callable[[float], float]) -> str:
-    y = top + (28 if row.pairs else 32)  # the pairs have a lane of their own below: the whiskers would cover them
-    parts = [f'<text class="value" x="{EDGE}" y="{top + 16}">{escape(row.name)}</text>']
-    if row.words:
-        parts.append(f'<text class="value end" x="{WIDTH - EDGE}" y="{top + 16}">{escape(row.words)}</text>')
-    parts += [f'<circle class="pair" cx="{across(v):.1f}" cy="{top + 40}" r="3.2"/>' for v in row.pairs if is_number(v)]
+def _axis(marks: Sequence[tuple[float, str]], unit: str) -> str:
+    parts = [f'<line class="axis" x1="{EDGE}" x2="{WIDTH - EDGE}" y1="1" y2="1"/>']
+    for at, said in marks:
+        if 24 < at < WIDTH - 24:
+            parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="1" y2="5"/>')
+            parts.append(f'<text class="tick middle" x="{at:.1f}" y="19">{escape(said)}</text>')
+    parts.append(f'<text class="label end" x="{WIDTH - EDGE}" y="38">{escape(unit)}</text>')
+    return f'<svg class="chart wide" viewBox="0 0 {WIDTH} 44" aria-hidden="true">{"".join(parts)}</svg>'
+
+
+def _draw(row: Difference, across: Callable[[float], float]) -> str:
+    height = PAIRS + 6 if row.pairs else 2 * MIDDLE
+    zero = f'<line class="zero" x1="{across(0):.1f}" x2="{across(0):.1f}" y1="0" y2="{height}"/>'
+    parts = [f'<circle class="pair" cx="{across(v):.1f}" cy="{PAIRS}" r="3.2"/>' for v in row.pairs if is_number(v)]
     if is_number(row.low) and is_number(row.high):
         a, b = across(row.low), across(row.high)
-        ends = "".join(
-            f'<line class="whisker c{row.style % COLOURS}" x1="{x:.1f}" x2="{x:.1f}" y1="{y - 5}" y2="{y + 5}"/>'
-            for x in (a, b)
-        )
-        parts.append(
-            f'<line class="whisker c{row.style % COLOURS}" x1="{a:.1f}" x2="{b:.1f}" y1="{y}" y2="{y}"/>{ends}'
-        )
-    parts.append(marker(row.style, across(row.mean), y, 4.5))
-    return f'<g data-pairs="{len(row.pairs)}">{"".join(parts)}</g>'
+        ends = ((a, a, -5, 5), (b, b, -5, 5), (a, b, 0, 0))
+        parts += [
+            f'<line class="whisker c{row.style % COLOURS}" x1="{x:.1f}" x2="{to:.1f}" y1="{MIDDLE + up}" y2="{MIDDLE + down}"/>'
+            for x, to, up, down in ends
+        ]
+    parts.append(marker(row.style, across(row.mean), MIDDLE, 4.5))
+    return (
+        f'<svg class="chart wide" viewBox="0 0 {WIDTH} {height}" aria-hidden="true">{zero}'
+        f'<g data-pairs="{len(row.pairs)}">{"".join(parts)}</g></svg>'
+    )
 
 
 def _describe(row: Difference, form: Callable[[float], str]) -> str:

@@ -1,5 +1,6 @@
 "use strict";
-// A cursor on every chart: by pointer, or by arrow keys when the chart has the focus. Without it the page is complete.
+// A cursor on every chart and in the shaded text: by pointer, or by arrow keys when it has the focus. Without it the page is
+// complete.
 function addCursor(chart) {
   const { x, series } = JSON.parse(chart.dataset.chart);
   const [low, high, left, right, log] = x.frame;
@@ -43,4 +44,33 @@ function addCursor(chart) {
     show(now + step);
   });
 }
-document.querySelectorAll("svg[data-chart]").forEach(addCursor);
+function addReader(text) {
+  const tokens = [...text.querySelectorAll("[data-bits]")];
+  const reading = text.parentElement.querySelector(".reading");
+  let now = -1;
+  const show = (index) => {
+    tokens[now]?.classList.remove("chosen");
+    now = Math.max(0, Math.min(tokens.length - 1, index));
+    tokens[now].classList.add("chosen");
+    const word = document.createElement("bdi");
+    word.textContent = JSON.stringify(tokens[now].textContent);
+    reading.replaceChildren(word, `: ${tokens[now].dataset.bits} bits`);
+  };
+  text.addEventListener("pointerover", (event) => {
+    const token = event.target.closest("[data-bits]");
+    if (token) show(tokens.indexOf(token));
+  });
+  text.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1, Home: -tokens.length, End: tokens.length }[event.key];
+    if (step === undefined) return;
+    event.preventDefault();
+    show(now + step);
+    tokens[now].scrollIntoView({ block: "nearest" });
+  });
+}
+function addCursors(root) {
+  const all = (selector) => [...(root.matches?.(selector) ? [root] : []), ...root.querySelectorAll(selector)];
+  all("svg[data-chart]").forEach(addCursor);
+  all(".surprise").forEach(addReader);
+}
+addCursors(document);

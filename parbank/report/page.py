@@ -59,9 +59,9 @@ def _anchor(title: str) -> str:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, numeric: Iterable[int] = ()) -> str:
     """Cells are HTML: pass foreign text through `shown`. The first column heads its row. A wide table scrolls by itself, so
-    that the page does not."""
+    that the page does not. A column whose name has a leading dot has a heading for screen readers only."""
     right = set(numeric)
-    heads = "".join(f'<th scope="col"{_numeric(n in right)}>{escape(name)}</th>' for n, name in enumerate(columns))
+    heads = "".join(f'<th scope="col"{_numeric(n in right)}>{_heading(name)}</th>' for n, name in enumerate(columns))
     body = "".join(
         "<tr>"
         + "".join(
@@ -72,9 +72,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, 
         for row in rows
     )
     return (
-        f'<div class="scroll" role="region" aria-label="{escape(label)}" tabindex="0">'
+        f'<div class="scroll" role="group" aria-label="{escape(label)}" tabindex="0">'
         f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def _heading(name: str) -> str:
+    return f'<span class="aside">{escape(name[1:])}</span>' if name.startswith(".") else escape(name)
 
 
 def _numeric(is_number: bool) -> str:

@@ -1,6 +1,7 @@
 """What a run's folder holds, read without trust: a file may be missing, older than this parbank, or half written."""
 
 import json
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,8 +10,10 @@ from typing import Any
 
 from parbank.config import to_dict
 from parbank.errors import ConfigError
+from parbank.files import is_running
 from parbank.recipes import RECIPES, get_recipe
 from parbank.report.text import is_number
+from parbank.training.folder import HOLDER
 
 Values = dict[str, Any]
 
@@ -47,8 +50,10 @@ class Record:
     summary: Values | None
     """None while the run has not ended."""
     details: Values = field(default_factory=dict)
-    """The contents of details.json; empty for a run of an older parbank."""
+    """The contents of details.json; empty for a run of an older parbank. Until the run ends, what is known at its start."""
     name: str = ""
+    is_going: bool = False
+    """Whether a process trains in the folder now."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.folder.resolve().name)
@@ -56,6 +61,10 @@ class Record:
     @property
     def recipe(self) -> str:
         return str((self.summary or {}).get("recipe") or self.config.get("recipe") or "unknown recipe")
+
+    def fact(self, name: str) -> Any:
+        """An entry that the summary has at the end, and details.json from the start on; None for neither."""
+        return (self.summary or {}).get(name, self.details.get(name))
 
     def column(self, name: str, x: str) -> list[tuple[float, float]]:
         """(x, value) of the rows that have the number."""
@@ -91,7 +100,17 @@ def read_record(folder: Path) -> Record:
         read_rows(folder / "metrics.jsonl"),
         _read_json(folder / "summary.json") or None,
         _read_json(folder / "details.json"),
+        is_going=is_going(folder),
     )
+
+
+def is_going(folder: Path) -> bool:
+    """Whether a process holds the folder of a run. One of another machine is not ours to judge."""
+    try:
+        holder = json.loads((folder / HOLDER).read_bytes())
+        return is_running(int(holder["pid"])) if holder["host"] == socket.gethostname() else True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def is_run(folder: Path) -> bool:

@@ -4,12 +4,22 @@ import itertools
 import math
 from typing import Any
 
+from parbank.eval.details import END
 from parbank.report.bars import Bar, bar_chart
 from parbank.report.chart import Axis, Series, line_chart
 from parbank.report.page import Section, grid, missing, table
 from parbank.report.record import Record, Values
 from parbank.report.text import count, escape, is_number, number, share, shown, signed, size
 
+COLUMNS = {
+    "bits a weight": "Everything that the file has of the tensor, its scales included.",
+    "coded": "The integers alone, as they are in the file.",
+    "entropy": "A bound for a coder that knows how often each integer occurs, and nothing else. The coder learns that from "
+    "the integers it has coded, so small tensors take more; where rows differ from each other, it takes less.",
+    "error": "The root mean square of the rounding error, as a share of that of the weights.",
+    "cost": "What the error is expected to add to the score, in thousandths of a bit per byte.",
+}
+"""The columns of the table of tensors that need a word of explanation."""
 SURPRISE = (1, 2, 4, 7, 11)
 """Bits of a token at which its shade grows darker. 1 bit is a chance of one half, 11 bits one of 2,000."""
 
@@ -79,10 +89,11 @@ def bytes_section(record: Record) -> Section:
             if expected
             else ""
         )
-        + "Entropy is the bound of a coder that treats all weights of a tensor alike; coded is below it where rows differ."
     )
-    columns = ("tensor", "weights", "bytes", "", "bits a weight", "coded", "entropy", "error", "cost, mbit per byte")
-    return Section(title, table(columns, rows, label="Tensors by bytes", numeric=(1, 2, 4, 5, 6, 7, 8)), note)
+    columns = ("tensor", "weights", "bytes", ".bytes as a bar", *COLUMNS)
+    meanings = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in COLUMNS.items())
+    listed = table(columns, rows, label="Tensors by bytes", numeric=(1, 2, 4, 5, 6, 7, 8))
+    return Section(title, f'{listed}<dl class="meanings">{meanings}</dl>', note)
 
 
 def _tensor_row(tensor: Values, most: float, per_byte: float) -> tuple[str, ...]:
@@ -93,7 +104,7 @@ def _tensor_row(tensor: Values, most: float, per_byte: float) -> tuple[str, ...]
     meter = f'<span class="meter" aria-hidden="true"><i style="width:{100 * tensor["packed_bytes"] / most:.1f}%"></i></span>'
     cost = tensor.get("cost_nats")
     return (
-        f"<code>{shown(tensor.get('name'))}</code>",
+        f"<code>{shown(tensor.get('name'), breaks=True)}</code>",
         count(weights),
         count(tensor["packed_bytes"]),
         meter,
@@ -130,18 +141,19 @@ def surprise_section(record: Record) -> Section:
     if not pieces or len(pieces) != len(bits) or not all(map(is_number, bits)):
         return Section(title, missing("Bits by token: the run is older than details.json."))
     spans = "".join(
-        f'<span class="s{_shade(cost)}" title="{cost:.1f} bits">{_inner(piece)}</span>'
+        f'<span class="shade s{_shade(cost)}" data-bits="{cost:.1f}">{_inner(piece)}</span>'
         for piece, cost in zip(pieces, bits)
     )
     names = ("under 1 bit", *(f"{a} to {b}" for a, b in itertools.pairwise(SURPRISE)), f"{SURPRISE[-1]} and more")
-    key = "".join(f'<li><span class="s{n}">&nbsp;text&nbsp;</span> {name}</li>' for n, name in enumerate(names))
+    key = "".join(f'<li><span class="shade s{n}">&nbsp;text&nbsp;</span> {name}</li>' for n, name in enumerate(names))
     total = sum(bits)
     size_ = (
         found["bytes"] if is_number(found.get("bytes")) else len("".join(map(str, pieces)).encode("utf-8", "replace"))
     )
     note = (
         f"The beginning of the validation text, each token shaded by its bits: {count(total)} bits for {count(size_)} bytes, "
-        f"{number(total / max(1, size_))} bits per byte here."
+        f"{number(total / max(1, size_))} bits per byte here. {END.strip()} stands for the end of a document. "
+        "Point at a token, or move by arrow keys, to read its bits."
     )
     dearest = sorted(range(len(bits)), key=lambda n: -bits[n])[:10]
     rows = [
@@ -151,7 +163,8 @@ def surprise_section(record: Record) -> Section:
     listed = table(("token", "bits", "after"), rows, label="Most surprising tokens", numeric=(1,))
     return Section(
         title,
-        f'<ul class="legend" aria-label="Bits of a token">{key}</ul><p class="surprise"><bdi>{spans}</bdi></p>'
+        f'<ul class="legend" aria-label="Bits of a token">{key}</ul><output class="reading stays"></output>'
+        f'<div class="surprise" role="group" aria-label="The text, token by token" tabindex="0"><bdi>{spans}</bdi></div>'
         f"<details><summary>The ten most surprising tokens</summary>{listed}</details>",
         note,
     )

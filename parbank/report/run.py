@@ -1,6 +1,9 @@
 """The page of one run."""
 
+import shlex
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from parbank.report.bars import parted_bar
@@ -23,8 +26,8 @@ from parbank.report.text import (
     size,
 )
 
-CLOCK = Axis(label="seconds of training")
-TOKENS = Axis(label="training tokens")
+CLOCK = Axis(label="seconds of training", zero=True)
+TOKENS = Axis(label="training tokens", zero=True)
 OWN, PAGE_PARTS = "page", ("details for the page", "page")
 """The page's part of the time, and the entries of `finish_parts` that it sums."""
 LONGEST_WORD = 40  # letters of a setting that may stay on one line
@@ -45,10 +48,14 @@ def run_page(record: Record, began: float | None = None) -> str:
 
 def _head(record: Record) -> str:
     summary, budget = record.summary or {}, record.config.get("budget", {})
-    when = f", {date(record.details['ended_at'])}" if "ended_at" in record.details else ""
-    state = "" if record.summary else " The run has not ended: no score yet."
-    about = f"<p>Recipe {shown(record.recipe)} on {shown(short_spec(record.config.get('data', 'unknown data')))}{when}.{state}</p>"
+    stamp = record.details.get("ended_at") or record.details.get("started_at")
+    when = f", {date(stamp)}" if stamp else ""
+    about = (
+        f"<p>Recipe {shown(record.recipe)} on {shown(short_spec(record.config.get('data', 'unknown data')))}{when}.</p>"
+    )
+    about += _unended(record)
     last = record.rows[-1] if record.rows else {}
+    parameters = record.fact("params")
     seconds = summary.get("train_seconds", last.get("seconds"))
     tokens = summary.get("tokens", last.get("tokens"))
     minutes = budget.get("minutes")
@@ -61,10 +68,24 @@ def _head(record: Record) -> str:
             f"of {duration(60 * minutes)}" if is_number(minutes) else _steps(summary, last),
         ),
         ("Tokens", short(tokens) if is_number(tokens) else "–", _speed(summary, last)),
-        ("Parameters", short(summary["params"]) if is_number(summary.get("params")) else "–", ""),
-        ("Device", shown(summary.get("device", "–")), _ranks(summary)),
+        ("Parameters", short(parameters) if is_number(parameters) else "–", ""),
+        ("Device", shown(record.fact("device") or "–"), _ranks(record)),
     ]
     return f"<h1>{shown(record.name)}</h1>{about}{tiles(items)}"
+
+
+def _unended(record: Record) -> str:
+    """Says why there is no score, and what to do."""
+    if record.summary:
+        return ""
+    if record.is_going:
+        return "<p><b>The run trains now.</b> It gets its score and its packed model at the end.</p>"
+    step = f" at step {count(record.rows[-1]['step'])}" if record.rows else " before its first step"
+    command = f"parbank train --resume --out {shlex.quote(str(record.folder))}"
+    return (
+        f"<p><b>The run was stopped{step},</b> before its end: it has no score and no packed model. Continue it from its last "
+        f"checkpoint:</p><p><code>{shown(command)}</code></p>"
+    )
 
 
 def _against_best(summary: Values) -> str:
@@ -93,11 +114,10 @@ def _speed(summary: Values, last: Values) -> str:
     return f"{count(speed)} a second" if is_number(speed) else ""
 
 
-def _ranks(summary: Values) -> str:
-    world = summary.get("world_size")
+def _ranks(record: Record) -> str:
+    world, threads = record.fact("world_size"), record.fact("threads") or {}
     if is_number(world) and world > 1:
         return f"{world} ranks"
-    threads = summary.get("threads", {})
     return f"{count(threads.get('cores'))} cores" if is_number(threads.get("cores")) else ""
 
 
@@ -112,16 +132,31 @@ def _sections(record: Record, began: float | None) -> list[Section]:
 
 
 def curve_section(record: Record) -> Section:
-    note = ""
-    if not record.has("val_bpb"):
-        note = "No validation during training: <code>train.validate_every</code> was off, or older than this setting."
+    note = "" if record.has("val_bpb") else _no_validation(record)
     body = grid(*loss_charts(record), *validation_charts(record))
     return Section("Curves", body or missing("metrics.jsonl has no rows."), note)
 
 
+def _no_validation(record: Record) -> str:
+    every = record.config.get("train", {}).get("validate_every", "off")
+    if every == "off":
+        return "No validation during training: <code>train.validate_every</code> is off."
+    when = "none yet" if record.is_going else "none took place: the run was too short"
+    return f"Validation during training, every {shown(every)}: {when}."
+
+
+def find_axes(*records: Record) -> Iterator[tuple[str, str, Axis]]:
+    """(name, column of the rows, axis) of clock and tokens. They go as far as the longest of the runs: charts above each other
+    have the same."""
+    for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS)):
+        end = {"seconds": "train_seconds"}.get(key, key)
+        ends = [(r.summary or {}).get(end) for r in records] + [row.get(key) for r in records for row in r.rows[-1:]]
+        yield what, key, replace(axis, reach=max(filter(is_number, ends), default=0.0))
+
+
 def loss_charts(record: Record) -> list[str]:
     y, found = Axis(label="Loss, nats per token", cut=True), []
-    for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS)):
+    for what, key, axis in find_axes(record):
         points = record.column("loss", key)
         series = [
             Series(name="training loss", points=points, style=5, faint=True),
@@ -137,20 +172,35 @@ def validation_charts(record: Record) -> list[str]:
     """The sample's curve, with the score of the whole text at its end."""
     if not record.has("val_bpb"):
         return []
-    summary = record.summary or {}
-    found = []
-    for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS)):
-        series = [Series(name="sample, during training", points=record.column("val_bpb", key), style=1)]
+    summary, found = record.summary or {}, []
+    note = "The line is the score of a sample of the validation text during training. " + (
+        "The markers are the score of the whole text at the end. Another text has another score, so they may lie off the line."
+        if record.summary
+        else "At the end the whole text is scored, which may have another score."
+    )
+    for what, key, axis in find_axes(record):
+        series = [
+            Series(name=f"{_describe_sample(record)}, during training", points=record.column("val_bpb", key), style=1)
+        ]
         at = summary.get({"seconds": "train_seconds"}.get(key, key))
         if is_number(at):
-            ends = [("whole text, before packing", "val_bpb_before_packing", 2), ("whole text, packed", "val_bpb", 3)]
+            ends = [("whole text, before packing", "val_bpb_before_packing", 0), ("whole text, packed", "val_bpb", 0)]
             series += [
-                Series(name=n, points=[(at, summary[k])], style=s, line=False) for n, k, s in ends if k in summary
+                Series(name=n, points=[(at, summary[k])], style=s, line=False, hollow=k != "val_bpb")
+                for n, k, s in ends
+                if k in summary
             ]
         y = Axis(label="Bits per byte")
-        found.append(line_chart(f"Validation by {what}", series, axis, y, wide=True,
-                                unit="bits per byte of the averaged weights"))  # fmt: skip
+        chart = line_chart(
+            f"Validation by {what}", series, axis, y, wide=True, unit="bits per byte of the averaged weights", note=note
+        )
+        found.append(chart)
     return found
+
+
+def _describe_sample(record: Record) -> str:
+    tokens = record.config.get("train", {}).get("validate_tokens")
+    return f"sample of {count(tokens)} tokens" if is_number(tokens) else "sample"
 
 
 def _training(record: Record) -> str:
@@ -185,8 +235,8 @@ def _training(record: Record) -> str:
 
 
 def _no_gpu(record: Record) -> str:
-    if (record.summary or {}).get("device") == "cpu":
-        return "GPU clock and power: the run was on a CPU."
+    if record.fact("device") == "cpu":
+        return "GPU clock and power: the run is on a CPU."
     return "GPU clock and power: nvidia-smi gave none, or the run is older than these columns."
 
 
@@ -246,11 +296,11 @@ def _time(record: Record, own: float) -> str:
 def config_section(record: Record) -> Section:
     """Settings: first those that differ from the recipe, then all."""
     changes = record.changes
-    rows = [(f"<code>{escape(k)}</code>", setting(was), setting(now)) for k, (was, now) in changes.items()]
+    rows = [(f"<code>{shown(k, breaks=True)}</code>", setting(was), setting(now)) for k, (was, now) in changes.items()]
     body = table(("setting", "recipe", "this run"), rows, label="Settings that differ from the recipe") if rows else ""
     said = "" if rows else "No setting differs from the recipe." if record.knows_recipe else NO_RECIPE
     everything = flatten(record.config)
-    all_rows = [(f"<code>{escape(key)}</code>", setting(value)) for key, value in everything.items()]
+    all_rows = [(f"<code>{shown(key, breaks=True)}</code>", setting(value)) for key, value in everything.items()]
     listed = table(("setting", "value"), all_rows, label="All settings")
     full = f"<details><summary>All {len(everything)} settings</summary>{listed}</details>"
     return Section("Settings", body + full, said)
@@ -265,11 +315,10 @@ def setting(value: Any) -> str:
 
 
 def _machine(record: Record) -> str:
-    summary, details = record.summary or {}, record.details
-    machine = details.get("machine", {})
-    found: list[tuple[str, Any]] = [("device", summary.get("device")), *machine.items()]
-    found += [("ranks", summary.get("world_size")), ("seed", summary.get("seed"))]
-    found += [("commit", details.get("commit")), *summary.get("versions", {}).items()]
+    details = record.details
+    found: list[tuple[str, Any]] = [("device", record.fact("device")), *details.get("machine", {}).items()]
+    found += [("ranks", record.fact("world_size")), ("seed", record.config.get("seed"))]
+    found += [("commit", details.get("commit")), *(record.fact("versions") or {}).items()]
     rows = [(escape(name), shown(_amount(name, value))) for name, value in found if value is not None]
     if not rows:
         return missing("summary.json, which names machine and versions.")
@@ -278,7 +327,7 @@ def _machine(record: Record) -> str:
         if "machine" in details
         else missing("Processor, memory, commit and date: the run is older than details.json.")
     )
-    return table(("", "value"), rows, label="Machine and versions") + lacks
+    return table(("what", "value"), rows, label="Machine and versions") + lacks
 
 
 def _amount(name: str, value: Any) -> Any:

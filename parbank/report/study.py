@@ -92,12 +92,13 @@ def _how(record: StudyRecord) -> str:
     return (
         f"Differences are arm minus base, in {record.unit}; below zero is better. The interval decides, and nothing else "
         f"does. The noise was taken to be "
-        f"{record.form(record.result['noise']['sd'], 5).lstrip('+')} ({shown(record.result['noise']['source'])})."
+        f"{record.form(record.result['noise']['sd'], 5).lstrip('+')}{'' if record.percent else ' bits per byte'} "
+        f"({shown(record.result['noise']['source'])})."
     )
 
 
 def _verdicts(record: StudyRecord) -> str:
-    rows = []
+    rows, has_claims = [], any(arm.get("claim") for arm in record.arms)
     for arm in record.arms:
         found = record.result["arms"].get(arm["name"], {})
         inside = f"{record.form(found['low'])} to {record.form(found['high'])}" if is_number(found.get("low")) else "–"
@@ -109,12 +110,12 @@ def _verdicts(record: StudyRecord) -> str:
                 inside,
                 count(found.get("pairs")),
                 "<br>".join(f"<code>{shown(text)}</code>" for text in arm["settings"]) or "–",
-                shown(arm["claim"]) if arm.get("claim") else "–",
+                *([shown(arm["claim"]) if arm.get("claim") else "–"] if has_claims else []),
             )
         )
     if not rows:
         return missing("This study has no arms: it measures the base alone.")
-    columns = ("arm", "verdict", "difference", "interval", "pairs", "settings", "claim")
+    columns = ("arm", "verdict", "difference", "interval", "pairs", "settings", *(["claim"] if has_claims else []))
     return table(columns, rows, label="Verdicts", numeric=(2, 3, 4))
 
 

@@ -13,6 +13,7 @@ _HIDDEN = re.compile(
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
 _FOLDERS = re.compile("(?<=[:=])[^,:=]*/(?=[^,/])")
+_JOINTS = re.compile(r"(?<=[^\W_])[-._/](?=[^\W_])")
 _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -21,9 +22,11 @@ def escape(text: Any) -> str:
     return html.escape(_HIDDEN.sub(_code, str(text)))
 
 
-def shown(text: Any) -> str:
-    """Foreign text as an element of its own: its direction of writing does not reach the text around it."""
+def shown(text: Any, *, breaks: bool = False) -> str:
+    """Foreign text as an element of its own: its direction of writing does not reach the text around it. `breaks`: a narrow
+    column may break a name such as blocks.0.attention_gain between its parts."""
     escaped = html.escape(str(text))
+    escaped = _JOINTS.sub(r"\g<0><wbr>", escaped) if breaks else escaped
     marked = _HIDDEN.sub(lambda found: f'<span class="hidden-sign">{_code(found)}</span>', escaped)
     return f"<bdi>{marked}</bdi>"
 

@@ -26,7 +26,7 @@ def write_run_page(folder: Path, summary: dict[str, Any] | None = None) -> Path:
     record = read_record(folder)
     if summary is None:
         return _write(folder / PAGE, run_page(record))
-    return _write(folder / PAGE, run_page(replace(record, summary=clean(summary)), began=began))
+    return _write(folder / PAGE, run_page(replace(record, summary=clean(summary), is_going=False), began=began))
 
 
 def write_study_page(result: dict[str, Any], folder: Path, out: Path) -> Path:

@@ -15,5 +15,5 @@ def check_installed(command: str) -> None:
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
-            f"{command} needs {' and '.join(missing)}, which {verb} not installed; pip install 'parbank[serve]'"
+            f"{command} needs {' and '.join(missing)}, which {verb} not installed; pip install {' '.join(missing)}"
         )

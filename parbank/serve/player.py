@@ -1,6 +1,7 @@
 """A model as the playground uses it: it writes and measures in steps, each of which gives one line for the page."""
 
 import codecs
+import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from parbank.api.model import Model, load
 from parbank.config import require
 from parbank.data.tokenizer import DecodeState, Tokenizer
 from parbank.errors import DataError
-from parbank.eval.sampling import Choice, check_settings, draw_tokens
+from parbank.eval.sampling import Choice, check_settings, draw_steps
 from parbank.eval.surprise import score_pieces
 from parbank.model import GPT
 from parbank.serve.worker import Item
@@ -43,7 +44,7 @@ class Player:
         }
 
     def write(self, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int) -> Iterator[Item]:
-        """Continues the prompt: a line for each token, then {"end": why}."""
+        """Continues the prompt: {"reading": True} for each part of a long prompt, a line for each token, then {"end": why}."""
         require(tokens <= MOST_TOKENS, f"at most {MOST_TOKENS:,} tokens are written at once, got {tokens:,}")
         check_settings(tokens=tokens, temperature=temperature, top_k=0, top_p=top_p, seed=seed)
         return self._write(prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
@@ -53,10 +54,13 @@ class Player:
         before = tokenizer.encode(prompt)
         pieces = Pieces(tokenizer, before)
         count = 0
-        for drawn in draw_tokens(self._network, tokenizer, before, context=self.model.context, **settings):
+        for drawn in draw_steps(self._network, tokenizer, before, context=self.model.context, **settings):
+            if drawn is None:
+                yield {"reading": True}
+                continue
             count += 1
-            text = pieces.add(drawn.choice.token)
-            yield {"text": text, **_chances(drawn.choice), "likeliest": [self._alternative(c) for c in drawn.likeliest]}
+            likeliest = [self._alternative(choice, pieces) for choice in drawn.likeliest]
+            yield {"text": pieces.add(drawn.choice.token), **_chances(drawn.choice), "likeliest": likeliest}
         seconds = time.perf_counter() - began
         end = "length" if count == settings["tokens"] else "document"
         yield {"end": end, "text": pieces.finish(), "tokens": count, "seconds": seconds}
@@ -91,10 +95,12 @@ class Player:
         assert isinstance(network, GPT)  # `load_players` takes no other
         return network
 
-    def _alternative(self, choice: Choice) -> Item:
-        ends = choice.token == self.model.tokenizer.bos_id
-        text = None if ends else show_token(self.model.tokenizer, choice.token)
-        return {"text": text, **_chances(choice)}
+    def _alternative(self, choice: Choice, pieces: "Pieces") -> Item:
+        """`take`: the text that the page appends to continue with this token; None where the token is no whole text."""
+        if choice.token == self.model.tokenizer.bos_id:
+            return {"text": None, "take": None, **_chances(choice)}
+        text = show_token(self.model.tokenizer, choice.token)
+        return {"text": text, "take": pieces.preview(choice.token), **_chances(choice)}
 
 
 class Pieces:
@@ -109,6 +115,15 @@ class Pieces:
     def add(self, token: int) -> str:
         """The text that is certain now; empty inside a character."""
         return self._decoder.decode(self._tokenizer.decode_bytes([token], state=self._state))
+
+    def preview(self, token: int) -> str | None:
+        """The text that `add` would give, if it is one and ends with a whole character. Nothing changes."""
+        pending, _ = self._decoder.getstate()
+        data = self._tokenizer.decode_bytes([token], state=copy.deepcopy(self._state))
+        try:
+            return (pending + data).decode() or None
+        except UnicodeDecodeError:
+            return None
 
     def finish(self) -> str:
         """The replacement text for an unfinished character."""

@@ -156,7 +156,12 @@ def _read_number(given: Mapping[str, Any], name: str, kind: type) -> Any:
     value = given.get(name)
     if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
         raise ConfigError(f"{name!r} must be {'a whole number' if kind is int else 'a number'}, got {value!r}")
-    return kind(value)
+    try:
+        return kind(value)
+    except OverflowError:
+        raise ConfigError(
+            f"{name!r} is a number of {len(str(abs(value)))} digits; give one that fits 64 bits"
+        ) from None
 
 
 def serve_playground(

@@ -10,7 +10,6 @@ it, and pays nothing if nobody looks.
 import asyncio
 import base64
 import hashlib
-import json
 import re
 import socket
 import threading
@@ -26,12 +25,11 @@ from starlette.routing import Route
 from parbank.errors import ConfigError, ParbankError
 from parbank.files import is_running
 from parbank.report.page import asset, page
-from parbank.report.record import is_run, read_record
+from parbank.report.record import is_going, is_run, read_record
 from parbank.report.run import run_page
 from parbank.report.text import shown
 from parbank.serve.pages import page_route
 from parbank.serve.server import POLICY, Address, serve
-from parbank.training.folder import HOLDER
 
 READ = ("config.json", "metrics.jsonl", "summary.json", "details.json")
 PAUSE_SECONDS = 2.0
@@ -61,14 +59,7 @@ class Watched:
     @property
     def goes(self) -> bool:
         """Whether the run still goes: a process holds its folder, or is about to."""
-        if self._trainer is not None and is_running(self._trainer):
-            return True
-        try:
-            holder = json.loads((self.folder / HOLDER).read_bytes())
-            here = holder["host"] == socket.gethostname()
-            return is_running(int(holder["pid"])) if here else True
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+        return (self._trainer is not None and is_running(self._trainer)) or is_going(self.folder)
 
     def make(self) -> tuple[bytes, str]:
         """The page and its tag, made anew if the files have changed and the last time is long enough ago."""

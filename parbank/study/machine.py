@@ -48,7 +48,7 @@ def summarise(output: str) -> dict[str, float]:
 
 
 class Neighbours:
-    """Other processes on a GPU. Make it before this process uses the GPU, then call `settle_once` when it does.
+    """Other processes on a GPU. Make it before this process uses the GPU, then call `settle`, which makes it use it.
 
     In a container nvidia-smi gives this process another number. So its own are those that appear in between.
     """
@@ -57,12 +57,11 @@ class Neighbours:
         self._device = device
         self._before = {process.pid for process in self._list()}
         self._own: set[int] = set()
-        self._settled = False
 
-    def settle_once(self) -> None:
-        if not self._settled:
+    def settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.zeros(1, device=self._device)  # from now on this process is listed
             self._own = {process.pid for process in self._list()} - self._before
-            self._settled = True
 
     def others(self) -> list[str]:
         return [f"{process.pid} ({process.name})" for process in self._list() if process.pid not in self._own]

@@ -10,10 +10,11 @@ from typing import Any
 
 from parbank.errors import ParbankError
 from parbank.study.queue import Queue
-from parbank.study.study import BASE, STUDY, Job, Study, describe_budget, read_study
+from parbank.study.study import BASE, STUDY, TRAINED, Job, Study, describe_budget, read_study
 
 # Two runs that share nothing: sqrt(2) times the deviation of `sprint` over seeds, 120 s on one H200.
 USUAL = math.sqrt(2) * 0.0007
+NANO = 0.083  # 30 pairs of `nano` runs of 20 steps that share nothing: benchmarks/results/study_noise
 FEWEST = 3  # differences, or seeds, below which a deviation is no estimate
 
 Results = Mapping[Job, dict[str, Any]]
@@ -26,10 +27,13 @@ class Noise:
     source: str
 
 
+_SPRINT = "two independent sprint runs of 120 s on one H200 differ by as much"
+RECIPES = {
+    "sprint": Noise(USUAL, f"no earlier runs here; {_SPRINT}"),
+    "nano": Noise(NANO, "no earlier runs here; two independent nano runs of 20 steps differ by as much"),
+}
+ANY_RECIPE = Noise(USUAL, f"a guess: no earlier runs here; {_SPRINT}, and smaller models by far more")
 DEFAULTS = {
-    "training": Noise(
-        USUAL, "no earlier runs here; two independent sprint runs of 120 s on one H200 differ by as much"
-    ),
     "packing": Noise(0.0005, "a guess: no earlier runs here"),
     "scoring": Noise(0.0005, "a guess: no earlier runs here"),
     "kernels": Noise(1.0, "a guess, in percent: no earlier runs here"),
@@ -44,7 +48,9 @@ def assume_noise(study: Study, folder: Path) -> Noise:
         found = measure_noise(like, Queue(place).results(like.jobs()), place.name)
         if found is not None:
             return found
-    return DEFAULTS.get(study.kind, DEFAULTS["training"])
+    if study.kind in TRAINED:
+        return RECIPES.get(study.base.recipe, ANY_RECIPE)
+    return DEFAULTS[study.kind]
 
 
 def find_like(study: Study, folder: Path) -> Iterator[tuple[Path, Study]]:

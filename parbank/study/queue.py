@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from parbank.study.study import Job
 HEARTBEAT = 5.0
 PATIENCE = 60.0  # seconds without a heartbeat after which a worker elsewhere counts as dead
 TRIES = 2
+FAILED = "failures/evaluated"  # of studies on stored runs: errors that all seeds of an arm share
 
 State = Literal["waiting", "running", "done", "failed"]
 
@@ -54,13 +55,17 @@ class Queue:
         """The first job that waits, now this worker's. A job that failed once goes last."""
         with self._locked():
             states = self._states(jobs)
-            waiting = [job for job in jobs if states[job] == "waiting"]
-            if not waiting:
+            job = self.next_of(states)
+            if job is None:
                 return None
-            job = min(waiting, key=lambda job: len(self.failures(job)))
             token = secrets.token_hex(8)
             write_json(self._claim(job), {"token": token, "pid": os.getpid(), **_place(), "since": time.time()})
             return Claim(job, token)
+
+    def next_of(self, states: Mapping[Job, State]) -> Job | None:
+        """The job that is claimed next."""
+        waiting = [job for job, state in states.items() if state == "waiting"]
+        return min(waiting, key=lambda job: len(self.failures(job)), default=None)
 
     @contextmanager
     def beating(self, claim: Claim) -> Iterator[None]:
@@ -110,12 +115,22 @@ class Queue:
             if self._holds(claim):
                 self._claim(claim.job).unlink()
 
+    def forget_failures(self, jobs: Sequence[Job]) -> int:
+        """Lets jobs that were given up be tried again. Returns how many."""
+        with self._locked():
+            failed = [job for job, state in self._states(jobs).items() if state == "failed"]
+            for job in failed:
+                self._failures(job).unlink()
+            for path in (self.folder / FAILED).glob("*.json"):
+                path.unlink()
+            return len(failed)
+
     def states(self, jobs: Sequence[Job]) -> dict[Job, State]:
         with self._locked():
             return self._states(jobs)
 
     def failures(self, job: Job) -> list[dict[str, Any]]:
-        found = _read(self.folder / "failures" / f"{job.key}.json")
+        found = _read(self._failures(job))
         return list(found["failures"]) if found else []
 
     def results(self, jobs: Sequence[Job]) -> dict[Job, dict[str, Any]]:
@@ -153,7 +168,7 @@ class Queue:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         trace = "" if isinstance(error, str) else "".join(traceback.format_exception(error))
         failure = {"error": text, "trace": trace, **_place(), "time": time.time()}
-        write_json(self.folder / "failures" / f"{job.key}.json", {"failures": [*self.failures(job), failure]})
+        write_json(self._failures(job), {"failures": [*self.failures(job), failure]})
         self._claim(job).unlink(missing_ok=True)
 
     def _now(self) -> float:
@@ -168,6 +183,9 @@ class Queue:
 
     def _claim(self, job: Job) -> Path:
         return self.folder / "claims" / f"{job.key}.json"
+
+    def _failures(self, job: Job) -> Path:
+        return self.folder / "failures" / f"{job.key}.json"
 
     def _result(self, job: Job) -> Path:
         return self.folder / "results" / f"{job.key}.json"

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ COLUMNS = (
     "weights",
     "bytes",
 )
+
+INTERESTING = 0.01  # of the base's value: published changes are worth a tenth of it
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,15 @@ class Report:
         unit = KINDS[study.kind].unit
         arms = f"{count(len(study.arms), 'arm')} against the base" if study.arms else "the base alone"
         if study.own_baselines:
-            return f"{count(len(study.arms), 'arm')}, each against what it would replace, {len(study.seeds)} repetitions; {unit}."
+            repeated = count(len(study.seeds), "repetition")
+            return f"{count(len(study.arms), 'arm')}, each against what it would replace, {repeated}; {unit}."
         if study.checkpoints:
             stored = ", ".join(Path(path).name for path in study.checkpoints)
             how = f"{study.kind}, stored: {stored}"
         else:
             scored = "packed" if study.packed else "before packing"
             how = f"{study.base.recipe}, {describe_budget(study.base)} a run, {scored}"
-        return f"{how}; {arms}, {len(study.seeds)} seeds; {unit}; data `{study.base.data}`."
+        return f"{how}; {arms}, {count(len(study.seeds), 'seed')}; {unit}; data `{study.base.data}`."
 
     def _table(self) -> list[str]:
         names = [*([] if self.study.own_baselines else [BASE]), *(arm.name for arm in self.study.arms)]
@@ -95,13 +98,26 @@ class Report:
             states = {state for job, state in self.states.items() if job.arm == name}
             if states == {"failed"}:
                 return f"{who}failed in every run"
-        return self.comparisons[arm].describe(self.digits, self.unit)
+        found = self.comparisons[arm]
+        if found.verdict == "too few seeds" and found.pairs > 1 and self.study.checkpoints:
+            if len(self.study.checkpoints) == 1:
+                return f"undecided: this text cannot show {found.target:.{self.digits}f}"
+            return found.describe(self.digits, self.unit).replace("seeds", "checkpoints")
+        return found.describe(self.digits, self.unit)
+
+    def runs(self, name: str) -> list[dict[str, Any]]:
+        """The ended runs of an arm or of the base."""
+        return [result for job, result in self.results.items() if job.arm == name]
+
+    def mean(self, name: str) -> float:
+        """The mean of an arm's values. Of one checkpoint, whose runs are parts of a text, the score of the whole text."""
+        return statistics.fmean(run.get("whole", run["value"]) for run in self.runs(name))
 
     def _row(self, name: str) -> tuple[str, ...]:
-        runs = [result for job, result in self.results.items() if job.arm == name]
+        runs = self.runs(name)
         values = [run["value"] for run in runs]
         d, unit = self.digits, self.unit
-        mean = f"{statistics.fmean(values):.4f}" if values else "-"
+        mean = f"{self.mean(name):.4f}" if values else "-"
         sd = f"{statistics.stdev(values):.5f}" if len(values) > 1 else "-"
         cells = ("", self._mean_interval(values), "")
         if name != BASE:
@@ -123,16 +139,20 @@ class Report:
         study, runs = self.study, list(self.results.values())
         found = []
         if study.arms:
+            difference = "arm minus base at the same seed, below zero is better"
+            if study.own_baselines:
+                difference = "a share of the time of what the arm would replace, below zero is faster"
+            over = count(len(study.arms), "arm")
             found.append(
-                "A difference is arm minus base at the same seed, below zero is better. Intervals are paired t, corrected by Holm "
-                f"over {count(len(study.arms), 'arm')}; they alone decide."
+                f"A difference is {difference}. Intervals are paired t, corrected by Holm over {over}; they alone decide."
             )
         if len(study.checkpoints) == 1:
             found.append(
-                "One checkpoint: a run is one part of the text. The verdicts are about this checkpoint on text like this one."
+                "One checkpoint: a run is one part of the text, and `mean` is the score of the whole text. The verdicts are "
+                "about this checkpoint on text like this one."
             )
-        for job, error in self.failures.items():
-            found.append(f"Failed twice and left out: {job.arm}, seed {job.seed}: {error}")
+        found += [study.note] if study.note else []
+        found += _list_failures(self.failures)
         left = sum(state in ("waiting", "running") for state in self.states.values())
         found += [f"Not complete: {left} of {len(self.states)} runs are still to come."] if left else []
         for added in study.added:
@@ -169,13 +189,19 @@ def make_report(folder: Path, study: Study | None = None) -> Report:
     results, states = queue.results(jobs), queue.states(jobs)
     failures = {job: queue.failures(job)[-1]["error"] for job, state in states.items() if state == "failed"}
     noise = assume_noise(study, folder)
-    comparisons = compare(differences(study, results), target=target_of(study, noise), assumed_sd=noise.sd)
+    target = target_of(study, noise, results)
+    comparisons = compare(differences(study, results), target=target, assumed_sd=noise.sd)
     return Report(study, results, states, failures, noise, comparisons)
 
 
-def target_of(study: Study, noise: Noise) -> float:
-    """The difference that the study is after: as given, or as stated before its seeds ran."""
-    return study.difference or study.stated or smallest_shown(study, noise)
+def target_of(study: Study, noise: Noise, results: Results) -> float:
+    """The difference that the study is after: as given, or as stated before its seeds ran, but no more than a difference of
+    interest to anybody. A study that could only show more has no right to say "no difference"."""
+    if study.difference is not None:
+        return study.difference
+    base = [result["value"] for job, result in results.items() if job.arm == BASE]
+    most = 100 * INTERESTING if study.own_baselines else INTERESTING * statistics.fmean(base) if base else math.inf
+    return min(study.stated or smallest_shown(study, noise), most)
 
 
 def smallest_shown(study: Study, noise: Noise) -> float:
@@ -193,6 +219,17 @@ def _costs(runs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
     counts = {name: median(name, "{:,.0f}") for name in ("tokens_per_second", "params", "bytes")}
     return median("seconds", "{:.1f}"), *counts.values()
+
+
+def _list_failures(failures: Mapping[Job, str]) -> list[str]:
+    """One note for the runs of an arm that failed alike."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for job, error in failures.items():
+        alike.setdefault((job.arm, error), []).append(job.seed)
+    return [
+        f"Failed twice and left out: {arm}, seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}: {error}"
+        for (arm, error), seeds in alike.items()
+    ]
 
 
 def _notes_on_runs(runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -219,6 +256,12 @@ def _notes_on_runs(runs: Sequence[dict[str, Any]]) -> list[str]:
     shared = sum(bool(run.get("neighbours")) for run in runs)
     if shared:
         found.append(f"Other processes were on the GPU during {shared} runs; their times are not to be trusted.")
+    shares = []
+    for arm in dict.fromkeys(run["arm"] for run in runs if run.get("skipped_steps")):
+        own = [run for run in runs if run["arm"] == arm]
+        shares.append(f"{arm} {sum(run['skipped_steps'] for run in own)} of {sum(run['steps'] for run in own)}")
+    found += [f"Steps skipped because a gradient was not finite: {', '.join(shares)}."] if shares else []
+    found += [f"{arm}: {idle}." for arm, idle in {run["arm"]: run["idle"] for run in runs if "idle" in run}.items()]
     compiled = sum(run.get("recompilations", 0) for run in runs)
     found += [f"Kernels compiled while a clock ran: {compiled}."] if compiled else []
     stalled = sum(run.get("stalled_seconds", 0) for run in runs)

@@ -17,12 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parbank.config import override, parse_value, require
+from parbank.config import override, parse_value, require, to_dict
 from parbank.errors import ConfigError
 from parbank.files import write_json
-from parbank.study.engine import add_to_study, run_study
+from parbank.study.crew import count_gpus
+from parbank.study.engine import add_to_study, check_workers, interrupt, keep_working, open_study, run_study
+from parbank.study.kinds import KINDS
 from parbank.study.report import Report, correlate
 from parbank.study.study import STUDY, Arm, Study, describe_budget, read_budget
+from parbank.training.signals import watch_signals
 
 SEARCH = "search.json"
 Say = Callable[[str], None]
@@ -71,35 +74,63 @@ def search(
     trials: int,
     rungs: Sequence[str],
     seeds: int = 4,
+    workers: int | None = None,
     device: str = "auto",
     quiet: bool = False,
     say: Say = print,
 ) -> Report:
     """Runs a search, or continues it, and returns the report of the last rung.
 
-    study: the base, without arms. rungs: budgets, each longer than the one before.
+    study: the base, without arms. rungs: budgets, each longer than the one before. workers: as in `run_study`; trials of the
+    first rung run one after the other, because the sampler learns from each.
     """
+    optuna = _import_optuna()
     require(trials >= 2, f"a search needs at least 2 trials, got {trials}")
-    require(len(rungs) >= 1, "a search needs at least one rung, such as --rungs 30s,120s")
-    for setting in space:
-        override(study.base, f"{setting.name}={json.dumps(setting.choices[0] if setting.choices else setting.low)}")
-    _check_same(folder, study, space, trials, rungs, seeds)
+    check_rungs(study, rungs)
+    check_space(study, space)
     last = len(rungs) - 1
-    kept: dict[Any, Any] = {}
+    workers = count_gpus(device) if workers is None else workers
+    check_workers(_on_rung(study, rungs[0], 1), workers, device)
+    _check_same(folder, study, space, trials, rungs, seeds)
     say = (lambda line: None) if quiet else say
-    report = _explore(study, folder, space, trials, rungs[0], seeds if not last else 1, device, say, kept)
-    say(describe_rung(report, 0))
-    for number in range(1, len(rungs)):
-        before = report
-        chosen = _better_half(before)
-        rung = replace(
-            _on_rung(study, rungs[number], seeds if number == last else 1),
-            arms=tuple(arm for arm in before.study.arms if arm.name in chosen),
-        )
-        report = run_study(rung, _rung_folder(folder, number), device=device, quiet=quiet, kept=kept)
-        say(describe_rung(report, number))
-        say(f"rungs {number - 1} and {number}: {correlate(before, report)}")
+    with watch_signals(interrupt):
+        first = _on_rung(study, rungs[0], 1 if last else seeds)
+        report = _explore(optuna, first, folder, space, trials, workers, device, say)
+        say(describe_rung(report, 0))
+        for number in range(1, len(rungs)):
+            before = report
+            chosen = _better_half(before)
+            rung = replace(
+                _on_rung(study, rungs[number], seeds if number == last else 1),
+                arms=tuple(arm for arm in before.study.arms if arm.name in chosen),
+            )
+            report = run_study(rung, _rung_folder(folder, number), workers=workers, device=device, quiet=quiet)
+            say(describe_rung(report, number))
+            say(f"rungs {number - 1} and {number}: {correlate(before, report)}")
     return report
+
+
+def check_rungs(study: Study, rungs: Sequence[str]) -> None:
+    """Each budget must be of the same kind and longer than the one before."""
+    require(len(rungs) >= 1, "a search needs at least one rung, such as --rungs 30s,120s")
+    budgets = [override(study.base, *read_budget(rung)).budget for rung in rungs]
+    sizes = [(b.minutes is not None, b.steps is not None, b.minutes or b.steps or b.tokens or 0) for b in budgets]
+    for rung, longer, a, b in zip(rungs, rungs[1:], sizes, sizes[1:]):
+        require(
+            a[:2] == b[:2] and a[2] < b[2],
+            f"--rungs {','.join(rungs)}: {longer} is not longer than {rung}; give budgets of one unit that rise",
+        )
+
+
+def check_space(study: Study, space: Sequence[Range]) -> None:
+    """Both ends of a range and every choice must be values that the setting may have."""
+    for setting in space:
+        for value in setting.choices or (_as_value(setting, setting.low), _as_value(setting, setting.high)):
+            override(study.base, f"{setting.name}={json.dumps(value)}")
+
+
+def _as_value(setting: Range, value: float) -> float | int:
+    return int(value) if setting.whole else value
 
 
 def describe_rung(report: Report, number: int) -> str:
@@ -114,45 +145,70 @@ def describe_rung(report: Report, number: int) -> str:
 
 
 def _explore(
-    study: Study,
+    optuna: Any,
+    rung: Study,
     folder: Path,
     space: Sequence[Range],
     trials: int,
-    budget: str,
-    seeds: int,
+    workers: int,
     device: str,
     say: Say,
-    kept: dict[Any, Any],
 ) -> Report:
     """The first rung: trial by trial, so that the sampler learns from each."""
-    optuna = _import_optuna()
     place = _rung_folder(folder, 0)
-    rung = _on_rung(study, budget, seeds)
-    report = run_study(None if (place / STUDY).exists() else rung, place, device=device, quiet=True, kept=kept)
-    sampler = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=study.base.seed))
-    known = json.loads((folder / SEARCH).read_bytes())["trials"]
-    for number in range(trials):
-        name, trial = f"trial-{number:03d}", None
-        if name not in known:
-            trial = sampler.ask()
-            values = {setting.name: setting.suggest(trial) for setting in space}
-            known[name] = {"params": trial.params, "settings": [f"{k}={json.dumps(v)}" for k, v in values.items()]}
-            write_json(folder / SEARCH, json.loads((folder / SEARCH).read_bytes()) | {"trials": known})
-        if name not in {arm.name for arm in report.study.arms}:
-            arm = Arm(name=name, settings=tuple(known[name]["settings"]))
-            # a trial is no second look at the others
-            add_to_study(place, replace(report.study, arms=(*report.study.arms, arm)))
-        report = run_study(None, place, device=device, quiet=True, kept=kept)
-        found = report.comparisons[name]
-        say(f"{name}: {found.mean:+.4f} against the base ({', '.join(known[name]['settings'])})")
-        value = found.mean if found.pairs else None
-        if trial is not None:
-            sampler.tell(trial, value, state=None if found.pairs else optuna.trial.TrialState.FAIL)
-        elif value is not None:  # of an earlier call
-            kinds = {setting.name: _distribution(optuna, setting) for setting in space}
-            params = known[name]["params"]
-            sampler.add_trial(optuna.trial.create_trial(params=params, distributions=kinds, value=value))
+    if not (place / STUDY).exists():
+        open_study(place, rung)
+    sampler = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=rung.base.seed))
+    kinds = {setting.name: _distribution(optuna, setting) for setting in space}
+    with keep_working(place, min(workers, len(rung.seeds)), device) as run:
+        report = run()
+        for number in range(trials):
+            name, trial = f"trial-{number:03d}", None
+            known = _read_search(folder)["trials"]
+            if name not in known:
+                trial = sampler.ask()
+                values = {setting.name: setting.suggest(trial) for setting in space}
+                settings = [f"{k}={json.dumps(v)}" for k, v in values.items()]
+                known[name] = {
+                    "params": trial.params,
+                    "settings": settings,
+                    "refused": _refusal(report, name, settings),
+                }
+                write_json(folder / SEARCH, _read_search(folder) | {"trials": known})
+            settings, refused = known[name]["settings"], known[name].get("refused", "")
+            if not refused:
+                if name not in {arm.name for arm in report.study.arms}:
+                    add_to_study(place, _with_trial(report.study, name, settings))
+                report = run()
+            found = report.comparisons.get(name)
+            value = found.mean if found is not None and found.pairs else None
+            said = refused or ("failed" if value is None else f"{value:+.4f} against the base")
+            say(f"{name}: {said} ({', '.join(settings)})")
+            if trial is not None:
+                sampler.tell(trial, value, state=optuna.trial.TrialState.FAIL if value is None else None)
+            elif value is not None:  # of an earlier call
+                params = known[name]["params"]
+                sampler.add_trial(optuna.trial.create_trial(params=params, distributions=kinds, value=value))
     return report
+
+
+def _with_trial(study: Study, name: str, settings: Sequence[str]) -> Study:
+    """The study with one more arm. A trial is no second look at the others: it is not noted as added."""
+    return replace(study, arms=(*study.arms, Arm(name=name, settings=tuple(settings))))
+
+
+def _refusal(report: Report, name: str, settings: Sequence[str]) -> str:
+    """Why a trial cannot be run; nothing where it can. Each value may be allowed, and the values together may not."""
+    try:
+        KINDS[report.study.kind].check(_with_trial(report.study, name, settings))
+    except ConfigError as error:
+        return f"not run: {error}"
+    return ""
+
+
+def _read_search(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / SEARCH).read_bytes())
+    return found
 
 
 def _distribution(optuna: Any, setting: Range) -> Any:
@@ -184,13 +240,15 @@ def _check_same(
     folder: Path, study: Study, space: Sequence[Range], trials: int, rungs: Sequence[str], seeds: int
 ) -> None:
     """A folder belongs to one search. More trials may be asked for later."""
-    asked = {"space": [repr(setting) for setting in space], "rungs": list(rungs), "seeds": seeds}
+    base = to_dict(study.base) | {"score_tokens": study.score_tokens}
+    asked = {"space": [repr(setting) for setting in space], "rungs": list(rungs), "seeds": seeds, "base": base}
+    asked = json.loads(json.dumps(asked))  # as it will be read: with lists
     path = folder / SEARCH
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, asked | {"trials": {}})
         return
-    there = json.loads(path.read_bytes())
+    there = _read_search(folder)
     different = [name for name, value in asked.items() if there.get(name) != value]
     if different:
         raise ConfigError(f"{folder} holds a search with another {' and '.join(different)}; choose another --out")

@@ -11,7 +11,7 @@ from parbank.errors import ConfigError
 from parbank.recipes import get_recipe
 from parbank.study import kernels
 from parbank.study.arms import ARMS, SHAPES, claim_of
-from parbank.study.study import Arm, Study, StudyFile, apply_arm, read_arm, read_budget, read_file
+from parbank.study.study import STORED, Arm, Kind, Study, StudyFile, apply_arm, read_arm, read_budget, read_file
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
 from parbank.training.config import RunConfig, read_config
 from parbank.training.folder import load_run_config
@@ -25,12 +25,14 @@ class Shipped:
 
     help: str
     arms: tuple[str, ...] = ()
-    kind: str = "training"
+    kind: Kind = "training"
     recipe: str = "sprint"
     packed: bool = False
     seeds: int = SEEDS
     grid: tuple[tuple[str, str, str], ...] = ()
     """Arms that are no settings of a run: name, settings, claim."""
+    note: str = ""
+    """Shown under the table."""
 
 
 STUDIES: dict[str, Shipped] = {
@@ -107,9 +109,11 @@ STUDIES: dict[str, Shipped] = {
             "int5-rows",
         ),
         seeds=8,
+        note="Soft rounding, which was published beside these, changes training. `parbank study run published-rounding` trains "
+        "it and packs the result.",
     ),
     "published-rounding": Shipped(
-        help="rounding that the last part of training sees, before packing",
+        help="the part of the published quantisation that trains: rounding in the last fifth of training, then packed",
         arms=("qat-soft", "qat-straight"),
         packed=True,
     ),
@@ -146,7 +150,6 @@ STUDIES: dict[str, Shipped] = {
         seeds=8,
     ),
 }
-STORED = ("packing", "scoring")  # kinds that start from checkpoints
 CONFIGURED = ("training", "packing")  # kinds whose arms are settings of a run
 
 
@@ -170,7 +173,8 @@ def make_study(
 ) -> Study:
     """A study from the name of a shipped one or the path of a TOML file, with changes.
 
-    arms: names of shipped arms in place of the study's own. extra: more arms, as `name:a.b=v,c.d=w`.
+    seeds: runs of each arm; several checkpoints are a seed each. arms: names of shipped arms in place of the study's own.
+    extra: more arms, as `name:a.b=v,c.d=w`.
     settings: changes of the recipe that every arm has. holdout: dev scores on a part of the training documents, so that
     the validation text stays unseen by choices; val scores on the validation text.
     """
@@ -187,7 +191,7 @@ def make_study(
     own = [] if arms is not None else list(file.arm.values())
     made = [make_arm(arm, base, file.kind) for arm in (file.arms if arms is None else arms)]
     made += [*own, *(read_arm(text, base if file.kind in CONFIGURED else None) for text in extra)]
-    count = len(stored) if len(stored) > 1 else seeds or file.seeds or SEEDS
+    count = _count_seeds(seeds, file, stored)
     first = 0 if file.kind in STORED else base.seed
     return Study(
         name=file.name,
@@ -200,9 +204,23 @@ def make_study(
         keep=keep,
         checkpoints=tuple(stored),
         own_baselines=file.kind == "kernels",
+        note=file.note,
         noise=noise,
         difference=difference,
     )
+
+
+def _count_seeds(given: int | None, file: StudyFile, checkpoints: list[str]) -> int:
+    if len(checkpoints) > 1:
+        if given not in (None, len(checkpoints)):
+            raise ConfigError(
+                f"with several checkpoints each is a seed: {len(checkpoints)} are given, and --seeds {given}; leave --seeds out"
+            )
+        return len(checkpoints)
+    found = next(number for number in (given, file.seeds, SEEDS) if number is not None)
+    if found < 1:
+        raise ConfigError(f"a study needs at least 1 seed, got {found}; leave seeds out for {SEEDS}")
+    return found
 
 
 def make_arm(name: str, base: RunConfig, kind: str = "training") -> Arm:
@@ -247,6 +265,7 @@ def _look_up(name: str) -> StudyFile:
             kind=found.kind,
             seeds=found.seeds,
             packed=found.packed,
+            note=found.note,
             arms=found.arms,
             arm={name: replace(read_arm(f"{name}:{text}"), claim=claim) for name, text, claim in found.grid},
         )

@@ -10,6 +10,14 @@ from parbank.study.worker import work
 MINUTES = 240  # submitit's own limit, 5 minutes, is shorter than most studies
 
 
+def import_submitit() -> Any:
+    try:
+        import submitit
+    except ImportError:
+        raise ConfigError("--submit needs submitit; install it by pip install 'parbank[slurm]'") from None
+    return submitit
+
+
 def submit_workers(
     folder: Path,
     workers: int,
@@ -23,10 +31,7 @@ def submit_workers(
     options: what submitit's executor takes, such as slurm_partition, gpus_per_node or timeout_min. A worker that its
     time limit ends gives its run back.
     """
-    try:
-        import submitit
-    except ImportError:
-        raise ConfigError("--submit needs submitit; install it by pip install 'parbank[slurm]'") from None
+    submitit = import_submitit()
     try:
         executor = submitit.AutoExecutor(folder=folder / "submitted", cluster=cluster)
         executor.update_parameters(**{"name": "parbank-study", "timeout_min": MINUTES, **(options or {})})

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from parbank.config import from_dict, override, parse_value, require, to_dict, walk
 from parbank.errors import CheckpointError, ConfigError
@@ -18,6 +18,9 @@ from parbank.training.config import RunConfig, read_config
 
 STUDY = "study.json"
 BASE = "base"
+Kind = Literal["training", "inside", "packing", "scoring", "kernels"]
+TRAINED = ("training", "inside")  # kinds whose runs have a budget
+STORED = ("packing", "scoring")  # kinds that start from checkpoints
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.+-]*", re.IGNORECASE)
 _UNITS = {"s": ("minutes", 1 / 60), "min": ("minutes", 1), "steps": ("steps", 1), "tokens": ("tokens", 1)}
 
@@ -66,8 +69,8 @@ class Study:
     """A question: which of the arms is better or worse than the base?"""
 
     name: str
-    kind: str = "training"
-    """The kind of run: training, or another name in parbank.study.kinds.KINDS."""
+    kind: Kind = "training"
+    """The kind of run, a name in parbank.study.kinds.KINDS."""
     base: RunConfig
     arms: tuple[Arm, ...] = ()
     seeds: tuple[int, ...] = (0, 1, 2, 3)
@@ -87,6 +90,8 @@ class Study:
     """The smallest difference that the seeds can show, as stated before they ran."""
     own_baselines: bool = False
     """Every arm measures what it would replace beside itself, and the base is not run."""
+    note: str = ""
+    """What a reader of the table should know, too."""
     added: tuple[Added, ...] = ()
 
     def __post_init__(self) -> None:
@@ -94,6 +99,10 @@ class Study:
         twice = sorted({name for name in names if names.count(name) > 1})
         require(not twice, f"two arms are called {twice[0] if twice else ''!r}; give each a name of its own")
         require(len(set(self.seeds)) == len(self.seeds) > 0, f"a study needs seeds, each once; got {self.seeds}")
+        require(
+            bool(self.arms) or not self.own_baselines,
+            f"a study of {self.kind} has no base to run alone; name arms, such as --arms one-qkv-product",
+        )
         require(self.score_tokens >= 0, f"--score-tokens must be 0 (all) or positive, got {self.score_tokens}")
         for value, option in ((self.noise, "--noise"), (self.difference, "--difference")):
             require(value is None or value > 0, f"{option} must be positive, got {value}")
@@ -111,6 +120,11 @@ class Study:
         names = [*([] if self.own_baselines else [BASE]), *(arm.name for arm in self.arms)]
         turns = [n % len(names) for n in range(len(self.seeds))]
         return [Job(name, seed) for seed, k in zip(self.seeds, turns) for name in names[k:] + names[:k]]
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether a busy machine would change the values: then nothing may run beside a run."""
+        return self.kind == "kernels" or (self.kind in TRAINED and self.seconds is not None)
 
     @property
     def seconds(self) -> float | None:
@@ -189,13 +203,15 @@ class StudyFile:
 
     name: str
     recipe: str | None = None
-    kind: str = "training"
+    kind: Kind = "training"
     data: str | None = None
     budget: str | None = None
     seeds: int | None = None
     settings: tuple[str, ...] = ()
     """Changes of the recipe that every arm has."""
     packed: bool = False
+    note: str = ""
+    """Shown under the table."""
     arms: tuple[str, ...] = ()
     """Names of shipped arms."""
     arm: dict[str, Any] = field(default_factory=dict)

@@ -9,11 +9,13 @@ from parbank.runtime import Runtime, check_seed
 from parbank.training.config import RunConfig
 from parbank.training.display import Display
 from parbank.training.load import describe_run
+from parbank.training.loggers import check_loggers
 
 
 def check_settings(config: RunConfig, runtime: Runtime) -> None:
     """Refuses settings that this machine or the model cannot run."""
     check_seed(config.seed)
+    check_loggers(config.train.loggers)
     if config.train.fp8 != "off":
         check_device(config.train.fp8, runtime.device)
     require(

@@ -220,7 +220,7 @@ class TrainConfig:
     """Score a sample of the validation text during training: off, or an interval such as 30s or 200steps. The time counts in the
     clock."""
     validate_tokens: int = 65_536
-    """Tokens of that sample: the first of the validation text."""
+    """Tokens of that sample: windows of sequence_length, evenly spread over the validation text."""
     checkpoint_minutes: float = 5.0
     """Minutes between checkpoints; 0 writes one only at the end and when the run is stopped."""
     keep_checkpoints: int = 2

@@ -1,4 +1,5 @@
-"""details.json: facts for the page of a run beyond its summary. A run ends well without it."""
+"""details.json: facts for the page of a run beyond its summary, at its start and again at its end. A run ends well without
+it."""
 
 import os
 import subprocess
@@ -13,11 +14,11 @@ from parbank.cores import count_cores
 FORMAT = 1
 
 
-def describe_place() -> dict[str, Any]:
-    """When, on which machine, and by which commit of parbank, where it runs from a checkout."""
+def describe_place(when: str = "ended_at") -> dict[str, Any]:
+    """The time, under the name `when`; the machine; and the commit of parbank, where it runs from a checkout."""
     return {
         "format": FORMAT,
-        "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        when: datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _find_commit(),
         "machine": {"processor": _find_processor(), "cores": count_cores(), "memory": _find_memory()},
     }

@@ -37,7 +37,7 @@ from parbank.training.folder import open_folder
 from parbank.training.metrics import Metrics
 from parbank.training.pack import calibrate_model, pack_run
 from parbank.training.reports import introduce, train_with_reports
-from parbank.training.summary import summarise, summarise_packed
+from parbank.training.summary import describe_start, summarise, summarise_packed
 from parbank.training.threads import plan_threads
 from parbank.training.trainer import Trainer, new_model
 from parbank.training.warmup import compile_aside
@@ -143,6 +143,7 @@ def _train(trainer: Trainer, setup: Laps, display: Display, write_page: WritePag
         for name in ("summary.json", "details.json", "report.html"):
             (out / name).unlink(missing_ok=True)
         write_json(out / "config.json", to_dict(trainer.config))
+        _write_details(out, describe_start(trainer), display, when="started_at")
     display.say(introduce(trainer))
     setup.end("model")
     trainer.compile()
@@ -220,7 +221,7 @@ def finish(
             summary["compressors_bpb"] = _wait_for(compressed, display)
         laps.end("compressors")
     if runtime.is_main:
-        _write_details(trainer.out, details | after.details, metrics, display)
+        _write_details(trainer.out, details | after.details, display, metrics=metrics)
     laps.end(DETAILS)
     if runtime.is_main and write_page is not None:
         _write_page(write_page, trainer.out, summary | laps.describe(), display)
@@ -231,11 +232,14 @@ def finish(
     return summary
 
 
-def _write_details(out: Path, details: dict[str, Any], metrics: Metrics, display: Display) -> None:
+def _write_details(
+    out: Path, details: dict[str, Any], display: Display, *, metrics: Metrics | None = None, when: str = "ended_at"
+) -> None:
     """A side matter: a run ends well without it."""
     try:
-        details |= describe_place()
-        metrics.write_details(details)
+        details |= describe_place(when)
+        if metrics is not None:
+            metrics.write_details(details)
         write_file(out / "details.json", json.dumps(details).encode())
     except Exception as error:
         display.say(f"warning: details.json could not be written ({type(error).__name__}: {error})")

@@ -13,6 +13,18 @@ from parbank.training.metrics import memory_bytes
 from parbank.training.trainer import Trainer
 
 
+def describe_start(trainer: Trainer) -> dict[str, Any]:
+    """The part of the summary that is known before the first step."""
+    runtime = trainer.runtime
+    return {
+        "params": sum(p.numel() for p in trainer.model.parameters()),
+        "seed": trainer.config.seed,
+        "world_size": runtime.world,
+        "device": torch.cuda.get_device_name(runtime.device) if runtime.is_cuda else "cpu",
+        "versions": versions(),
+    }
+
+
 def summarise(
     trainer: Trainer, before: Score, after: Score, setup: dict[str, float], wait_seconds: float
 ) -> dict[str, Any]:
@@ -43,14 +55,10 @@ def summarise(
         "compile_cache": count_lookups().start,
         "data_wait_seconds": wait_seconds,
         "memory_bytes": memory_bytes(runtime.device),
-        "params": sum(p.numel() for p in trainer.model.parameters()),
         "precision": trainer.precision,
         "compiled": trainer.compiled,
-        "seed": config.seed,
-        "world_size": runtime.world,
         **trainer.threads.describe(),
-        "device": torch.cuda.get_device_name(runtime.device) if runtime.is_cuda else "cpu",
-        "versions": versions(),
+        **describe_start(trainer),
     }
 
 

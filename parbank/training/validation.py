@@ -3,11 +3,12 @@
 import math
 import time
 
+import numpy as np
+
 from parbank.config import require
 from parbank.data.dataset import Dataset
 from parbank.data.shards import TokenSet
-from parbank.errors import ParbankError
-from parbank.eval.windows import score_chunked
+from parbank.eval.windows import score_windows
 from parbank.model import GPT
 from parbank.optim.averaging import Averages
 from parbank.runtime import Runtime
@@ -15,13 +16,17 @@ from parbank.training.config import RunConfig
 
 
 class Validator:
-    """Decides when to validate, and does it. The text is the beginning of the validation text, the same in every run."""
+    """Decides when to validate, and does it. The sample is the same in every run: windows of the validation text, evenly
+    spread over it, since the beginning of a text may be unlike the rest."""
 
     def __init__(self, config: RunConfig, model: GPT, averages: Averages, dataset: Dataset, runtime: Runtime) -> None:
         self._unit, self._every = config.train.read_validate_every()
         self._context = config.batch.sequence_length
         self._tokens = config.train.validate_tokens
         self._model, self._averages, self._dataset, self._runtime = model, averages, dataset, runtime
+        require(
+            not self.is_on or self._context > 1, "windows of 1 token cannot be validated; set train.validate_every=off"
+        )
         self._sample: TokenSet | None = None
         self._next = math.inf
         self._cost = 0.0
@@ -45,25 +50,29 @@ class Validator:
         """Bits per byte. Not a number where the weights are not: training ends by its own rule then."""
         began = time.perf_counter()
         with self._averages.applied():
-            try:
-                found = score_chunked(
-                    self._model,
-                    self._read(),
-                    self._dataset.tokenizer,
-                    context=self._context,
-                    runtime=self._runtime,
-                ).bpb
-            except ParbankError:
-                found = math.nan
+            scored = score_windows(
+                self._model, self._read(), context=self._context, stride=self._context, runtime=self._runtime
+            )
+        # The token after a window belongs to the next window of the sample, which lies elsewhere in the text.
+        inside = np.arange(1, len(scored.tokens)) % self._context != 0
+        size = int(scored.byte_counts(self._dataset.tokenizer)[inside].sum(dtype=np.int64))
+        nats = float(scored.nats[inside].sum(dtype=np.float64))
         self._cost = time.perf_counter() - began
-        return found
+        return nats / math.log(2) / size if size else math.nan
 
     def _read(self) -> TokenSet:
         if self._sample is None:
-            whole = self._dataset.val
-            windows = max(1, self._tokens // self._context)
-            self._sample = TokenSet([whole.read(0, min(len(whole), windows * self._context + 1))])
-            require(
-                len(self._sample) > 1, "the validation text has no token to validate on; set train.validate_every=off"
-            )
+            found = spread(self._dataset.val, self._tokens, self._context)
+            require(len(found) > 1, "the validation text has no token to validate on; set train.validate_every=off")
+            self._sample = TokenSet([found])
         return self._sample
+
+
+def spread(text: TokenSet, tokens: int, context: int) -> np.ndarray:
+    """About so many tokens of a text: whole windows of those that score it at the end, as far from each other as
+    possible. A text of less than one window is taken as it is."""
+    there = len(text) // context
+    if not there:
+        return text.read(0, len(text))
+    count = min(there, max(1, tokens // context))
+    return np.concatenate([text.read((2 * n + 1) * there // (2 * count) * context, context) for n in range(count)])

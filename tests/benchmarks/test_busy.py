@@ -18,13 +18,14 @@ def found(*speeds: float) -> list[dict[str, Any]]:
 
 def test_the_shares_are_those_of_the_medians(busy: ModuleType) -> None:
     alone = {busy.DEFAULTS: found(6000, 1, 6600), busy.OURS: found(5940, 5940, 0)}
-    loaded = {busy.OURS: found(1600, 1500, 9000), busy.STEPS: found(1300), busy.DEFAULTS: found(100)}
-    rows = {(row.case, row.provider): row for row in busy.make_rows(alone, loaded, 4)}
+    later = {busy.OURS: found(1600, 1500, 9000), busy.STEPS: found(1300), busy.DEFAULTS: found(100)}
+    rows = {(row.case, row.provider): row for row in busy.make_rows(alone, later, {busy.OURS: found(1200)}, 4)}
     assert rows["alone", busy.DEFAULTS].value == 6000
     assert rows["beside 4 busy processes", busy.OURS].bound == 2000, "2 of 6 threads are ours"
     assert rows["lost alone", busy.OURS].value == pytest.approx(1.0)
     assert rows["of the fair share", busy.OURS].value == pytest.approx(80)
     assert rows["of the fair share", busy.DEFAULTS].value == pytest.approx(5)
+    assert rows["of the fair share from the start", busy.OURS].value == pytest.approx(60)
 
 
 def test_providers_take_turns_within_a_process(busy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

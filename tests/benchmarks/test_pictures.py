@@ -28,11 +28,22 @@ STARTS = [
         ("eval, chunked", 5.0), ("eval, chunked: scoring alone", 2.0), ("eval, chunked: bits per byte", 1.1),
     )
 ]  # fmt: skip
+RATES = [
+    {"case": f"{shape}, {side}", "provider": provider, "value": value}
+    for shape in ("square", "1 : 4")
+    for side in (512, 1024)
+    for provider, value in (("parbank", 700.0), ("dion, Triton", 400.0), ("dion, Gram", None))
+]
 ABOUTS: dict[str, dict[str, Any]] = {
     "quality.py": {"runs": [RUN | {"seed": 1}], "settings": {"recipe": "demo"}},
     "step.py": {"rows": STEP_ROWS, "machine": {"gpu": "H200"}},
     "quantisation.py": {"results": [QUANTISED], "float32_bpb": 1.2},
     "startup.py": {"rows": STARTS, "machine": {"cpu": "x"}, "settings": {"recipe": "nano", "only": None}},
+    "optimizer_newton_schulz.py": {
+        "rows": RATES,
+        "machine": {"gpu": "H200"},
+        "rates": {"bf16_product_TFLOP_per_s": 650.0},
+    },
     "curves.py": {"runs": [LOSSES, LOSSES | {"way": "off"}], "settings": {"recipe": "demo"}},
 }
 

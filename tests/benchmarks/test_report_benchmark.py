@@ -34,6 +34,17 @@ def test_the_share_is_that_of_both_parts(report: ModuleType) -> None:
     assert known["train: whole command"].note == "without imports"
 
 
+def test_runs_are_named_by_recipe(report: ModuleType, tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / name, recipe=recipe) for name, recipe in (("7", "sprint"), ("8", "demo"), ("9", "demo"))
+    ]
+    assert report.name_runs(runs) == ["sprint", "demo, 8", "demo, 9"]
+    assert report.name_runs([]) == []
+    assert report.read_command_seconds(runs[0]) is None
+    (runs[0] / "command_seconds.json").write_text("160.5")
+    assert report.read_command_seconds(runs[0]) == 160.5
+
+
 def test_a_run_of_an_older_parbank_has_no_share(report: ModuleType, tmp_path: Path) -> None:
     summary = report.read_summary(make_run(tmp_path / "old"))
     row = report.share_rows("old", summary)[-1]
@@ -52,7 +63,9 @@ def test_a_folder_without_training_has_all_that_a_page_shows(
     page = Page(write_run_page(made.folder))
     assert "Not recorded" not in page.text
     assert len(page.chart("Loss by clock")["training loss"]) == 40
-    assert len(page.chart("Validation by clock")["sample, during training"]) == 24  # every 5 of 120 seconds
+    assert (
+        len(page.chart("Validation by clock")["sample of 65,536 tokens, during training"]) == 24
+    )  # every 5 of 120 seconds
     for chart in ("GPU clock", "GPU power", "Score by position of the token"):
         assert page.chart(chart)
     assert "random weights and random rows" in page.text, "the page says that nothing was trained"

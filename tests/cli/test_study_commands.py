@@ -1,5 +1,6 @@
 """`parbank study run`, `add`, `show` and `list`: what a user sees before, during and after a study."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(call: Call, text_spec: str, folder: Path, *more: object) -> str:
-    nano = ["--recipe", "nano", "--data", text_spec, "--budget", "6steps", "--device", "cpu"]
+    nano = ["--recipe", "nano", "--data", text_spec, "--budget", "6steps", "--device", "cpu", "--workers", "0"]
     answer = call("study", "run", "seeds", *nano, "--seeds", 3, "--arm", SLOW, "--arms", "swa", "--out", folder, *more)
     assert answer.code == 0, answer.err
     return answer.out
@@ -45,12 +46,13 @@ def test_a_study_says_what_it_can_show_then_its_progress_then_its_verdicts(
     assert "smallest difference it can show: " in before
     assert "80% power, Holm over 2 arms" in before
     assert "time: " in before
-    assert "; 0:20 left; so far 2 open" in lines[first]
+    assert "; next slow.0; 0:20 left; so far 2 open" in lines[first] or "; next swa.0; 0:20 left" in lines[first]
     table = out[out.index("| arm ") :]
     assert "| worse " in next(line for line in table.splitlines() if line.startswith("| slow "))
     assert "| better " in next(line for line in table.splitlines() if line.startswith("| swa "))
     assert "Claims, and what was found here:" in table
-    assert next_commands(out) == [["study", "add", str(tmp_path / "s"), "--seeds", "3"]]
+    again = ["study", "add", str(tmp_path / "s"), "--seeds", "3"]
+    assert next_commands(out) == [["report", str(tmp_path / "s")], again]
 
 
 def test_a_study_is_continued_added_to_shown_and_listed(call: Call, text_spec: str, tmp_path: Path) -> None:
@@ -58,10 +60,12 @@ def test_a_study_is_continued_added_to_shown_and_listed(call: Call, text_spec: s
     (tmp_path / "s" / "results" / "slow.1.json").unlink()  # as if it had not ended
     assert "8 of 9 runs done" in call("study", "list", tmp_path).out
     assert "Not complete: 1 of 9 runs" in call("study", "show", tmp_path / "s").out
-    again = call("study", "run", tmp_path / "s", "--device", "cpu")
+    again = call("study", "run", tmp_path / "s", "--device", "cpu", "--workers", 0)
     assert "9 runs, 8 of them done" in again.out
     assert "9 of 9  slow, seed 1" in again.out
-    added = call("study", "add", tmp_path / "s", "--seeds", 1, "--arms", "no-softcap", "--device", "cpu")
+    added = call(
+        "study", "add", tmp_path / "s", "--seeds", 1, "--arms", "no-softcap", "--device", "cpu", "--workers", 0
+    )
     assert "Added after 9 runs had ended: seeds 3 and arms no-softcap." in added.out
     found = json.loads(call("study", "show", tmp_path / "s", "--json").out)
     assert found["arms"]["swa"]["verdict"] == "better"
@@ -83,6 +87,77 @@ def test_options_beside_a_folder_are_refused(call: Call, text_spec: str, tmp_pat
     assert "holds the study 'seeds' with other score_tokens" in other.err
 
 
+@pytest.mark.parametrize("option", [("--holdout", "val"), ("--max-bytes", "1MB"), ("--keep",), ("--noise", "0.1")])
+def test_no_option_beside_a_folder_is_ignored(
+    call: Call, text_spec: str, tmp_path: Path, option: tuple[str, ...]
+) -> None:
+    start(call, text_spec, tmp_path / "s")
+    answer = call("study", "run", tmp_path / "s", *option, "--device", "cpu", "--workers", 0)
+    assert answer.code == 2
+    assert f"so {option[0]} would change nothing" in answer.err
+
+
+def test_runs_that_failed_end_in_code_1_and_can_be_tried_again(
+    call: Call, text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = Training.measure
+
+    def broken(self: Training, study: Study, job: Job) -> dict[str, object]:
+        if job == Job("slow", 1):
+            raise RuntimeError("the disk is full")
+        return measure(self, study, job)
+
+    monkeypatch.setattr(Training, "measure", broken)
+    nano = ["--recipe", "nano", "--data", text_spec, "--budget", "6steps", "--device", "cpu", "--workers", "0"]
+    command = ["study", "run", "seeds", *nano, "--seeds", 2, "--arm", SLOW, "--out", tmp_path / "s"]
+    answer = call(*command)
+    assert answer.code == 1
+    assert "slow, seed 1: RuntimeError: the disk is full" in answer.out
+    assert next_commands(answer.out) == [["study", "run", str(tmp_path / "s"), "--retry"]]
+    monkeypatch.setattr(Training, "measure", measure)
+    assert call(*command).code == 1, "without being asked, a run is not tried a third time"
+    again = call("study", "run", tmp_path / "s", "--retry", "--device", "cpu", "--workers", 0)
+    assert again.code == 0
+    assert "| slow | 2 " in again.out
+
+
+def test_a_refused_command_leaves_nothing_behind(call: Call, text_spec: str, tmp_path: Path) -> None:
+    common = ["--recipe", "nano", "--data", text_spec, "--device", "cpu", "--out", tmp_path / "s"]
+    refused = [
+        (["run", "seeds", "--budget", "6s", "--workers", 2, *common], "use --workers 1"),
+        (["run", "seeds", "--budget", "6steps", "--submit", "nowhere", *common], "submitit"),
+        (["search", "--space", "optim.matrix_lr=0.01..0.1", "--rungs", "6steps", *common], "Optuna"),
+        (["run", "published-kernels", "--arms", "", "--out", tmp_path / "s"], "has no base to run alone; name arms"),
+    ]
+    for arguments, said in refused:
+        if said == "submitit" and importlib.util.find_spec("submitit"):
+            continue
+        if said == "Optuna" and importlib.util.find_spec("optuna"):
+            continue
+        answer = call("study", *arguments)
+        assert answer.code == 2, arguments
+        assert said in answer.err
+        assert not (tmp_path / "s").exists(), arguments
+
+
+def test_a_study_that_cannot_be_read_does_not_hide_the_others(call: Call, text_spec: str, tmp_path: Path) -> None:
+    start(call, text_spec, tmp_path / "good")
+    (tmp_path / "bad").mkdir()
+    values = json.loads((tmp_path / "good" / "study.json").read_text())
+    for wrong in ({"kind": "nope"}, {"kind": "kernels", "own_baselines": True, "arms": []}):
+        (tmp_path / "bad" / "study.json").write_text(json.dumps(values | wrong))
+        out = call("study", "list", tmp_path).out
+        assert "bad holds no study that can be read" in out
+        assert "good: 9 of 9 runs done" in out
+        assert call("study", "show", tmp_path / "bad").code == 2
+
+
+def test_a_cap_is_an_option(call: Call, text_spec: str, tmp_path: Path) -> None:
+    """Errors of packing advise to raise --max-bytes."""
+    start(call, text_spec, tmp_path / "s", "--max-bytes", "1MB")
+    assert json.loads((tmp_path / "s" / "study.json").read_text())["base"]["budget"]["max_bytes"] == 1_000_000
+
+
 def test_a_file_is_run_by_its_name(call: Call, text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text(
@@ -90,7 +165,7 @@ def test_a_file_is_run_by_its_name(call: Call, text_spec: str, tmp_path: Path, m
         '[arm.slow]\nsettings = ["optim.matrix_lr=0.0001"]\nclaim = "slower (my notes)"\n',
         encoding="utf-8",
     )
-    answer = call("study", "run", "mine.toml", "--device", "cpu")
+    answer = call("study", "run", "mine.toml", "--device", "cpu", "--workers", 0)
     assert answer.code == 0, answer.err
     assert "- slow: slower (my notes). Here: +0.5" in answer.out
     assert (tmp_path / "runs" / "study-mine" / "table.md").is_file()

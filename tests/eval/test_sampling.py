@@ -1,6 +1,7 @@
 """Sampling: the same seed the same text, greedy where it should be, and an end where the model ends."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ConfigError
-from parbank.eval.sampling import check_settings, sample_tokens, write_text
+from parbank.eval.sampling import (
+    Drawn,
+    check_settings,
+    draw_steps,
+    draw_tokens,
+    find_sight,
+    sample_tokens,
+    write_text,
+)
 from parbank.model import GPT
 from parbank.model.protocol import PlainModel
 from parbank.model.stream import Stream
@@ -196,10 +205,44 @@ def test_nothing_further_back_than_every_layer_s_context_is_seen(model: GPT, tok
     assert wide[0] != wide[1]
 
 
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_long_prompt_is_read_as_far_back_as_it_matters(
+    tokenizer: Tokenizer, isolate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, context = GPT(replace(get_recipe("nano").model, isolate_documents=isolate)), 8
+    model.load_state_dict(make_model(seed=5).state_dict())
+    prompt = tokenizer.encode("".join(f"class A{n}: pass\n" for n in range(40)))
+    needed = find_sight(model, context)
+    assert needed < len(prompt) - 50
+
+    def draw() -> list[Drawn]:
+        return list(draw_tokens(model, tokenizer, prompt, tokens=3, context=context, likeliest=tokenizer.vocab_size))
+
+    def differ(one: list[Drawn], other: list[Drawn]) -> float:
+        pairs = [(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x.likeliest, y.likeliest)]
+        return max(abs(a.probability / b.probability - 1) for a, b in pairs)
+
+    reads: list[int] = []
+    read = Stream.read
+    monkeypatch.setattr(
+        Stream, "read", lambda self, ids, *where, **k: (reads.append(where[1]), read(self, ids, *where, **k))[1]
+    )
+    found = draw()
+    assert reads == [needed, needed + 1, needed + 2], "and no more"
+    monkeypatch.setattr("parbank.eval.sampling.find_sight", lambda model, context: len(prompt) + 1)
+    assert differ(draw(), found) < 1e-4
+    monkeypatch.setattr("parbank.eval.sampling.find_sight", lambda model, context: needed // 2)
+    assert differ(draw(), found) > 1e-3, "less would not do"
+
+
 def test_a_long_prompt_is_read_in_pieces(model: GPT, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sample(model, tokenizer, "class A:\n" * 9, tokens=5, temperature=0)
     monkeypatch.setattr("parbank.eval.sampling.PREFILL", 5)
     assert sample(model, tokenizer, "class A:\n" * 9, tokens=5, temperature=0) == whole
+    prompt = tokenizer.encode("class A:\n" * 9)
+    steps = list(draw_steps(model, tokenizer, prompt, tokens=5, temperature=0))
+    assert steps.index(next(filter(None, steps))) == (1 + len(prompt) - 1) // 5, "others have their turn in between"
+    assert [step.choice.token for step in steps if step is not None] == whole
 
 
 @given(st.text(max_size=40))

@@ -1,5 +1,6 @@
 """The playground in a real browser: it streams, colours and measures, and survives what people do to a page."""
 
+import json
 import re
 import signal
 import subprocess
@@ -28,10 +29,11 @@ class Slow(Player):
     """Writes until its reader leaves."""
 
     def write(self, prompt: str, **settings: Any) -> Iterator[Item]:
-        choice = {"token": 1, "text": "go ", "probability": 0.5, "chance": 0.5}
+        choice = {"token": 1, "text": "go ", "take": "go ", "probability": 0.5, "chance": 0.5}
+        other = {"token": 2, "text": HOSTILE, "take": HOSTILE, "probability": 0.25, "chance": 0.25}
         while True:
             time.sleep(0.02)
-            yield {**choice, "likeliest": [choice, {"token": 2, "text": HOSTILE, "probability": 0.25, "chance": 0.25}]}
+            yield {**choice, "likeliest": [choice, other]}
 
 
 ENDLESS = """
@@ -177,6 +179,53 @@ def test_the_keyboard_is_enough(reader: Reader) -> None:
     expect(page.locator("#write-status")).to_contain_text("tokens/s")
 
 
+def test_escape_stops_from_anywhere_in_the_section(reader: Reader, site: Site) -> None:
+    page = reader.page
+    visit(page, site, models=(1,))
+    page.fill("#prompt", "x")
+    page.focus("#write .main")
+    page.keyboard.press("Enter")
+    expect(page.locator("#write-columns .token").nth(3)).to_be_attached()
+    page.keyboard.press("Escape")
+    expect(page.locator("#write-status")).to_contain_text("Stopped after")
+    wait_until(lambda: site.worker.active == 0)
+
+
+def test_a_token_that_is_no_text_cannot_be_taken(reader: Reader, site: Site) -> None:
+    page = reader.page
+    choice = {"token": 1, "text": "é", "take": "é", "probability": 0.5, "chance": 0.5}
+    part = {"token": 2, "text": "<E2>", "take": None, "probability": 0.3, "chance": 0.3}
+    other = {"token": 3, "text": "<98>", "take": "€", "probability": 0.2, "chance": 0.2}
+    lines = [choice | {"likeliest": [choice, part, other]}, {"end": "length", "text": "", "tokens": 1, "seconds": 1}]
+    page.route("**/api/continue", lambda route: route.fulfill(body="".join(json.dumps(line) + "\n" for line in lines)))
+    write(page, "caf")
+    rows = page.locator("#write-columns tbody tr")
+    expect(rows).to_have_count(3)
+    assert [row.locator("button").count() for row in rows.all()] == [0, 0, 1]
+    rows.nth(2).locator("button").click()
+    assert page.input_value("#prompt") == "caf€"
+
+
+def test_three_models_stand_side_by_side(browser: Browser, player: Player) -> None:
+    players = [Player(name, player.model) for name in ("one", "two", "three")]
+    with open_site(players, most=8) as site, open_reader(browser, size=(1280, 900)) as reader:
+        reader.page.goto(site.address.url)
+        reader.page.wait_for_selector("body[data-ready]")
+        for columns in ("#write-columns", "#measure-columns"):
+            tops = [column.bounding_box() for column in reader.page.locator(f"{columns} article").all()]
+            assert len({box["y"] for box in tops if box}) == 1
+            assert len({box["x"] for box in tops if box}) == 3
+
+
+def test_without_a_script_the_page_says_what_to_do(browser: Browser, site: Site) -> None:
+    page = browser.new_context(java_script_enabled=False).new_page()
+    page.goto(site.address.url)
+    shown = page.locator("body").inner_text()
+    assert "This page needs JavaScript" in shown
+    assert "Loading" not in shown
+    page.context.close()
+
+
 def test_typing_continues_only_where_that_was_asked_for(reader: Reader) -> None:
     page = reader.page
     page.fill("#tokens", "3")
@@ -227,7 +276,13 @@ def test_markup_and_bidi_characters_are_text(reader: Reader, site: Site) -> None
     expect(page.locator("#measure-status")).to_contain_text("Measured in")
     shown = "".join(page.locator("#measure-columns .tokens").first.locator(".token").all_text_contents())
     assert shown == HOSTILE.replace("\u202e", "\\u202e").replace("\u202c", "\\u202c")
-    assert HOSTILE in page.locator("#write-columns h3").all_text_contents()
+    coded = HOSTILE.replace("\u202e", "\\u202e").replace("\u202c", "\\u202c")
+    for names in ("#write-columns h3", "#measure-columns h3", "#result tbody th"):
+        assert coded in page.locator(names).all_text_contents()
+    expect(page.locator("#write-status")).to_contain_text(coded)
+    whole = page.locator("body").inner_text() + page.title()
+    whole += "".join(page.locator("[aria-label]").evaluate_all("all => all.map(one => one.ariaLabel)"))
+    assert not {"\u202e", "\u202c"} & set(whole), "nothing reorders the text around it"
     assert "<b>bold</b>" in (page.locator("#write-columns table").nth(1).text_content() or "")
     for foreign in ("main b", "main img", "main script"):
         expect(page.locator(foreign)).to_have_count(0)
@@ -293,6 +348,19 @@ def test_a_paste_of_a_megabyte(reader: Reader) -> None:
     page.fill("#text", "short")
     page.click("#measure .main")
     expect(page.locator("#measure-columns .facts").first).to_contain_text("5 bytes")
+
+
+def test_a_prompt_of_a_megabyte_keeps_nobody_waiting(browser: Browser, reader: Reader, site: Site) -> None:
+    page, line = reader.page, "The sea was calm, and the ship made good speed towards the coast.\n"
+    page.fill("#tokens", "3")
+    page.fill("#prompt", "")
+    paste(page, "#prompt", line * (1_000_000 // len(line)))
+    page.click("#write .main")
+    with open_reader(browser) as other:
+        visit(other.page, site)
+        write(other.page, "The sea", tokens=3)
+        expect(other.page.locator("#write-status")).to_contain_text("tokens/s", timeout=10_000)
+    expect(page.locator("#write-status")).to_contain_text("tokens/s", timeout=20_000)
 
 
 def test_too_much_text_is_refused_in_words(reader: Reader) -> None:

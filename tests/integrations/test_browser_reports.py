@@ -72,6 +72,7 @@ def test_curves_have_a_point_for_every_row(browser: Browser, pages: dict[str, Pa
         assert frame
         assert box["width"] > frame["width"] / 2
         assert box["height"] > frame["height"] / 3
+        assert box["y"] >= frame["y"], "no line crosses the legend"
 
 
 def test_the_comparison_shows_the_numbers_of_the_summaries(
@@ -113,6 +114,35 @@ def test_a_chart_is_read_by_keyboard(browser: Browser, pages: dict[str, Path]) -
         first = figure.locator(".reading").text_content()
         reader.page.keyboard.press("ArrowRight")
         assert figure.locator(".reading").text_content() != first
+
+
+def test_the_shaded_text_is_read_by_keyboard_and_by_pointer(browser: Browser, pages: dict[str, Path]) -> None:
+    with open_reader(browser) as reader:
+        reader.page.goto(pages["run"].as_uri())
+        section = reader.page.locator("section:has(.surprise)")
+        section.locator(".surprise").focus()
+        reader.page.keyboard.press("End")
+        expect(section.locator(".reading")).to_have_text('" sea": 3.0 bits')
+        reader.page.keyboard.press("ArrowLeft")
+        expect(section.locator(".reading")).to_contain_text(": 9.5 bits")
+        expect(section.locator(".chosen")).to_have_count(1)
+        section.locator("[data-bits]").first.hover()
+        expect(section.locator(".reading")).to_have_text('"The ": 1.0 bits')
+
+
+@pytest.mark.parametrize("size", [DESK, PHONE, (320, 700)], ids=["desk", "phone", "small phone"])
+def test_no_text_lies_upon_another(browser: Browser, tmp_path: Path, size: tuple[int, int]) -> None:
+    """With names as `train` gives them."""
+    names = ("sprint-20261118-091501-1a2b3c41", "sprint-20261118-101733-9f8e7d62")
+    runs = [make_run(tmp_path / name, seed=n) for n, name in enumerate(names)]
+    with open_reader(browser, size=size) as reader:
+        reader.page.goto(write_pages(runs, tmp_path / "two.html").as_uri())
+        reader.check_no_text_overlaps("figure")
+        score = reader.page.locator("section:has(h2:text-is('Runs')) tbody td").first.bounding_box()
+        assert score
+        assert score["x"] + score["width"] <= size[0], "the score is in sight"
+        reader.page.goto(write_pages(runs[:1], tmp_path / "one.html").as_uri())
+        reader.check_no_text_overlaps("figure")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -60,6 +60,7 @@ def test_the_page_grows_and_the_readers_place_stays(browser: Browser, tmp_path: 
     with open_app(site.make_app()) as address, open_reader(browser, size=size) as reader:
         page = reader.page
         page.goto(address.url)
+        expect(page.locator("header")).to_contain_text("The run trains now.")
         loss = page.locator("svg[data-chart]").first
         assert loss.evaluate(COUNT_POINTS) == 20
         reader.check_accessible()
@@ -82,7 +83,7 @@ def test_the_page_grows_and_the_readers_place_stays(browser: Browser, tmp_path: 
         run.end()
         expect(page.locator("#watch-end")).to_have_text("The run has ended. The page stays as it is.")
         assert heading.evaluate("one => one.getBoundingClientRect().top") == pytest.approx(place, abs=1)
-        expect(page.locator("header")).not_to_contain_text("has not ended")
+        expect(page.locator("header")).not_to_contain_text("trains now")
         summary = json.loads((run.folder / "summary.json").read_text())
         expect(page.locator("header .tiles")).to_contain_text(f"{summary['val_bpb']:.4f}")
         reader.check_accessible()
@@ -107,6 +108,20 @@ def test_pause_holds_the_page(browser: Browser, tmp_path: Path) -> None:
         page.uncheck("#watch-pause")
         page.wait_for_selector("svg[data-chart*='52.4']", state="attached")
         reader.check_quiet(address.url)
+
+
+def test_the_page_goes_on_after_the_way_to_the_server_was_cut(browser: Browser, tmp_path: Path) -> None:
+    run = Growing(tmp_path)
+    run.grow(20)
+    with open_app(WatchSite(Watched(run.folder)).make_app()) as address, open_reader(browser) as reader:
+        page = reader.page
+        page.goto(address.url)
+        page.context.set_offline(True)
+        expect(page.locator("#watch-when")).to_contain_text("The server has not answered since")
+        run.grow(40)
+        page.context.set_offline(False)
+        page.wait_for_selector("svg[data-chart*='52.4']", state="attached")
+        expect(page.locator("#watch-when")).to_contain_text("the numbers changed at")
 
 
 def test_train_live_shows_its_run_and_ends(browser: Browser, tmp_path: Path, text_spec: str) -> None:

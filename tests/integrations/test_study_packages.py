@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from parbank.errors import ConfigError
+from parbank.study.crew import Crew
 from parbank.study.engine import open_study
 from parbank.study.kinds.training import Training
 from parbank.study.report import make_report
@@ -54,6 +55,7 @@ def test_a_search_halves_its_trials_and_says_how_rungs_rank(
             rungs=rungs,
             seeds=3,
             device="cpu",
+            workers=0,
             say=said.append,
         )
 
@@ -72,6 +74,36 @@ def test_a_search_halves_its_trials_and_says_how_rungs_rank(
         run(4)
     with pytest.raises(ConfigError, match="another seeds"):
         search(small(text_spec), tmp_path / "s", space=space, trials=8, rungs=["10steps", "40steps"], seeds=2)
+    for other in (small(text_spec, settings=["optim.clip=0.5"]), small(text_spec, holdout="val")):
+        with pytest.raises(ConfigError, match="another base"):
+            search(other, tmp_path / "s", space=space, trials=8, rungs=["10steps", "40steps"], seeds=3)
+
+
+def test_a_trial_that_cannot_run_is_named_and_passed_over(
+    text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each value is allowed, and not every pair of them: a head of 4 channels has none for 8 rotated ones."""
+    monkeypatch.setattr(Training, "measure", objective)
+    space = [read_range("model.heads=[4,8]"), read_range("model.rope_dims=[4,8]")]
+    said: list[str] = []
+    arguments: dict[str, Any] = {"space": space, "trials": 12, "rungs": ["10steps"], "seeds": 1, "workers": 0}
+    for _ in range(2):  # the second call meets what the first has stored
+        report = search(small(text_spec), tmp_path / "s", **arguments, device="cpu", say=said.append)
+        refused = [line for line in said if ": not run: " in line]
+        assert 0 < len(refused) < 12
+        assert len(report.study.arms) == 12 - len(refused)
+        said.clear()
+
+
+def test_trials_share_one_worker(text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real process, which imports and opens the text once."""
+    starts, start = [], Crew._start
+    monkeypatch.setattr(Crew, "_start", lambda self, number: (starts.append(number), start(self, number)))
+    space = [read_range("optim.matrix_lr=0.01..0.1:log")]
+    study = small(text_spec, settings=["train.warmup_steps=0"])
+    report = search(study, tmp_path / "s", space=space, trials=2, rungs=["4steps"], seeds=1, device="cpu", quiet=True)
+    assert len(report.results) == 3
+    assert starts == [0]
 
 
 def test_a_search_that_was_stopped_goes_on(text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +123,7 @@ def test_a_search_that_was_stopped_goes_on(text_spec: str, tmp_path: Path, monke
         "rungs": ["10steps"],
     }
     with pytest.raises(KeyboardInterrupt):
-        search(small(text_spec), tmp_path / "s", **arguments, seeds=1, device="cpu", quiet=True)
-    report = search(small(text_spec), tmp_path / "s", **arguments, seeds=1, device="cpu", quiet=True)
+        search(small(text_spec), tmp_path / "s", **arguments, seeds=1, device="cpu", workers=0, quiet=True)
+    report = search(small(text_spec), tmp_path / "s", **arguments, seeds=1, device="cpu", workers=0, quiet=True)
     assert len(report.study.arms) == 5
     assert len(ran) == len(set(ran)) == 7, "every run once, and the interruption"

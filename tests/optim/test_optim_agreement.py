@@ -3,6 +3,8 @@
 One set of three ranks runs every scenario.
 """
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from parbank.errors import RankError
+from parbank.errors import ConfigError, RankError
 from parbank.optim import ParallelMuon, agreement, meeting, split_parameters
 from tests.distributed import run_distributed_test
 
@@ -84,6 +86,59 @@ def _reduced(rank: int) -> ParallelMuon:
     return ParallelMuon(split_parameters(model), reduce_gradients=False)
 
 
+def _permuted_weight(rank: int) -> ParallelMuon:
+    """The same numbers in another order."""
+    model: Any = _model()
+    if rank == 1:
+        model["first"].weight.data = model["first"].weight.data.flip(0)
+    _backward(model, rank)
+    return ParallelMuon(split_parameters(model))
+
+
+def _trained(rank: int) -> tuple[ParallelMuon, dict[str, Any]]:
+    """A new optimizer, and the state of one that has taken a step."""
+    optimizer = _alike(rank)
+    optimizer.step()
+    return _alike(rank), optimizer.state_dict()
+
+
+def _same_state(rank: int) -> ParallelMuon:
+    optimizer, state = _trained(rank)
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _other_momentum(rank: int) -> ParallelMuon:
+    optimizer, state = _trained(rank)
+    state["state"][1]["momentum_buffer"] *= 2 if rank == 2 else 1
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _other_moments(rank: int) -> ParallelMuon:
+    optimizer, state = _trained(rank)
+    state["state"][7]["exp_avg"] *= 2 if rank == 1 else 1
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _loaded_by_one(rank: int) -> ParallelMuon:
+    """`if rank == 0: optimizer.load_state_dict(...)`."""
+    optimizer, state = _trained(rank)
+    if rank == 0:
+        optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _other_step_count(rank: int) -> ParallelMuon:
+    """A state that nobody loaded."""
+    optimizer = _same_state(rank)
+    optimizer._agreement = agreement.Agreement()
+    if rank == 1:
+        optimizer.state[optimizer.param_groups[-1]["params"][0]]["step"] += 1
+    return optimizer
+
+
 MISTAKES: dict[Callable[[int], ParallelMuon], str | None] = {
     _alike: None,
     _reduced: None,
@@ -92,6 +147,12 @@ MISTAKES: dict[Callable[[int], ParallelMuon], str | None] = {
     _other_order: r"rank 1 differs from rank 0 in parameter 0 of group 0: head.weight \(2, 6\).*against first.weight",
     _fewer_parameters: r"rank 0 differs from rank 1 in the number of parameters: \[2\], against \[3\]",
     _other_clip: r"rank 0 differs from rank 1 in max_norm: None, against 1.0",
+    _permuted_weight: r"rank 1 differs from rank 0 in the weight of first.weight: .*broadcast the weights",
+    _same_state: None,
+    _other_momentum: r"rank 2 differs from rank 0 in the loaded state of second.weight: momentum_buffer: .*same checkpoint",
+    _other_moments: r"rank 1 differs from rank 0 in the loaded state of head.bias: exp_avg: digest .*same checkpoint",
+    _loaded_by_one: r"rank 0 differs from rank 1 in the loaded state of first.weight: .*, against nothing; load the same",
+    _other_step_count: r"rank 1 differs from rank 0 in the state of .*: step: digest .*same checkpoint",
     _not_reduced: r"rank . differs from rank 0 in the gradient of .*: wrap the model in DistributedDataParallel",
 }
 
@@ -106,8 +167,35 @@ def _run() -> dict[str, Any]:
             said[scenario.__name__] = None
         except RankError as error:
             said[scenario.__name__] = str(error)
-    said["parted"] = _part_later(rank)
-    return {"said": said, "dtypes": _default_dtypes(rank), "alone": _save_alone(rank), "warned": _save_too_soon(rank)}
+    said["parted"], said["reloaded"] = _part_later(rank), _reload_later(rank)
+    shared = {"pickled": _pickle(rank), "mixed": _mix_dtypes([_gradient(n, rank) for n in range(3)])}
+    dtypes = _default_dtypes(rank)
+    return {"said": said, **shared, "dtypes": dtypes, "alone": _save_alone(rank), "warned": _save_too_soon(rank)}
+
+
+def _pickle(rank: int) -> bytes:
+    optimizer = _alike(rank)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    twin.step()  # a copy on the same rank has what it needs
+    return pickle.dumps((optimizer, optimizer.state_dict()))
+
+
+def _gradient(number: int, rank: int) -> Tensor | None:
+    """A few bits, so that sums are exact in any dtype. The last rank has none for the second weight."""
+    if number == 1 and rank == WORLD - 1:
+        return None
+    return torch.randint(-8, 9, (6, 6), generator=torch.Generator().manual_seed(10 * number + rank)).float() / 8
+
+
+def _mix_dtypes(grads: list[Tensor | None]) -> list[Tensor]:
+    """One batch with gradients of three dtypes (`param.grad_dtype`)."""
+    params = [nn.Parameter(torch.eye(6) + n) for n in range(3)]
+    for param, grad, dtype in zip(params, grads, (torch.float32, torch.bfloat16, torch.float16)):
+        param.grad_dtype = dtype
+        param.grad = None if grad is None else grad.to(dtype)
+    ParallelMuon(params).step()
+    return [param.detach() for param in params]
 
 
 def _part_later(rank: int) -> str:
@@ -119,6 +207,19 @@ def _part_later(rank: int) -> str:
         for step in range(9):
             optimizer.step()
             schedule.step(-step if rank == 1 else 1.0)
+    except RankError as error:
+        return f"{error} after {step} steps"
+    return "trained on"
+
+
+def _reload_later(rank: int) -> str:
+    """One rank loads a checkpoint after the first step: the others, which do not know, must not hang."""
+    optimizer, state = _trained(rank)
+    try:
+        for step in range(9):
+            optimizer.step()
+            if rank == 2 and step == 1:
+                optimizer.load_state_dict(state)
     except RankError as error:
         return f"{error} after {step} steps"
     return "trained on"
@@ -202,6 +303,38 @@ def test_ranks_whose_schedules_part_are_told_later(ranks: list[dict[str, Any]]) 
         assert re.search("rank 1 differs from rank 0 in lr of group 0: .*mean loss of all ranks after 4 steps", said), (
             said
         )
+
+
+def test_a_rank_that_loads_later_and_alone_is_told(ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        said = result["said"]["reloaded"]
+        assert re.search(
+            "rank 2 differs from rank 0 in the loaded state of .* against nothing; .* after 4 steps", said
+        ), said
+
+
+def test_a_pickled_optimizer_that_holds_a_part_says_so(ranks: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(ranks):
+        optimizer, whole = pickle.loads(result["pickled"])
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        with pytest.raises(ConfigError, match=rf"pickled on rank {rank} of 3 .*here is rank 0 of 1; save .*state_dict"):
+            optimizer.step()
+        optimizer.load_state_dict(whole)
+        optimizer.step()
+
+
+def test_gradients_of_several_dtypes(ranks: list[dict[str, Any]]) -> None:
+    grads: list[Tensor | None] = []
+    for number in range(3):
+        parts = [grad for rank in range(WORLD) if (grad := _gradient(number, rank)) is not None]
+        grads.append(torch.stack(parts).sum(0))  # not divided: the length of a gradient does not matter
+    expected = _mix_dtypes(grads)
+    for result in ranks:
+        for a, b in zip(result["mixed"], expected):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+            assert not torch.equal(b, torch.eye(6))
 
 
 def test_the_default_dtype_does_not_reach_the_state(ranks: list[dict[str, Any]]) -> None:

@@ -162,3 +162,23 @@ def test_duplicate_parameters_and_empty_optimizers_are_refused() -> None:
 def test_a_complex_weight_is_refused() -> None:
     with pytest.raises(ConfigError, match="complex64"):
         ParallelMuon([nn.Parameter(torch.zeros(3, 3, dtype=torch.complex64))])
+
+
+def test_parameters_without_names_beside_others_with_names() -> None:
+    """Lightning adds groups of unfrozen parameters so, and `split_parameters` gives names."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = ParallelMuon(list(model.named_parameters()))
+    added = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))]
+    optimizer.add_param_group({"params": added})
+    optimizer.add_param_group({"params": nn.Parameter(torch.ones(4, 4))})
+    optimizer.add_param_group({"params": [("mine", nn.Parameter(torch.ones(4, 4)))]})
+    assert optimizer.param_groups[1]["param_names"] == ["parameter 0 of group 1", "parameter 1 of group 1"]
+    assert optimizer.param_groups[3]["param_names"] == ["mine"]
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.randn_like(param)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not torch.equal(added[1], torch.ones(4, 4))
+    with pytest.raises(TypeError, match="set"):
+        optimizer.add_param_group({"params": {nn.Parameter(torch.ones(4, 4))}})

@@ -190,11 +190,10 @@ def test_graph_keeps_gradients_in_place_by_default() -> None:
     assert not before.any()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_auto_captures_by_itself(in_place: bool) -> None:
+def test_auto_captures_by_itself() -> None:
     """Extra work stays outside the graph, so that it may count on the host."""
-    _, expected = _train(24, _schedule, in_place=in_place, cuda_graph=False)
-    optimizer, found = _train(24, _schedule, in_place=in_place, cuda_graph="auto")
+    _, expected = _train(24, _schedule, cuda_graph=False)
+    optimizer, found = _train(24, _schedule, cuda_graph="auto")
     assert optimizer._graph is not None
     assert optimizer._graph.captures == 1
     assert optimizer._graph.pilot.replays >= 10
@@ -216,30 +215,6 @@ def test_auto_stays_out_of_the_callers_graph() -> None:
     assert torch.equal(matrices[0], before), "recorded, not run"
     graph.replay()
     assert not torch.equal(matrices[0], before)
-
-
-def test_auto_with_a_real_backward_and_the_usual_zero_grad() -> None:
-    def train(cuda_graph: bool | str) -> tuple[ParallelMuon, list[Tensor]]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(6)]).cuda()
-        groups = [
-            {"params": [p for p in model.parameters() if p.ndim == 2]},
-            {"params": [p for p in model.parameters() if p.ndim == 1], "algorithm": "adamw"},
-        ]
-        optimizer = ParallelMuon(groups, max_norm=1.0, method="plain", cuda_graph=cuda_graph)
-        for step in range(30):
-            optimizer.zero_grad()
-            x = torch.randn(16, 128, generator=torch.Generator().manual_seed(step)).cuda()
-            model(x).square().mean().backward()
-            optimizer.step()
-        return optimizer, [p.detach() for p in model.parameters()]
-
-    _, expected = train(False)
-    optimizer, found = train("auto")
-    assert optimizer._graph is not None
-    assert optimizer._graph.pilot.replays >= 10, repr(optimizer)
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from parbank.ops.backend import HAS_TRITON, INTERPRETED, use_backend
 from parbank.optim import ParallelMuon
+from parbank.optim.graph import GraphedStep
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 
@@ -59,6 +61,44 @@ def test_equal_their_definition(dtype: torch.dtype, options: dict[str, Any]) -> 
         if a.dtype == torch.int16:  # the remainder of a master that may differ in its last bits
             continue
         torch.testing.assert_close(a, b, rtol=1e-2 if a.dtype == torch.bfloat16 else 1e-5, atol=1e-6, msg=str(number))
+
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="interprets the kernels; set TRITON_INTERPRET=1")
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32, torch.bfloat16), HALVES, (torch.float16,) * 2, (torch.float64,) * 2, (torch.bfloat16,) * 2],
+)
+def test_gradients_of_another_dtype(dtypes: tuple[torch.dtype, ...], staged: bool) -> None:
+    """`param.grad_dtype` allows it. One launch reads all gradients of a batch in one dtype."""
+
+    def train(backend: str) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(8, 8, generator=generator)) for _ in dtypes]
+        optimizer = ParallelMuon(params, method="plain", cuda_graph="auto" if staged else False)
+        if staged:  # as if on the way to a capture
+            optimizer._graph = GraphedStep(optimizer, required=False, capture=_Again)
+        for _ in range(4):
+            for param, dtype in zip(params, dtypes):
+                param.grad_dtype = dtype
+                grad = torch.randn(8, 8, generator=generator).to(dtype)
+                param.grad = grad if param.grad is None else param.grad.copy_(grad)
+            with use_backend(backend):
+                optimizer.step()
+        return [param.detach() for param in params]
+
+    for a, b in zip(train("triton"), train("reference")):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+class _Again:
+    """In place of a CUDA graph: does the work over again."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.replay = work
 
 
 @pytest.mark.slow

@@ -99,14 +99,52 @@ def test_refuses_a_checkpoint_that_does_not_fit() -> None:
     _train(optimizer, ours, 0, 1)
 
 
-def test_a_state_of_another_algorithm_does_not_count_as_adamws() -> None:
+OTHERS = ("RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adafactor", "ASGD", "Rprop", "Adadelta")
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.parametrize("algorithm", ["adamw", "muon", "lion"])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_checkpoint_of_an_optimizer_that_is_not_known_is_refused(kind: str, algorithm: str, stepped: bool) -> None:
+    """Its learning rate would be taken over: Adadelta's is 1.0."""
     theirs, ours = _params(), _params()
-    other = torch.optim.Adagrad(theirs)  # its state has a step, too
-    _train(other, theirs, 0, 2)
-    optimizer = ParallelMuon([{"params": ours, "algorithm": "adamw"}])
-    optimizer.load_state_dict(other.state_dict())
-    _train(optimizer, ours, 0, 1)
-    assert all(values["step"] == 1 for values in optimizer.state.values())
+    other = getattr(torch.optim, kind)(theirs)
+    _train(other, theirs, 0, int(stepped))
+    optimizer = ParallelMuon([{"params": ours, "algorithm": algorithm}])
+    before = dict(optimizer.param_groups[0])
+    with pytest.raises(ConfigError, match=r"written by another optimizer: it has .*load the weights only"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0] == before
+    assert not optimizer.state
+
+
+def test_a_checkpoint_of_dions_muon_is_refused() -> None:
+    """Its groups say algorithm="muon", too, and its momentum has another name: it would be lost."""
+    ours = _params()
+    options = {"algorithm": "muon", "lr": 0.02, "mu": 0.95, "weight_decay": 0.1, "nesterov": True, "flatten": False}
+    saved = {
+        "state": {n: {"momentum": torch.ones_like(param)} for n, param in enumerate(ours)},
+        "param_groups": [{**options, "params": [0, 1]}],
+    }
+    with pytest.raises(ConfigError, match="it has mu, which neither"):
+        ParallelMuon(ours).load_state_dict(saved)
+
+
+def test_a_state_that_adamw_does_not_keep_is_refused() -> None:
+    theirs, ours = _params(), _params()
+    other = torch.optim.AdamW(theirs)
+    _train(other, theirs, 0, 1)
+    saved = other.state_dict()
+    saved["state"][1]["state1"] = torch.zeros(3)  # bits of a compressed state
+    with pytest.raises(ConfigError, match="it has state1, which neither"):
+        ParallelMuon([{"params": ours, "algorithm": "adamw"}]).load_state_dict(saved)
+
+
+def test_a_group_with_some_of_our_options_is_ours() -> None:
+    ours = _params()
+    optimizer = ParallelMuon(ours)
+    optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1], "lr": 0.5, "initial_lr": 0.7}]})
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def _record_hooks(optimizer: torch.optim.Optimizer, events: list[str]) -> None:

@@ -130,7 +130,7 @@ def test_a_gradient_in_another_order_is_copied_to_one_address() -> None:
     for step in range(3):
         param.grad = torch.full((6, 4), float(step))
         found = collect(
-            optimizer.param_groups, batches, pieces, optimizer._ranks, False, optimizer._constant, staging
+            optimizer.param_groups, batches, pieces, optimizer._ranks, False, optimizer.buffers.constant, staging
         ).pieces[0][0]
         assert (found == step).all()
         addresses.add(found.data_ptr())

@@ -58,6 +58,8 @@ def _train(model: nn.Module, optimizer: ParallelMuon, rank: int, world: int, las
     for step in range(last):
         generator = torch.Generator().manual_seed(step)
         x, y = torch.randn(BATCH, 8, generator=generator), torch.randn(BATCH, 2, generator=generator)
+        dtype = next(model.parameters()).dtype
+        x, y = x.to(dtype), y.to(dtype)
         (model(x.chunk(world)[rank]) - y.chunk(world)[rank]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -111,6 +113,13 @@ def _run(folder: Path) -> dict[str, Any]:
         str(s["low_bits"].dtype) for s in tracker.state.values()
     }
 
+    double = Model().double()
+    _shard(double, mesh)
+    precise = ParallelMuon(_with_normuon(double), max_norm=0.5)
+    _train(double, precise, dist.get_rank(), WORLD)
+    result["double"] = {n: _whole(p) for n, p in double.named_parameters()}
+    result["double kinds"] = {str(v.dtype) for s in precise.state.values() for k, v in s.items() if k != "step"}
+
     matrices = [model.blocks[0].up.weight]  # type: ignore[union-attr]
     mixed = ParallelMuon([{"params": matrices}, {"params": [nn.Parameter(torch.ones(3))], "algorithm": "adamw"}])
     try:
@@ -118,6 +127,10 @@ def _run(folder: Path) -> dict[str, Any]:
     except ConfigError as error:
         result["mixed"] = str(error)
     return result
+
+
+def _with_normuon(model: Model) -> list[dict[str, Any]]:
+    return [{**group, "normuon": True} for group in model.groups()]
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +154,16 @@ def test_state_goes_through_distributed_checkpoint(ranks: list[dict[str, Any]]) 
 
 def test_bfloat16_weights_keep_their_low_bits(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["bfloat16"] == {"torch.bfloat16", "torch.int16"}
+
+
+def test_float64_weights_are_trained_in_float64(ranks: list[dict[str, Any]]) -> None:
+    model = Model().double()
+    _train(model, ParallelMuon(_with_normuon(model), max_norm=0.5), 0, 1)
+    for result in ranks:
+        assert result["double kinds"] == {"torch.float64"}
+        for name, param in model.named_parameters():
+            # The clip and the learning rate are float32.
+            torch.testing.assert_close(result["double"][name], param.detach(), rtol=1e-7, atol=1e-8, msg=name)
 
 
 def test_refuses_what_it_cannot_do(ranks: list[dict[str, Any]]) -> None:

@@ -89,6 +89,24 @@ def test_text_is_legible_on_the_darkest_shade(mode: str) -> None:
     assert contrast(linear(palette["ink"]), linear(mix(palette["heat"], palette["paper"]))) >= 4.5
 
 
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_the_thin_line_of_the_loss_is_seen(mode: str) -> None:
+    palette = palettes()[mode]
+    (opacity,) = re.findall(r"\.faint \{[^}]*opacity: (\.\d+)", asset("page.css"))
+    line, paper = ([int(palette[name][n : n + 2], 16) for n in (1, 3, 5)] for name in ("c5", "paper"))
+    mixed = ",".join(str(round(float(opacity) * a + (1 - float(opacity)) * b)) for a, b in zip(line, paper))
+    assert contrast(linear(mixed), linear(palette["paper"])) >= 3
+
+
+def test_a_report_and_the_playground_shade_a_token_alike() -> None:
+    play = (files("parbank.serve") / "page" / "playground.css").read_text(encoding="utf-8")
+    shades = [
+        re.findall(rf"^\.{name}\d (\{{.*\}})$", text, re.M) for name, text in (("s", asset("page.css")), ("l", play))
+    ]
+    assert len(shades[0]) == 6
+    assert shades[0] == shades[1]
+
+
 @pytest.mark.parametrize("kind", BLINDNESS)
 @pytest.mark.parametrize("mode", ["light", "dark"])
 def test_the_first_series_are_told_apart(mode: str, kind: str) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import socket
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from parbank.errors import ConfigError
 from parbank.report.write import write_run_page
+from parbank.training.folder import HOLDER
 from tests.report.folders import make_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202eabc\u2066 & \"quoted\" 'it' \x07"
@@ -18,7 +21,7 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202eabc
 class Page(HTMLParser):
     """The elements of a page, its attributes and its text. Tags must be closed in order."""
 
-    EMPTY = frozenset(("meta", "link"))
+    EMPTY = frozenset(("meta", "link", "wbr"))
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -82,10 +85,11 @@ def test_curves_have_every_row(page: Page, folder: Path) -> None:
     loss = page.chart("Loss by clock")
     assert len(loss["training loss"]) == len(loss["running mean"]) == len(rows) == 90
     assert loss["running mean"][0] == loss["training loss"][0]
-    last = [row["loss"] for row in rows[-4:]]
-    assert loss["running mean"][-1][1] == pytest.approx(sum(last) / 4, rel=1e-5)
+    last = [row["loss"] for row in rows if row["seconds"] >= rows[-1]["seconds"] - 89 * 1.31 / 30]
+    assert len(last) == 3
+    assert loss["running mean"][-1][1] == pytest.approx(sum(last) / 3, rel=1e-5)
     assert page.chart("Loss by tokens")["training loss"][-1][0] == pytest.approx(rows[-1]["tokens"], rel=1e-5)
-    assert len(page.chart("Validation by clock")["sample, during training"]) == 10
+    assert len(page.chart("Validation by clock")["sample of 65,536 tokens, during training"]) == 10
     rates = page.chart("Learning rates")
     assert set(rates) == {"matrices and scalars", "embeddings"}, "equal rates are one line, that hides no other"
     assert rates["matrices and scalars"][60][1] == pytest.approx(rows[60]["lr"], rel=1e-5)
@@ -103,6 +107,14 @@ def test_costs_of_tensors_share_their_decimals(tmp_path: Path) -> None:
     assert rows["large"] == f"{per_nat:.4f}"
     assert rows["small"] == f"{per_nat / 1000:.4f}"
     assert (rows["tiny"], rows["free"]) == ("&lt;0.0001", "0.0000")
+
+
+def test_the_columns_of_tensors_are_explained(page: Page) -> None:
+    explained = re.findall(r"<dt>([^<]+)</dt><dd>[^<]{20,}</dd>", page.source)
+    assert explained == ["bits a weight", "coded", "entropy", "error", "cost"]
+    assert "thousandths of a bit per byte" in page.text
+    assert "∎ stands for the end of a document" in page.text
+    assert not re.findall(r"<th[^>]*></th>", page.source), "no empty heading"
 
 
 def test_a_page_needs_nothing_from_elsewhere_and_is_light(page: Page) -> None:
@@ -129,7 +141,8 @@ def test_every_picture_says_in_words_what_it_shows(page: Page) -> None:
 
 
 def test_settings_that_differ_from_the_recipe_come_first(page: Page) -> None:
-    rows = re.findall(r"<code>([\w.]+)</code></th><td><bdi>(\S+?)</bdi></td><td><bdi>(\S+?)</bdi></td>", page.source)
+    source = page.source.replace("<wbr>", "")
+    rows = re.findall(r"<bdi>([\w.]+)</bdi></code></th><td><bdi>(\S+?)</bdi></td><td><bdi>(\S+?)</bdi></td>", source)
     assert rows == [("optim.warmdown", "0.5", "0.6")]
 
 
@@ -171,21 +184,59 @@ def test_an_old_folder_says_what_is_missing(tmp_path: Path) -> None:
         "No validation during training",
         "Bytes by tensor: the run is older",
         "Bits by token",
-        "was on a CPU",
+        "is on a CPU",
     ):
         assert words in page.text
     assert len(page.chart("Loss by clock")["training loss"]) == 90
 
 
-def test_a_run_that_has_not_ended_has_a_page(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
-    for name in ("summary.json", "details.json"):
-        (folder / name).unlink()
+def make_unended(folder: Path, *settings: str, rows: int = 90, gpu: bool = True) -> Path:
+    """A run in the middle, as `train` leaves it."""
+    make_run(folder, *settings, gpu=gpu)
+    (folder / "summary.json").unlink()
+    start = {"device": "NVIDIA H200" if gpu else "cpu", "params": 27_002_000, "world_size": 1, "versions": {"torch": "2.11.0"},
+             "started_at": "2026-11-16T10:00:00+00:00", "commit": "8493a9e61", "machine": {"processor": "Xeon"}}  # fmt: skip
+    (folder / "details.json").write_text(json.dumps(start))
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:rows]))
+    return folder
+
+
+def test_charts_above_each_other_have_one_axis(tmp_path: Path) -> None:
+    """The last validation comes before the last row."""
+    page = Page(write_run_page(make_unended(tmp_path / "run", rows=50)))
+    frames = {}
+    for chart in ("Loss by clock", "Validation by clock", "Loss by tokens", "Validation by tokens"):
+        found = next(a for a in page.all("svg") if str(a.get("aria-label")).startswith(f"{chart}. "))
+        frames[chart] = json.loads(str(found["data-chart"]))["x"]["frame"][:2]
+    assert frames["Loss by clock"] == frames["Validation by clock"] == [0, pytest.approx(50 * 1.31)]
+    assert frames["Loss by tokens"] == frames["Validation by tokens"]
+
+
+def test_a_stopped_run_has_a_page_that_says_how_to_go_on(tmp_path: Path) -> None:
+    folder = make_unended(tmp_path / "a run", "budget.minutes=2")
     page = Page(write_run_page(folder))
-    assert "The run has not ended" in page.text
+    assert "The run was stopped at step 900" in page.text
+    assert f"parbank train --resume --out '{folder}'" in page.text
     assert "Loss by clock" in page.text
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert f"{last['tokens_per_second']:,.0f} a second" in page.text
+    for known in ("NVIDIA H200", "27M", "8493a9e61", "Xeon", "2.11.0", "2026-11-16 10:00 UTC"):
+        assert known in page.text
+    assert "Not recorded" not in page.text
+
+
+def test_the_page_of_a_run_that_trains_says_nothing_untrue(tmp_path: Path) -> None:
+    folder = make_unended(tmp_path / "run", "train.validate_every=5s", rows=8, gpu=False)
+    (folder / HOLDER).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+    page = Page(write_run_page(folder))
+    assert "The run trains now." in page.text
+    assert "every 5s: none yet" in page.text
+    assert "the run is on a CPU" in page.text
+    for untrue in ("--resume", "was off", "is off", "nvidia-smi gave none", "summary.json"):
+        assert untrue not in page.text
+    (folder / HOLDER).unlink()
+    assert "every 5s: none took place" in Page(write_run_page(folder)).text
 
 
 def test_few_rows_have_no_running_mean(tmp_path: Path) -> None:

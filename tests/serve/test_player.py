@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ConfigError, DataError
 from parbank.eval.sampling import draw_tokens, sample_tokens
 from parbank.eval.surprise import score_pieces
 from parbank.model import GPT
-from parbank.serve.player import Player, load_players, name_models, show_token
+from parbank.serve.player import Pieces, Player, load_players, name_models, show_token
 
 TEXT = "The sea was calm, — café, naïve, ☃.\n" * 3
 
@@ -88,6 +89,37 @@ def test_a_part_of_a_character_is_shown_as_its_byte(player: Player) -> None:
     tokenizer = player.model.tokenizer
     first = int(tokenizer.encode("☃")[0])
     assert show_token(tokenizer, first) == "<E2>"
+
+
+def test_only_a_token_that_is_text_can_be_taken(player: Player) -> None:
+    """ "€" is three bytes, and so are its neighbours: the last byte decides which of them it is."""
+    tokenizer = player.model.tokenizer
+    first, second, last = map(int, tokenizer.encode("€"))
+    other = int(tokenizer.encode("₭")[2])
+    pieces = Pieces(tokenizer, tokenizer.encode("5 "))
+    (letter,) = map(int, tokenizer.encode("z"))
+    assert [pieces.preview(token) for token in (letter, first, last)] == ["z", None, None]
+    assert pieces.add(first) == pieces.add(second) == ""
+    assert [pieces.preview(token) for token in (last, other, letter, first)] == ["€", "₭", None, None]
+    assert pieces.add(last) == "€", "a preview changes nothing"
+
+
+def test_a_case_operator_cannot_be_taken_and_the_letter_after_it_is_a_capital() -> None:
+    tokenizer = Tokenizer.train(["The sea and the ship. " * 200], 292, case_operators=True)
+    operator, *rest = map(int, tokenizer.encode("The"))
+    assert tokenizer.name_operator(operator)
+    pieces = Pieces(tokenizer)
+    assert pieces.preview(operator) is None
+    pieces.add(operator)
+    assert str(pieces.preview(rest[0])).startswith("T")
+
+
+def test_alternatives_say_what_taking_them_would_type(player: Player) -> None:
+    lines = list(player.write("The sea", tokens=6, temperature=1.0, top_p=1.0, seed=2))[:-1]
+    for line in lines:
+        for other in line["likeliest"]:
+            assert other["take"] in (None, other["text"])
+    assert any(other["take"] for line in lines for other in line["likeliest"])
 
 
 def test_names_are_short_and_differ(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from parbank.errors import ConfigError
+from parbank.eval.sampling import find_sight
 from parbank.serve import check_installed
 from parbank.serve.player import Player
 from parbank.serve.playground import MOST_BODY, MOST_TEXT
@@ -60,7 +61,7 @@ def test_a_port_in_use_is_named_with_a_remedy() -> None:
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parbank.serve.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs starlette and uvicorn.*pip install 'parbank\[serve\]'"):
+    with pytest.raises(ConfigError, match=r"needs starlette and uvicorn.*pip install starlette uvicorn$"):
         check_installed("parbank serve")
 
 
@@ -123,6 +124,7 @@ def test_compressors_stand_beside(site: Site) -> None:
         ("/api/continue", SETTINGS | {"prompt": "\ud800"}, 400, "surrogate"),
         ("/api/continue", SETTINGS | {"temperature": "warm"}, 400, "a number"),
         ("/api/continue", SETTINGS | {"temperature": -1}, 400, "temperature"),
+        ("/api/continue", SETTINGS | {"temperature": 10**400}, 400, "'temperature' is a number of 401 digits"),
         ("/api/continue", SETTINGS | {"top_p": 0}, 400, "top-p"),
         ("/api/continue", SETTINGS | {"tokens": 10**6}, 400, "at most 2,000 tokens"),
         ("/api/bits", {"model": 0, "text": "x" * (MOST_TEXT + 1)}, 413, "2,000,000"),
@@ -147,6 +149,27 @@ def test_an_empty_text_is_an_error_in_the_stream(site: Site) -> None:
     assert "no text" in lines[-1]["error"]
 
 
+def test_a_long_prompt_keeps_no_other_client_waiting(player: Player, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte, in parts so small that it is read for longer than this test takes, unless its client leaves."""
+    monkeypatch.setattr("parbank.eval.sampling.PREFILL", 1)
+    monkeypatch.setattr("parbank.eval.sampling.find_sight", lambda model, context: 10**9)
+    with open_site([player], most=2) as site:
+        long = site.connect()
+        body = json.dumps(SETTINGS | {"prompt": "The sea was calm. " * 55_000})
+        long.request("POST", "/api/continue", body, {"content-type": "application/json"})
+        answer = long.getresponse()
+        assert json.loads(answer.readline()) == {"reading": True}
+        monkeypatch.setattr("parbank.eval.sampling.find_sight", find_sight)
+        status, lines, _ = site.ask("POST", "/api/continue", SETTINGS)
+        assert status == 200
+        assert lines[-1]["end"]
+        assert json.loads(answer.readline()) == {"reading": True}, "it is still being read"
+        assert site.worker.active >= 1
+        answer.close()
+        long.close()
+        wait_until_idle(site)
+
+
 class Endless(Player):
     """Writes until its reader leaves."""
 
@@ -168,7 +191,11 @@ def test_a_closed_connection_ends_the_work_and_frees_its_place(player: Player) -
         assert headers["retry-after"]
         for connection in busy:
             connection.close()
-        deadline = time.monotonic() + 60
-        while site.worker.active:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until_idle(site)
+
+
+def wait_until_idle(site: Site) -> None:
+    deadline = time.monotonic() + 60
+    while site.worker.active:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

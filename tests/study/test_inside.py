@@ -26,7 +26,7 @@ def test_strategies_on_a_small_run(text_spec: str, tmp_path: Path) -> None:
         extra=["one:strategy=bandit,rates=[1],window=4", "halving:strategy=halving,rates=[0.001,1,0.0001]"],
         score_tokens=1000,
     )
-    report = run_study(study, tmp_path / "s", device="cpu", quiet=True)
+    report = run_study(study, tmp_path / "s", device="cpu", workers=0, quiet=True)
     assert not report.failures
     base, one, halving = (report.results[Job(arm, 0)] for arm in (BASE, "one", "halving"))
     assert one["value"] == base["value"], "a bandit without a choice is the plain run, to the bit"

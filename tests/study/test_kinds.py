@@ -1,25 +1,30 @@
 """Studies that train nothing: packing and scoring of stored runs, and kernels."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parbank.data.shards import TokenSet
-from parbank.errors import ConfigError, DeviceError, ParbankError
+from parbank.errors import ArtifactError, ConfigError, DeviceError, ParbankError
 from parbank.eval.methods import make_method
 from parbank.eval.score import Scored
 from parbank.runtime import Runtime
+from parbank.statistics import compare
 from parbank.study import kinds
-from parbank.study.engine import run_study
+from parbank.study.engine import forget_failures, run_study
 from parbank.study.kernels import KERNELS, Bench, claim_of
 from parbank.study.kinds import KINDS
-from parbank.study.kinds.stored import cut_into_parts
-from parbank.study.report import correlate, make_report
+from parbank.study.kinds.stored import Packing, cut_into_parts
+from parbank.study.noise import Noise
+from parbank.study.report import Report, correlate, make_report
 from parbank.study.ship import make_study
-from parbank.study.study import BASE, Job
+from parbank.study.study import BASE, Arm, Job, Study
+from parbank.training.display import Display
 from parbank.training.load import load_trained
 from parbank.training.pack import pack_checkpoint
 
@@ -41,7 +46,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory, text_spec: str) -> list[Pat
         score_tokens=1000,
         keep=True,
     )
-    run_study(study, folder, device="cpu", quiet=True)
+    run_study(study, folder, device="cpu", workers=0, quiet=True)
     return [folder / "runs" / f"base.{seed}" for seed in range(2)]
 
 
@@ -50,7 +55,7 @@ def test_packing_of_one_checkpoint_is_compared_on_parts_of_the_text(stored: list
         "published-quantisation", checkpoints=map(str, stored[:1]), seeds=3, arms=["int5-rows"], score_tokens=4000
     )
     assert study.base.data.endswith("holdout=dev"), "the text that the run did not train on"
-    report = run_study(study, tmp_path / "s", device="cpu", quiet=True)
+    report = run_study(study, tmp_path / "s", device="cpu", workers=0, quiet=True)
     assert not report.failures
     assert report.comparisons["int5-rows"].pairs == 3
     results = report.results
@@ -60,10 +65,79 @@ def test_packing_of_one_checkpoint_is_compared_on_parts_of_the_text(stored: list
     assert results[Job(BASE, 0)]["bytes"] == packed.size
     assert results[Job("int5-rows", 0)]["bytes"] != packed.size
     text = report.text()
-    assert "One checkpoint: a run is one part of the text." in text
-    assert "Before packing: " in text
+    assert "One checkpoint: a run is one part of the text, and `mean` is the score of the whole text." in text
+    assert "Soft rounding, which was published beside these, changes training." in text
+    assert "published-rounding" in text
+    # the mean is comparable with the score before packing, which is that of the whole text as well
+    whole = results[Job(BASE, 0)]["whole"]
+    assert f"Before packing: {results[Job(BASE, 0)]['unpacked']:.4f} on the whole text." in text
+    assert f"| base      | 3    | {whole:.4f} |" in text
+    assert whole == pytest.approx(score_of(tmp_path / "x.pbk", study.base.data, 4000), rel=1e-6)
+    values = [results[Job(BASE, seed)]["value"] for seed in range(3)]
+    assert min(values) < whole < max(values)
+    assert whole != pytest.approx(np.mean(values), rel=1e-6), "parts differ in length: their mean is another number"
+    for result in results.values():
+        assert result["gpu"] == {}, "no GPU here; on one, its clock and power"
+        assert result["recompilations"] == 0
     with pytest.raises(ConfigError, match="would only cut the same text finer"):
         KINDS["packing"].check(report.study.with_more(seeds=2, results=6))
+
+
+def score_of(path: Path, data: str, count: int) -> float:
+    from parbank.data.validation import open_validation
+    from parbank.training.load import load_model
+
+    loaded = load_model(path, CPU.device)
+    tokens = open_validation(data, loaded.tokenizer, say=lambda line: None).tokens
+    method = make_method("chunked", context=loaded.context)
+    return method.score(loaded.model, TokenSet([tokens.read(0, count)]), CPU).total(loaded.tokenizer).bpb
+
+
+def test_more_seeds_are_not_asked_for_where_they_are_refused(stored: list[Path], tmp_path: Path) -> None:
+    study = make_study("published-quantisation", checkpoints=map(str, stored[:1]), seeds=2, arms=["int5-rows"])
+    compared = compare({"int5-rows": [0.1, -0.2]}, target=0.01)
+    report = Report(study, {}, {}, {}, Noise(0.1, ""), compared)
+    assert report.verdict("int5-rows") == "undecided: this text cannot show 0.0100"
+    several = replace(report, study=replace(study, checkpoints=tuple(map(str, stored))))
+    assert several.verdict("int5-rows").startswith("too few checkpoints: ")
+    with pytest.raises(ConfigError, match="2 are given, and --seeds 5; leave --seeds out"):
+        make_study("published-quantisation", checkpoints=map(str, stored), seeds=5)
+
+
+def test_a_packing_that_fails_is_tried_twice_and_not_for_every_seed(
+    stored: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def evaluate(self: Packing, study: Study, arm: Arm, checkpoint: str) -> tuple[object, ...]:
+        tried.append(arm.name)
+        if arm.name != BASE:
+            raise ArtifactError("does not fit the cap")
+        scored = Scored(np.arange(31, dtype=np.uint16), np.ones(30, np.float32))
+        return scored, ByteTokenizer(), {}
+
+    monkeypatch.setattr(Packing, "evaluate", evaluate)
+    study = make_study("published-quantisation", checkpoints=map(str, stored[:1]), seeds=5, arms=["int5-rows"])
+    report = run_study(study, tmp_path / "s", device="cpu", workers=0, quiet=True)
+    assert tried.count("int5-rows") == 2
+    assert tried.count(BASE) == 1
+    failed = [note for note in report.notes() if note.startswith("Failed")]
+    assert len(failed) == 1
+    assert "int5-rows, seeds 0, 1, 2, 3, 4: EvaluationError: ArtifactError: does not fit the cap" in failed[0]
+    assert forget_failures(tmp_path / "s") == 5
+    run_study(None, tmp_path / "s", device="cpu", workers=0, quiet=True)
+    assert tried.count("int5-rows") == 4, "asked to, it tries again"
+
+
+def test_arms_that_calibrate_alike_share_it_and_its_seconds_are_nobodys(stored: list[Path], tmp_path: Path) -> None:
+    """Before, an arm without calibration threw the others' away, and the first arm's seconds held it."""
+    kind = Packing(CPU, tmp_path, Display(enabled=False))
+    made = []
+    for count in ("1024", "0", "1024", "0"):
+        kind.keep(lambda: made.append(1), "calibration", "run", count)
+    assert len(made) == 2
+    kind.keep(lambda: made.append(1), "calibration", "another run", "1024")
+    assert list(kind.kept) == [("calibration", "another run", "1024")]
 
 
 def test_what_needs_training_is_refused(stored: list[Path]) -> None:
@@ -82,8 +156,10 @@ def test_scoring_of_several_checkpoints_pairs_them(stored: list[Path], tmp_path:
     few = make_study(
         "ttt-grid", checkpoints=map(str, stored), arms=[], extra=["quick:method=ttt,chunk=64,lr=0.01"], score_tokens=600
     )
-    report = run_study(few, tmp_path / "s", device="cpu", quiet=True)
+    report = run_study(few, tmp_path / "s", device="cpu", workers=0, quiet=True)
     assert not report.failures
+    assert all({"gpu", "recompilations", "tokens_per_second"} <= set(result) for result in report.results.values())
+    assert not any("nothing was learnt" in note for note in report.notes())
     model, tokenizer, config = load_trained(stored[1], CPU.device)
     from parbank.data.validation import open_validation
 
@@ -95,6 +171,16 @@ def test_scoring_of_several_checkpoints_pairs_them(stored: list[Path], tmp_path:
     assert report.results[Job("quick", 0)]["value"] != report.results[Job(BASE, 0)]["value"]
     with pytest.raises(ConfigError, match="is not a setting of ttt"):
         KINDS["scoring"].check(make_study("ttt-grid", checkpoints=map(str, stored), extra=["x:method=ttt,lrr=1"]))
+
+
+def test_an_arm_that_learnt_nothing_is_named(stored: list[Path], tmp_path: Path) -> None:
+    """Otherwise "equal in every pair" would read as a verdict on the method."""
+    arm = ["whole:method=ttt,chunk=4096"]
+    study = make_study("ttt-grid", checkpoints=map(str, stored[:1]), seeds=2, arms=[], extra=arm, score_tokens=400)
+    report = run_study(study, tmp_path / "s", device="cpu", workers=0, quiet=True)
+    assert report.verdict("whole") == "equal in every pair"
+    (note,) = [note for note in report.notes() if note.startswith("whole: nothing was learnt")]
+    assert "one chunk of 399 tokens" in note
 
 
 class ByteTokenizer:
@@ -138,15 +224,17 @@ def test_kernels_are_timed_beside_what_they_replace(tmp_path: Path, monkeypatch:
         return lambda: spend(0.002 + bench.seed * 1e-5), lambda: spend(0.001)
 
     monkeypatch.setitem(KERNELS, "twice", twice)  # type: ignore[arg-type]
+    monkeypatch.setattr(kinds.kernels, "PORTABLE", {"twice"})
     monkeypatch.setattr(kinds.kernels, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    study = make_study("published-kernels", arms=["twice", "fp8-mlp"], seeds=4)
-    report = run_study(study, tmp_path / "s", device="cpu", quiet=True)
+    study = make_study("published-kernels", arms=["twice", "fused-mlp-forward"], seeds=4)
+    report = run_study(study, tmp_path / "s", device="cpu", workers=0, quiet=True)
     found = report.comparisons["twice"]
     assert found.verdict == "worse"
     assert found.mean == pytest.approx(101.5)
-    assert {job.arm for job in report.failures} == {"fp8-mlp"}
-    assert "FP8 needs an NVIDIA GPU" in report.text()
-    assert "%" in report.text()
+    assert {job.arm for job in report.failures} == {"fused-mlp-forward"}
+    assert "a CPU does not have: it needs an NVIDIA GPU" in report.text()
+    assert "A difference is a share of the time of what the arm would replace, below zero is faster." in report.text()
+    assert all({"gpu", "recompilations"} <= set(result) for result in report.results.values())
     assert not any(job.arm == BASE for job in report.states)
 
 
@@ -166,6 +254,26 @@ def test_pairs_compute_the_same() -> None:
     assert checked == 5
 
 
+class Additions(TorchDispatchMode):
+    """Counts sums of two tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += function in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_is_replaced_does_no_more_than_it_must() -> None:
+    """Residual and norm apart: the sum is computed once, and its gradient is too."""
+    counts = []
+    for call in KERNELS["norm-with-residual"](Bench(torch.device("cpu"), 3)):
+        with Additions() as additions:
+            call()
+        counts.append(additions.count)
+    assert counts[0] == counts[1]
+
+
 def as_list(value: object) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else list(value)  # type: ignore[call-overload]
 
@@ -181,7 +289,7 @@ def test_two_studies_are_compared_by_rank(tmp_path: Path, monkeypatch: pytest.Mo
             lambda self, study, job, sign=sign: {"value": 1 + sign * order[job.arm] + job.seed / 10},
         )
         study = make_study("seeds", recipe="nano", arms=[arm for arm in order if arm != "base"], seeds=2)
-        run_study(study, tmp_path / name, device="cpu", quiet=True)
+        run_study(study, tmp_path / name, device="cpu", workers=0, quiet=True)
     short, long = make_report(tmp_path / "short"), make_report(tmp_path / "long")
     assert correlate(short, short) == "rank correlation of 3 arms (Spearman): +1.00"
     assert correlate(short, long).endswith("-1.00; one of them does not rank the other")

@@ -3,7 +3,8 @@
 import pytest
 
 from parbank.errors import ConfigError
-from parbank.study.search import Range, read_range
+from parbank.study.search import Range, check_rungs, check_space, read_range
+from parbank.study.ship import make_study
 
 
 def test_ranges() -> None:
@@ -18,3 +19,19 @@ def test_ranges() -> None:
 def test_what_is_no_range_is_refused(wrong: str) -> None:
     with pytest.raises(ConfigError, match="--space"):
         read_range(wrong)
+
+
+def test_every_choice_and_both_ends_of_a_range_are_checked() -> None:
+    study = make_study("seeds", recipe="nano")
+    check_space(study, [read_range("batch.order=[shuffled,contiguous]"), read_range("model.layers=4..6")])
+    for wrong in ("batch.order=[shuffled,sorted]", "optim.warmdown=0.5..1.5"):
+        with pytest.raises(ConfigError):
+            check_space(study, [read_range(wrong)])
+
+
+@pytest.mark.parametrize("rungs", [[], ["30s", "10s"], ["30s", "30s"], ["30s", "2000steps"], ["10s", "30s", "20s"]])
+def test_rungs_that_do_not_get_longer_are_refused(rungs: list[str]) -> None:
+    study = make_study("seeds", recipe="nano")
+    check_rungs(study, ["30s", "1min", "2min"])
+    with pytest.raises(ConfigError, match="rung"):
+        check_rungs(study, rungs)

@@ -1,18 +1,33 @@
 """A study as data: arms, budgets, files, and what is shipped."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
 
 from parbank.config import override, to_dict
 from parbank.errors import ConfigError
 from parbank.files import write_json
+from parbank.gpu import GpuProcess
 from parbank.recipes import get_recipe
+from parbank.study import machine
 from parbank.study.arms import ARMS, claim_of
 from parbank.study.kinds import KINDS
 from parbank.study.machine import summarise
-from parbank.study.ship import STORED, STUDIES, make_arm, make_study
-from parbank.study.study import Arm, Job, Study, read_arm, read_budget, read_study, settings_between, write_study
+from parbank.study.ship import STUDIES, make_arm, make_study
+from parbank.study.study import (
+    STORED,
+    Arm,
+    Job,
+    Kind,
+    Study,
+    read_arm,
+    read_budget,
+    read_study,
+    settings_between,
+    write_study,
+)
 
 
 def test_every_shipped_study_can_be_made_and_stored(tmp_path: Path) -> None:
@@ -116,6 +131,18 @@ def test_a_file_is_a_study(tmp_path: Path) -> None:
         make_study("published")
 
 
+@pytest.mark.parametrize(("line", "said"), [("seeds = 0", "at least 1 seed, got 0"), ('kind = "nope"', "kind")])
+def test_wrong_values_of_a_file_are_refused(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'recipe = "nano"\nbudget = "6steps"\n{line}\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=said):
+        make_study(str(path))
+
+
+def test_kinds_have_the_names_that_a_study_may_have() -> None:
+    assert set(get_args(Kind)) == set(KINDS)
+
+
 @pytest.mark.parametrize("wrong", ["a b", "", "../x", "base"])
 def test_names_are_safe_and_differ(wrong: str) -> None:
     with pytest.raises(ConfigError):
@@ -128,3 +155,19 @@ def test_what_the_gpu_did_is_read_with_gaps() -> None:
         "clock_mhz": 1740.0, "power_w": 690.0, "temperature_c": 60.0, "lowest_clock_mhz": 1700.0,
     }  # fmt: skip
     assert summarise("No devices were found\n") == {}
+
+
+def test_processes_that_come_during_the_first_run_are_not_taken_for_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container this process has another number in nvidia-smi's list: its own are those that its first use adds."""
+    listed = [7]
+    monkeypatch.setattr(
+        machine, "other_processes", lambda device: [GpuProcess(pid, "python", "1 MiB") for pid in listed]
+    )
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: listed.append(100))
+    neighbours = machine.Neighbours(torch.device("cuda"))
+    neighbours.settle()
+    assert neighbours.others() == ["7 (python)"]
+    listed.append(9)
+    assert neighbours.others() == ["7 (python)", "9 (python)"]
+    listed[:] = [100]
+    assert neighbours.others() == []

@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+import parbank
 from parbank.config import override
 from parbank.data.dataset import Dataset
 from parbank.errors import ConfigError
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.display import Display
-from parbank.training.loggers import LOGGERS
+from parbank.training.loggers import LOGGERS, PACKAGES, check_loggers
 from parbank.training.metrics import Metrics, finite, memory_bytes
 from parbank.training.reports import train_with_reports
 from parbank.training.telemetry import Reading
@@ -160,6 +161,24 @@ def test_an_unknown_logger_is_refused_with_the_choices() -> None:
         ConfigError, match=r"train\.loggers must be one of jsonl, tensorboard, wandb, got 'tensorbord'; did you"
     ):
         override(get_recipe("nano"), 'train.loggers=["tensorbord"]')
+
+
+def test_a_logger_without_its_package_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGES, "wandb", "no_such_package")
+    settings = ['train.loggers=["jsonl","wandb"]']
+    message = (
+        r"train\.loggers names wandb, whose package is not installed; pip install no_such_package, or leave wandb out"
+    )
+    with pytest.raises(ConfigError, match=message):
+        parbank.train(recipe="nano", data="text:nowhere", out=tmp_path / "run", settings=settings)
+    (tmp_path / "mere_folder").mkdir()
+    monkeypatch.setitem(PACKAGES, "wandb", "mere_folder")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="not installed"):
+        check_loggers(["wandb"])
+    check_loggers(["jsonl", "tensorboard"])
 
 
 def test_tensorboard_has_the_samples_and_the_histogram_of_bits(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from parbank.config import from_dict, to_dict
@@ -80,6 +80,7 @@ def test_a_config_with_mixed_lengths_survives_a_file() -> None:
 
 
 @given(st.integers(1, 24), st.lists(st.sampled_from([4, 8]), max_size=6), st.integers(1, 8), st.integers(1, 24))
+@example(sequences=8, lengths=[4], world=2, most=2)
 def test_a_window_has_the_same_length_on_any_number_of_ranks(
     sequences: int, lengths: list[int], world: int, most: int
 ) -> None:

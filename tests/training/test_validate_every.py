@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from parbank.training.config import RunConfig, TrainConfig
 from parbank.training.display import Display
 from parbank.training.reports import describe_validation, sparkline, train_with_reports
 from parbank.training.trainer import Trainer
+from parbank.training.validation import spread
 
 PLACE = Runtime(device=torch.device("cpu"))
 
@@ -47,10 +49,29 @@ def test_a_validation_changes_no_weight_and_has_a_row(dataset: Dataset, tmp_path
     for ours, theirs in zip(trainer.model.parameters(), without.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert f"val {rows[-1]['val_bpb']:.4f}" in said
-    sample = TokenSet([dataset.val.read(0, 3 * 64 + 1)])  # 200 tokens are three windows
+    there = len(dataset.val) // 64
+    assert there > 12, "else the windows are not far from each other"
+    bits = size = 0.0
     with trainer.averages.applied():
-        score = score_chunked(trainer.model, sample, dataset.tokenizer, context=64, runtime=PLACE)
-    assert rows[-1]["val_bpb"] == score.bpb, "of the averaged weights, as at the end"
+        for sixth in (1, 3, 5):  # 200 tokens are three windows, each in the middle of a third
+            window = TokenSet([dataset.val.read(sixth * there // 6 * 64, 64)])
+            score = score_chunked(trainer.model, window, dataset.tokenizer, context=64, runtime=PLACE)
+            bits, size = bits + score.bits, size + score.bytes
+    assert rows[-1]["val_bpb"] == pytest.approx(bits / size, rel=1e-5), "of the averaged weights, as at the end"
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "expected"),
+    [
+        (40, 8, [8, 9, 10, 11, 28, 29, 30, 31]),
+        (43, 4, [20, 21, 22, 23]),  # the middle
+        (9, 1000, [0, 1, 2, 3, 4, 5, 6, 7]),  # every whole window
+        (3, 8, [0, 1, 2]),
+        (8, 1, [4, 5, 6, 7]),
+    ],
+)
+def test_a_sample_is_spread_over_the_text(text: int, tokens: int, expected: list[int]) -> None:
+    assert spread(TokenSet([np.arange(text, dtype=np.uint16)]), tokens, 4).tolist() == expected
 
 
 def test_an_interval_in_seconds_follows_the_clock(dataset: Dataset, tmp_path: Path) -> None:

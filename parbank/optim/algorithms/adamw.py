@@ -24,7 +24,9 @@ class AdamW(ElementwiseAlgorithm):
         check_betas(options["betas"])
 
     def constants(self, group: Group) -> Hashable:
-        return group["betas"], group["eps"], bool(group["weight_decay"])
+        decay = group["weight_decay"]
+        decays = isinstance(decay, Tensor) or bool(decay)  # a tensor on a GPU would have to be waited for
+        return *map(float, group["betas"]), float(group["eps"]), decays
 
     def init_state(self, state: dict[str, Any], param: Tensor) -> None:
         """Moments in float32 (float64 for float64), the step count on the device."""

@@ -23,7 +23,7 @@ class Lion(ElementwiseAlgorithm):
         check_betas(options["betas"])
 
     def constants(self, group: Group) -> Hashable:
-        return group["betas"]
+        return tuple(map(float, group["betas"]))
 
     def init_state(self, state: dict[str, Any], param: Tensor) -> None:
         if "exp_avg" not in state:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from parbank.config import require
@@ -15,7 +14,7 @@ from parbank.optim.algorithm import Group, MatrixAlgorithm, Work
 from parbank.optim.coefficients import Triple, resolve_coefficients
 from parbank.optim.kernels import use_kernels
 from parbank.optim.layout import MatrixParam, Member
-from parbank.optim.newton_schulz import METHODS, iterate_in_parts
+from parbank.optim.newton_schulz import METHODS, choose_for, iterate_in_parts
 from parbank.optim.update import Control
 
 
@@ -63,8 +62,7 @@ class Muon(MatrixAlgorithm):
         else:
             X = update.prepare(work.batch, work.pieces, work.grads, buffers, control)
         if work.pieces:
-            method = "plain" if X.dtype == torch.float64 else options.method  # no kernel has float64
-            X = iterate_in_parts(X, options.triples, method, graphed=work.captured)
+            X = iterate_in_parts(X, options.triples, choose_for(X, options.method), graphed=work.captured)
         if options.normuon:
             update.normalize_rows(X, work.pieces, work.state("row_moment"), control)
         return X

@@ -42,10 +42,14 @@ function fill(element, text, { oneLine = false } = {}) {
   return element;
 }
 
+// A model's name is foreign text: its own direction of writing stays inside it. As plain text, for labels and the title.
+const visible = (text) => text.replace(new RegExp(HIDDEN, "gu"), code);
+const nameOf = (model) => fill(make("bdi"), model.name);
+
 function spoken(text) {
   const named = { " ": "space", "\n": "newline", "\t": "tab" };
   if (/^\s+$/.test(text)) return [...text].map((sign) => named[sign] || code(sign)).join(" ");
-  return text.replace(/\n/g, " newline ").trim();
+  return visible(text.replace(/\n/g, " newline ").trim());
 }
 
 const level = (bits) => LEVELS.filter((from) => bits >= from).length;
@@ -100,7 +104,7 @@ class Work {
     this.say(text, bad);
   }
   say(text, bad = false) {
-    this.status.textContent = text;
+    this.status.replaceChildren(...[text].flat());
     this.status.classList.toggle("bad", bad);
   }
   cancel() {
@@ -172,11 +176,11 @@ class Writer {
   constructor(model, index) {
     this.index = index;
     this.before = make("p", { className: "before" });
-    this.list = new TokenList(`Tokens written by ${model.name}. Arrow keys choose one.`, (item) => this.explain(item));
+    this.list = new TokenList(`Tokens written by ${visible(model.name)}. Arrow keys choose one.`, (item) => this.explain(item));
     this.detail = make("div", { className: "detail tall" });
     this.plain = make("pre");
-    const details = make("details", {}, make("summary", { text: `As plain text, by ${model.name}` }), this.plain);
-    this.column = make("article", {}, make("h3", { text: model.name }), this.before, this.list.box, this.detail, details);
+    const details = make("details", {}, make("summary", {}, "As plain text, by ", nameOf(model)), this.plain);
+    this.column = make("article", {}, make("h3", {}, nameOf(model)), this.before, this.list.box, this.detail, details);
     this.clear("");
   }
   clear(prompt) {
@@ -229,8 +233,8 @@ class Writer {
     else fill(name, other.text, { oneLine: true });
     const last = make("td");
     if (taken) last.append("drawn");
-    else if (other.text !== null) {
-      const take = make("button", { type: "button", text: "Take", "aria-label": `Continue with ${spoken(other.text)} instead` });
+    else if (other.take) {
+      const take = make("button", { type: "button", text: "Take", "aria-label": `Continue with ${spoken(other.take)} instead` });
       take.addEventListener("click", () => this.branch(item, other));
       last.append(take);
     }
@@ -238,7 +242,7 @@ class Writer {
   }
   branch(item, other) {
     const before = this.items.slice(0, this.items.indexOf(item)).map((one) => one.text).join("");
-    find("prompt").value = this.prompt + before + other.text;
+    find("prompt").value = this.prompt + before + other.take;
     write();
     find("prompt").focus();
   }
@@ -259,7 +263,8 @@ async function write() {
   for (const writer of shown) writer.clear(settings.prompt);
   const ends = await Promise.all(shown.map((writer) => writeOne(writer, settings, signal)));
   const bad = ends.some((end) => end.bad);
-  writing.end(signal, ends.map((end, place) => (shown.length > 1 ? `${models[shown[place].index].name}: ${end.text}` : end.text)).join(" "), bad);
+  const said = ends.flatMap((end, place) => (shown.length > 1 ? [nameOf(models[shown[place].index]), `: ${end.text} `] : [end.text]));
+  writing.end(signal, said, bad);
   save();
 }
 
@@ -267,6 +272,11 @@ async function writeOne(writer, settings, signal) {
   try {
     for await (const item of stream("api/continue", { model: writer.index, ...settings }, signal)) {
       if (signal.aborted) break;
+      if (item.reading) {
+        writing.say("Reading the text before it writes.");
+        continue;
+      }
+      if (!writer.raw.length) writing.say("Writing.");
       writer.take(item);
       if (item.end) {
         const speed = `${plural(item.tokens, "token")} in ${number(item.seconds, 1)} s, ${count(item.tokens / Math.max(item.seconds, 1e-9))} tokens/s`;
@@ -285,16 +295,16 @@ async function writeOne(writer, settings, signal) {
 class Meter {
   constructor(model, index) {
     this.index = index;
-    this.list = new TokenList(`Tokens as ${model.name} reads them. Arrow keys choose one.`, (item, place) => this.explain(item, place));
+    this.list = new TokenList(`Tokens as ${visible(model.name)} reads them. Arrow keys choose one.`, (item, place) => this.explain(item, place));
     this.detail = make("p", { className: "detail" });
-    this.previous = make("button", { type: "button", text: "Previous", "aria-label": `Previous tokens, ${model.name}` });
-    this.next = make("button", { type: "button", text: "Next", "aria-label": `Next tokens, ${model.name}` });
+    this.previous = make("button", { type: "button", text: "Previous", "aria-label": `Previous tokens, ${visible(model.name)}` });
+    this.next = make("button", { type: "button", text: "Next", "aria-label": `Next tokens, ${visible(model.name)}` });
     this.place = make("span");
     this.pager = make("div", { className: "pager" }, this.previous, this.next, this.place);
     this.previous.addEventListener("click", () => this.show(this.page - 1));
     this.next.addEventListener("click", () => this.show(this.page + 1));
     this.facts = make("p", { className: "facts" });
-    this.column = make("article", {}, make("h3", { text: model.name }), this.facts, this.list.box, this.pager, this.detail);
+    this.column = make("article", {}, make("h3", {}, nameOf(model)), this.facts, this.list.box, this.pager, this.detail);
     this.clear();
   }
   clear() {
@@ -356,12 +366,12 @@ let measuring;
 
 function showResult(scores, compressors) {
   const rows = [];
-  const all = [...scores.map((score) => [score.name, score.bpb, true]), ...Object.entries(compressors.bpb || {}).map(([name, bpb]) => [name, bpb, false])];
+  const all = [...scores.map((score) => [nameOf(score.model), score.bpb, true]), ...Object.entries(compressors.bpb || {}).map(([name, bpb]) => [name, bpb, false])];
   const most = Math.max(...all.map(([, bpb]) => bpb));
   for (const [name, bpb, own] of all) {
     const bar = make("div", { className: "meter" });
     bar.style.width = `${(100 * bpb) / most}%`;
-    rows.push(make("tr", { className: own ? "own" : "other" }, make("th", { scope: "row", text: name }), make("td", { className: "n", text: number(bpb, 4) }), make("td", { className: "n", text: count((bpb * compressors.bytes) / 8) }), make("td", {}, bar)));
+    rows.push(make("tr", { className: own ? "own" : "other" }, make("th", { scope: "row" }, name), make("td", { className: "n", text: number(bpb, 4) }), make("td", { className: "n", text: count((bpb * compressors.bytes) / 8) }), make("td", {}, bar)));
   }
   find("result").tBodies[0].replaceChildren(...rows);
   find("result-note").textContent = `The text has ${plural(compressors.bytes, "byte")}. zlib, xz and zstd include their headers, which weigh on a short text; a model's own file does not count here.`;
@@ -376,7 +386,7 @@ async function measure() {
   if (bytes > limits.text_bytes) return measuring.end(signal, `The text has ${count(bytes)} bytes, and ${count(limits.text_bytes)} are the most here. parbank eval measures longer texts.`, true);
   const shown = meters.filter((meter) => !meter.column.hidden);
   const compressors = { bytes };
-  const scores = shown.map((meter) => ({ name: models[meter.index].name }));
+  const scores = shown.map((meter) => ({ model: models[meter.index] }));
   const ready = () => scores.filter((score) => score.bpb !== undefined);
   find("result-region").hidden = true;
   for (const meter of shown) meter.clear();
@@ -461,11 +471,12 @@ function showModels() {
       if (!box.checked && !others) box.checked = true; // the last one stays
       setHidden(index, !box.checked);
     });
-    find("models").append(make("label", { className: "check" }, box, make("span", {}, fill(make("bdi"), model.name), make("small", { text: ` ${facts(model)}` }))));
+    find("models").append(make("label", { className: "check" }, box, make("span", {}, nameOf(model), make("small", { text: ` ${facts(model)}` }))));
   });
   find("models").hidden = models.length < 2;
-  find("about").textContent = models.length === 1 ? `${models[0].name}: ${facts(models[0])}.` : `${models.length} models, side by side.`;
-  document.title = `${models.map((model) => model.name).join(", ")}: parbank playground`;
+  if (models.length === 1) find("about").replaceChildren(nameOf(models[0]), `: ${facts(models[0])}.`);
+  else find("about").textContent = `${models.length} models, side by side.`;
+  document.title = `${models.map((model) => visible(model.name)).join(", ")}: parbank playground`;
   find("tokens").max = limits.tokens;
   find("measure-limit").textContent = `At most ${count(limits.text_bytes)} bytes.`;
 }
@@ -494,21 +505,24 @@ function setUp() {
     find(id).addEventListener("paste", pasteQuickly);
     find(id).addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); start(); }
-      if (event.key === "Escape") work.cancel();
     });
+    find(id).closest("section").addEventListener("keydown", (event) => { if (event.key === "Escape") work.cancel(); });
   }
   for (const id of ["temperature", "top-p"]) {
     const show = () => { find(`${id}-value`).textContent = Number(find(id).value).toFixed(2); };
     find(id).addEventListener("input", show);
     show();
   }
-  find("legend").append(make("span", { text: "Bits of a token:" }), ...[0, ...LEVELS].map((from, place) =>
-    make("span", { className: `token l${place}`, text: place < LEVELS.length ? `${from} to ${LEVELS[place]}` : `${from} and more` })));
+  for (const legend of document.querySelectorAll(".legend")) {
+    legend.append(make("span", { text: "Bits of a token:" }), ...[0, ...LEVELS].map((from, place) =>
+      make("span", { className: `token l${place}`, text: place < LEVELS.length ? `${from} to ${LEVELS[place]}` : `${from} and more` })));
+  }
   addEventListener("pagehide", save);
 }
 
 async function start() {
   setUp();
+  find("about").textContent = "Loading the list of models.";
   try {
     const answer = await fetch("api/models");
     if (!answer.ok) throw await readError(answer);

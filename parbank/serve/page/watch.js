@@ -40,7 +40,7 @@ function syncChildren(old, fresh) {
     if (!match) {
       const added = document.importNode(node, true);
       old.insertBefore(added, at);
-      addCursors(added);
+      if (added.nodeType === Node.ELEMENT_NODE) addCursors(added); // of the page's own script
       continue;
     }
     while (at && at !== match) at = drop(at);
@@ -59,15 +59,9 @@ function replace(old, fresh) {
   const made = document.importNode(fresh, true);
   const focused = old === document.activeElement;
   old.replaceWith(made);
-  addCursors(made);
+  if (made.nodeType === Node.ELEMENT_NODE) addCursors(made);
   if (focused) made.focus({ preventScroll: true });
   return made;
-}
-
-function addCursors(node) {
-  if (node.nodeType !== Node.ELEMENT_NODE) return;
-  if (node.matches("svg[data-chart]")) addCursor(node); // of the page's own script
-  node.querySelectorAll("svg[data-chart]").forEach(addCursor);
 }
 
 function update(html) {
@@ -93,6 +87,7 @@ function finish(text) {
 
 async function follow() {
   let tag = "";
+  let silent = "";
   for (;;) {
     await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
     if (pause.checked) continue;
@@ -100,10 +95,13 @@ async function follow() {
     try {
       answer = await fetch("page", { headers: tag ? { "if-none-match": tag } : {}, cache: "no-store" });
       if (answer.status === 200) update(await answer.text());
-    } catch {
-      finish("The server has ended. The page stays as it is.");
-      return;
+    } catch { // the server has ended, or the way to it: a tunnel comes back
+      silent = silent || new Date().toLocaleTimeString();
+      when.textContent = `The server has not answered since ${silent}. The page stays as it is, and asks again.`;
+      continue;
     }
+    if (silent && answer.status === 304) when.textContent = "Live; nothing has changed.";
+    silent = "";
     tag = answer.headers.get("etag") || "";
     if (answer.headers.get("x-run") === "ended") {
       finish("The run has ended. The page stays as it is.");

@@ -1,12 +1,15 @@
 """The interface of a kind of study."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from parbank.runtime import Runtime
+from parbank.study.machine import Watch
 from parbank.study.study import Job, Study
+from parbank.training.compiled import count_kernels, count_lookups
 from parbank.training.display import Display
 
 Say = Callable[[str], None]
@@ -19,12 +22,23 @@ class Kind(ABC):
     unit: ClassVar[str] = "bits/byte"
     """The unit of the measured value. Lower is better in every kind."""
 
-    def __init__(self, runtime: Runtime, folder: Path, display: Display, kept: dict[Any, Any] | None = None) -> None:
-        """`kept`: what earlier studies of this process have made, such as opened data."""
+    def __init__(self, runtime: Runtime, folder: Path, display: Display) -> None:
         self.runtime, self.folder, self.display = runtime, folder, display
         # a bar on a terminal; elsewhere lines of every training step would hide those of the study
         self.bar = display if display.console.is_terminal else Display(enabled=False)
-        self.kept: dict[Any, Any] = {} if kept is None else kept
+        self.kept: dict[Any, Any] = {}
+        """What later jobs use again, such as opened data."""
+
+    @contextmanager
+    def watching(self) -> Iterator[dict[str, Any]]:
+        """Fills its dict, after the block, with what every result has beside its value: clock and power of the GPU, and how
+        many kernels and graphs were compiled inside, where a clock runs."""
+        found: dict[str, Any] = {}
+        count_kernels()
+        before = count_lookups().built
+        with Watch(self.runtime.device) as watch:
+            yield found
+        found |= {"gpu": watch.found, "recompilations": count_lookups().built - before}
 
     @classmethod
     @abstractmethod

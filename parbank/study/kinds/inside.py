@@ -11,6 +11,7 @@ A candidate is a factor of all learning rates. Warm-up before each part is outsi
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -73,25 +74,28 @@ class Inside(Training):
     def _halve(self, study: Study, job: Job, config: RunConfig, chosen: Strategy) -> dict[str, Any]:
         """Rounds of equal length: each gives its candidates the same share of the clock."""
         left, rounds, losses = list(chosen.rates), max(1, math.ceil(math.log2(len(chosen.rates)))), []
-        seconds = 0.0
+        began, tried = time.perf_counter(), {"seconds": 0.0, "steps": 0, "recompilations": 0}
         while len(left) > 1:
             share = chosen.explore / rounds / len(left)
             found = {rate: self._try(config, rate, share, job) for rate in left}
             losses.append({str(rate): loss for rate, (loss, _) in found.items()})
-            seconds += sum(taken for _, taken in found.values())
+            tried = {name: value + sum(cost[name] for _, cost in found.values()) for name, value in tried.items()}
             left = sorted(left, key=lambda rate: found[rate][0])[: math.ceil(len(left) / 2)]
         spent = chosen.explore if len(chosen.rates) > 1 else 0.0
         result = self.run(study, job, with_budget(with_rate(config, left[0]), 1 - spent))
-        return result | {"seconds": result["seconds"] + seconds, "rate": left[0], "losses": losses}
+        whole = {name: result[name] + tried[name] for name in ("seconds", "recompilations")}
+        whole |= {"tried": tried, "wall_seconds": time.perf_counter() - began}
+        return result | whole | {"rate": left[0], "losses": losses}
 
-    def _try(self, config: RunConfig, rate: float, share: float, job: Job) -> tuple[float, float]:
-        """The loss at the end of a complete short schedule, and its seconds."""
+    def _try(self, config: RunConfig, rate: float, share: float, job: Job) -> tuple[float, dict[str, float]]:
+        """The loss at the end of a complete short schedule, and what it took."""
         readings: list[float] = []
         trainer = self.make_trainer(with_budget(with_rate(config, rate), share), job, Parts())
         try:
             trainer.warm_up()
             trainer.train(lambda reading: readings.append(reading.loss))
-            return fmean(readings[-max(3, len(readings) // 10) :]), trainer.clock.seconds()
+            cost = {"seconds": trainer.clock.seconds(), "steps": trainer.step, "recompilations": trainer.recompilations}
+            return fmean(readings[-max(3, len(readings) // 10) :]), cost
         finally:
             trainer.close()
             del trainer

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from parbank.config import choose
-from parbank.study.kernels import KERNELS, Bench, Call
+from parbank.study.kernels import KERNELS, PORTABLE, Bench, Call
 from parbank.study.kinds.base import Kind
-from parbank.study.machine import Watch
 from parbank.study.study import Job, Study
 from parbank.training.compiled import use_compile_cache
 
@@ -39,23 +38,31 @@ class Kernels(Kind):
 
     def measure(self, study: Study, job: Job) -> dict[str, Any]:
         began, device = time.perf_counter(), self.runtime.device
+        if job.arm not in PORTABLE:
+            Bench(device, job.seed).need_cuda(f"{job.arm} compares kernels, which a CPU does not have: it")
         if device.type == "cuda":
             torch._dynamo.reset()  # every job compiles anew: after eight versions of a function PyTorch would give up
         calls = dict(zip(("value", "against"), KERNELS[job.arm](Bench(device, job.seed))))
-        with Watch(device) as watch:
-            found = time_calls(calls, device)
-        return found | {"gpu": watch.found, "wall_seconds": time.perf_counter() - began}
+        ready = warm_up(calls, device)
+        with self.watching() as seen:
+            found = time_calls(ready, device)
+        return found | seen | {"wall_seconds": time.perf_counter() - began}
 
 
-def time_calls(calls: dict[str, Call], device: torch.device) -> dict[str, float]:
-    """The median milliseconds of each call."""
+def warm_up(calls: dict[str, Call], device: torch.device) -> dict[str, Call]:
+    """The calls, compiled; on a GPU as CUDA graphs."""
     for call in calls.values():
         for _ in range(WARMUP):
             call()
+    if device.type != "cuda":
+        return calls
+    torch.cuda.synchronize(device)
+    return {name: _capture(call) for name, call in calls.items()}
+
+
+def time_calls(calls: dict[str, Call], device: torch.device) -> dict[str, float]:
+    """The median milliseconds of each call, warm."""
     measure = _on_gpu(device) if device.type == "cuda" else _on_host
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        calls = {name: _capture(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(TURNS):
         for name, call in calls.items():

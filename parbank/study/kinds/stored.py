@@ -2,7 +2,9 @@
 
 With several checkpoints, a seed is a checkpoint, and its value the score of the whole text. With one checkpoint, the text
 is scored once for each arm and cut into parts; a seed is a part. Then the verdict is about this checkpoint on text like
-this one, and says nothing about other runs.
+this one, and says nothing about other runs. Every result also has `whole`, the score of the whole text.
+
+An arm that cannot be evaluated fails for every seed. It is tried as often as a run is, and not once more for each seed.
 """
 
 import json
@@ -19,6 +21,7 @@ from parbank.artifact.pack import read_tensors
 from parbank.config import override, require
 from parbank.data.tokenizer import Tokenizer
 from parbank.data.validation import open_validation
+from parbank.errors import ParbankError
 from parbank.eval.methods import make_method
 from parbank.eval.methods.base import Method
 from parbank.eval.score import Scored
@@ -27,11 +30,16 @@ from parbank.model import GPT
 from parbank.quant.calibration import Calibration
 from parbank.study.kinds.base import Kind
 from parbank.study.kinds.training import first_tokens
+from parbank.study.queue import FAILED, TRIES
 from parbank.study.study import Arm, Job, Study, parse_assignment
 from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.load import load_model, load_trained
 from parbank.training.pack import calibrate_model, open_training_tokens, pack_run
+
+
+class EvaluationError(ParbankError):
+    """An arm that could not be evaluated for an earlier seed."""
 
 
 class Stored(Kind):
@@ -78,17 +86,31 @@ class Stored(Kind):
         path.parent.mkdir(exist_ok=True)
         with locked(path.with_name(f".{path.stem}.lock"), path, wait=self.display.say):
             if not path.exists():
-                scored, tokenizer, about = self.evaluate(study, study.arm(job.arm), study.checkpoints[source])
-                parts = cut_into_parts(scored, tokenizer, 1 if several else len(study.seeds))
-                write_json(path, about | {"parts": parts})
+                self._evaluate_into(path, study, study.arm(job.arm), source)
         found = json.loads(path.read_bytes())
         value = found.pop("parts")[0 if several else number]
         return found | {"value": value, "wall_seconds": time.perf_counter() - began}
 
-    def keep(self, make: Callable[[], Any], *key: str) -> Any:
-        """The result of `make`, cached for later jobs with the same key. Only the last of each kind is kept."""
+    def _evaluate_into(self, path: Path, study: Study, arm: Arm, source: int) -> None:
+        failed = self.folder / FAILED / f"{arm.name}.{source}.json"
+        errors: list[str] = json.loads(failed.read_bytes())["errors"] if failed.exists() else []
+        if len(errors) >= TRIES:
+            raise EvaluationError(errors[-1])
+        try:
+            scored, tokenizer, about = self.evaluate(study, arm, study.checkpoints[source])
+            parts = cut_into_parts(scored, tokenizer, 1 if len(study.checkpoints) > 1 else len(study.seeds))
+        except Exception as error:
+            failed.parent.mkdir(exist_ok=True)
+            write_json(failed, {"errors": [*errors, f"{type(error).__name__}: {error}"]})
+            raise
+        write_json(path, about | {"parts": parts, "whole": scored.total(tokenizer).bpb})
+
+    def keep(self, make: Callable[[], Any], what: str, source: str, *more: str) -> Any:
+        """The result of `make`, cached for later jobs with the same key. Of each thing, only those of the last source are
+        kept: a checkpoint, or a tokenizer."""
+        key = (what, source, *more)
         if key not in self.kept:
-            for other in [other for other in self.kept if other[0] == key[0]]:
+            for other in [other for other in self.kept if other[0] == what and other[1] != source]:
                 del self.kept[other]
             self.kept[key] = make()
         return self.kept[key]
@@ -136,18 +158,21 @@ class Packing(Stored):
         unpacked = self.keep(
             lambda: self.score(study, model, tokenizer, method).total(tokenizer).bpb, "plain", checkpoint
         )
-        began = time.perf_counter()
-        measured = self._calibrate(model, config, tokenizer, checkpoint)
+        measured = self._calibrate(
+            model, config, tokenizer, checkpoint
+        )  # shared by arms: not in the seconds of the first
         path = self.folder / "packed" / f"{arm.name}.{study.checkpoints.index(checkpoint)}.pbk"
-        packed = pack_run(model, config, tokenizer, measured, path)
-        seconds = time.perf_counter() - began
+        with self.watching() as seen:
+            began = time.perf_counter()
+            packed = pack_run(model, config, tokenizer, measured, path)
+            seconds = time.perf_counter() - began
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         try:
             model.load_state_dict(read_tensors(path))
             scored = self.score(study, model, tokenizer, method)
         finally:
             model.load_state_dict(before)
-        return scored, tokenizer, {"seconds": seconds, "bytes": packed.size, "unpacked": unpacked}
+        return scored, tokenizer, seen | {"seconds": seconds, "bytes": packed.size, "unpacked": unpacked}
 
     def _load(self, checkpoint: str) -> tuple[GPT, Tokenizer, RunConfig]:
         return load_trained(Path(checkpoint), self.runtime.device)
@@ -183,8 +208,12 @@ class Scoring(Stored):
     def evaluate(self, study: Study, arm: Arm, checkpoint: str) -> tuple[Scored, Tokenizer, dict[str, Any]]:
         loaded = self.keep(lambda: load_model(Path(checkpoint), self.runtime.device), "model", checkpoint)
         method = self._method(arm, loaded.context)
-        began = time.perf_counter()
-        scored = self.score(study, loaded.model, loaded.tokenizer, method)
-        self.runtime.synchronize()
-        seconds = time.perf_counter() - began
-        return scored, loaded.tokenizer, {"seconds": seconds, "tokens_per_second": len(scored.nats) / seconds}
+        with self.watching() as seen:
+            began = time.perf_counter()
+            scored = self.score(study, loaded.model, loaded.tokenizer, method)
+            self.runtime.synchronize()
+            seconds = time.perf_counter() - began
+        about = seen | {"seconds": seconds, "tokens_per_second": len(scored.nats) / seconds}
+        if (idle := method.find_idle(scored.tokens, loaded.model.config)) is not None:
+            about["idle"] = idle
+        return scored, loaded.tokenizer, about

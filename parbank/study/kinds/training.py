@@ -21,12 +21,12 @@ from parbank.errors import ConfigError
 from parbank.eval.windows import score_chunked
 from parbank.runtime import check_seed, versions
 from parbank.study.kinds.base import Kind
-from parbank.study.machine import Watch
 from parbank.study.study import BASE, Job, Study
 from parbank.training.checks import check_size
 from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.display import Display
+from parbank.training.load import describe_run
 from parbank.training.pack import calibrate_model, pack_run
 from parbank.training.reports import Loop, train_plainly, train_with_reports
 from parbank.training.trainer import Trainer
@@ -45,9 +45,15 @@ class Training(Kind):
     def check(cls, study: Study) -> None:
         for seed in study.seeds:
             check_seed(seed)
+        checked = set()
         for arm in [BASE, *(arm.name for arm in study.arms)]:
+            config = study.config(Job(arm, study.seeds[0]))
+            size = (describe_run(config), config.quant, config.budget)  # all that a check takes half a second for
+            if size in checked:
+                continue
+            checked.add(size)
             try:
-                check_size(study.config(Job(arm, study.seeds[0])), Display(enabled=False))
+                check_size(config, Display(enabled=False))
             except ConfigError as error:
                 raise ConfigError(f"arm {arm}: {error}") from error
 
@@ -83,7 +89,7 @@ class Training(Kind):
         dataset = trainer.dataset
         with parts.time("warm-up"):
             trainer.warm_up()
-        with parts.time("training"), Watch(self.runtime.device) as watch:
+        with parts.time("training"), self.watching() as seen:
             train_with_reports(trainer, self.bar, train)
         val = first_tokens(dataset.val, study.score_tokens)
         seconds, tokens = trainer.clock.seconds(), trainer.tokens
@@ -96,8 +102,8 @@ class Training(Kind):
             "tokens_per_second": tokens / max(seconds, 1e-9),
             "epochs": tokens / len(dataset.train),
             "params": sum(p.numel() for p in trainer.model.parameters()),
-            "recompilations": trainer.recompilations,
-            "gpu": watch.found,
+            **seen,
+            "recompilations": trainer.recompilations,  # of the steps alone
             "dataset": dataset.fingerprint,
             "versions": versions(),
         }

@@ -3,9 +3,12 @@
 A new logger is a file in this folder with a class like `Logger`, and a line in LOGGERS.
 """
 
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from parbank.config import require
 from parbank.training.loggers.jsonl import JsonlLogger
 from parbank.training.loggers.tensorboard import TensorBoardLogger
 from parbank.training.loggers.wandb import WandbLogger
@@ -34,3 +37,17 @@ LOGGERS: dict[str, type[Logger]] = {
     "tensorboard": TensorBoardLogger,
     "wandb": WandbLogger,
 }
+PACKAGES = {"wandb": "wandb"}
+"""Packages that a logger imports and that parbank does not install by itself."""
+
+
+def check_loggers(names: Iterable[str]) -> None:
+    """Refuses a logger whose package is missing, before any work: nobody would see its rows."""
+    for name in names:
+        package = PACKAGES.get(name)
+        found = find_spec(package) if package else None
+        require(
+            package is None
+            or (found is not None and found.origin is not None),  # a mere folder of that name has no origin
+            f"train.loggers names {name}, whose package is not installed; pip install {package}, or leave {name} out",
+        )

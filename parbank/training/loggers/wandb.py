@@ -1,4 +1,4 @@
-"""Weights & Biases, by its own package (pip install 'parbank[wandb]'). Its environment variables, such as WANDB_MODE and
+"""Weights & Biases, by its own package (pip install wandb). Its environment variables, such as WANDB_MODE and
 WANDB_PROJECT, say where rows go; offline they lie in the folder `wandb` of the run.
 """
 
@@ -8,17 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from parbank.errors import ConfigError
-
 
 class WandbLogger:
     """One run of W&B for one run folder: a resumed run goes on under the same id, which the folder's path gives."""
 
     def __init__(self, out: Path, *, resume_step: int) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError("the logger wandb needs its package; pip install 'parbank[wandb]'") from None
+        import wandb
+
         path = out.resolve()
         self._run = wandb.init(
             dir=str(out),
