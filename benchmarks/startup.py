@@ -10,7 +10,7 @@ Every command is a process of its own, as a user starts it, and runs twice. The 
 prepares the data, trains the tokenizer and compiles every kernel. The second finds what the first has left. On a GPU `train` has
 a third start, "imported": an empty cache with nothing but the kernels of `warmup --export`, as on a fresh machine.
 `eval` gets an empty cache for each method, so that no method finds another one's kernels. A method may have options, as in
-`adaptive --chunk 96 --set rows=256`: docs/design/adaptation.md calls that setting quick.
+`adaptive --lr 0.0003 --chunk 96 --set rows=256`: docs/design/adaptation.md calls that setting quick.
 
 `--before COMMIT` unpacks the code of an earlier commit into a temporary folder and times the same `eval` commands there, as
 providers of their own: all methods but `adaptive`, which is newer. `cf75d9b~1` is the last commit that scored through
@@ -48,7 +48,7 @@ SUMS = ("whole command", "command to first step", "training", "after training")
 """Rows of a training that are sums of others, and the training itself."""
 READY = "the clock starts now"
 """In the line that `parbank train` prints when setup ends."""
-METHODS = "chunked,streaming,ttt,adaptive,adaptive --chunk 96 --set rows=256"
+METHODS = "chunked,streaming,ttt,adaptive,adaptive --lr 0.0003 --chunk 96 --set rows=256"
 
 
 def run(
