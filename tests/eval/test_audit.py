@@ -137,7 +137,16 @@ def test_every_method_is_audited() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"rank": 0}, {"orders": ()}, {"orders": (0, 3)}, {"scopes": ("text",)}, {"temperatures": (1.0,)}]
+    "settings",
+    [
+        {},
+        {"rank": 0},
+        {"orders": ()},
+        {"orders": (0, 3)},
+        {"scopes": ("text",)},
+        {"temperatures": (1.0,)},
+        {"lr": None, "rates": (0.0, 0.1), "pilot": 2},
+    ],
 )
 def test_every_part_of_a_mixture_is_summed(model: GPT, tokens: TokenSet, settings: dict[str, Any]) -> None:
     method = make_method("adaptive", **{"context": 64, "graphed": False, **METHODS["adaptive"], **settings})
