@@ -40,14 +40,15 @@ class Variant(NamedTuple):
 
     method: Adaptive
     adapted: np.ndarray | None
-    """Nats of the model that reads each document alone, at every temperature."""
+    """Nats of the model that reads each document alone, at every rate and temperature."""
     scopes: tuple[str, ...]
     """Where n-grams are counted."""
 
 
 def variants(full: Adaptive, unlearnt: np.ndarray, adapted: np.ndarray) -> dict[str, Variant]:
     change, both = dataclasses.replace, ("document", "text")
-    plain, learnt = (nats[:, [full.temperatures.index(1.0)]] for nats in (unlearnt, adapted))
+    one, step = full.temperatures.index(1.0), len(full.temperatures)
+    plain, learnt = (nats[:, one::step] for nats in (unlearnt, adapted))  # the columns of temperature 1, for each rate
     return {
         "each document alone": Variant(full, plain, ()),
         "temperatures": Variant(full, unlearnt, ()),

@@ -1,4 +1,4 @@
-"""Faults on purpose, in the numbers that the promises of docs/design/promises.md and files.md are held against.
+"""Faults on purpose, in the numbers that the promises of docs/design/files.md and ranks.md are held against.
 
     python benchmarks/faults.py --part kills       SIGKILL at random moments over train, resume, prepare and pack
     python benchmarks/faults.py --part artifacts   mutated artifacts, half of them with sound checksums

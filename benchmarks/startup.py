@@ -2,13 +2,19 @@
 
     python benchmarks/startup.py [--only train] [--recipe sprint] [--data SPEC] [--steps 20] [--set a.b=v]...
     python benchmarks/startup.py --only train --profile stacks.txt; python benchmarks/stacks.py --show stacks.txt
-    python benchmarks/startup.py --only eval --model ARTIFACT --data SPEC [--methods chunked,streaming,ttt] --claim startup_eval
-    python benchmarks/startup.py --only eval --model runs/demo/model.pbk --claim startup_eval_cpu    (two CPU cores: 3 minutes)
+    python benchmarks/startup.py --only eval --model ARTIFACT --data SPEC [--methods chunked,streaming,ttt,...] --claim startup_eval
+    python benchmarks/startup.py --only eval --model runs/demo/model.pbk --claim startup_eval_cpu    (two CPU cores: 8 minutes)
+    python benchmarks/startup.py --only eval --model ARTIFACT --data SPEC --claim startup_eval --before cf75d9b~1
 
 Every command is a process of its own, as a user starts it, and runs twice. The first start finds PARBANK_CACHE empty: it
 prepares the data, trains the tokenizer and compiles every kernel. The second finds what the first has left. On a GPU `train` has
 a third start, "imported": an empty cache with nothing but the kernels of `warmup --export`, as on a fresh machine.
-`eval` gets an empty cache for each method, so that no method finds another one's kernels.
+`eval` gets an empty cache for each method, so that no method finds another one's kernels. A method may have options, as in
+`adaptive --lr 0.0003 --chunk 96 --set rows=256`: docs/design/adaptation.md calls that setting quick.
+
+`--before COMMIT` unpacks the code of an earlier commit into a temporary folder and times the same `eval` commands there, as
+providers of their own: all methods but `adaptive`, which is newer. `cf75d9b~1` is the last commit that scored through
+torch.compile.
 
 The parts of a training's setup, and of what follows its last step, are those that its summary.json holds. `imports` is the time
 from the command to the start of the setup; with --recipe auto it contains the plan. `saving, exit` is what is left of the
@@ -16,6 +22,7 @@ command: the last checkpoint, and the process's end. Those of an `eval` are the 
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -31,6 +38,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import harness  # noqa: E402
 import torch  # noqa: E402
 
+from parbank.artifact.container import read_artifact, write_artifact  # noqa: E402
+from parbank.model import ModelConfig  # noqa: E402
+
 MEASURED = ("parbank", "benchmarks/startup.py")
 STARTS = ("first start", "second start")
 IMPORTED = "imported"
@@ -38,20 +48,23 @@ SUMS = ("whole command", "command to first step", "training", "after training")
 """Rows of a training that are sums of others, and the training itself."""
 READY = "the clock starts now"
 """In the line that `parbank train` prints when setup ends."""
+METHODS = "chunked,streaming,ttt,adaptive,adaptive --lr 0.0003 --chunk 96 --set rows=256"
 
 
-def run(words: list[str], cache: Path, profile: Path | None = None) -> tuple[float, list[tuple[float, str]]]:
-    """Runs a command of parbank; returns its seconds, and every line it printed with the seconds until then. `profile`
-    gets the stacks of its threads."""
+def run(
+    words: list[str], cache: Path, profile: Path | None = None, root: Path = HERE.parent
+) -> tuple[float, list[tuple[float, str]]]:
+    """Runs a command of the parbank in `root`; returns its seconds, and every line it printed with the seconds until then.
+    `profile` gets the stacks of its threads."""
     # A user's own folders for compiled code would make the first start a warm one.
     hidden = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment |= {"PARBANK_CACHE": str(cache), "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+    environment |= {"PARBANK_CACHE": str(cache), "PYTHONUNBUFFERED": "1", "COLUMNS": "200", "PYTHONPATH": str(root)}
     began, lines = time.perf_counter(), []
     sampled = ["-m", "parbank"] if profile is None else [str(HERE / "stacks.py"), str(profile.resolve())]
     command = [sys.executable, *sampled, *words]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=HERE.parent, env=environment, **streams) as process:
+    with subprocess.Popen(command, cwd=root, env=environment, **streams) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append((time.perf_counter() - began, line.rstrip()))
@@ -98,11 +111,35 @@ def carry_kernels(words: list[str], archive: Path, old: Path, new: Path) -> list
     ]
 
 
+def unpack(commit: str, folder: Path) -> Path:
+    """The package as it was at a commit."""
+    folder.mkdir()
+    packed = subprocess.run(
+        ["git", "archive", commit, "parbank"], cwd=HERE.parent, stdout=subprocess.PIPE, check=True
+    ).stdout
+    subprocess.run(["tar", "x"], cwd=folder, input=packed, check=True)
+    return folder
+
+
+def strip_defaults(model: Path, copy: Path) -> Path:
+    """A copy of an artifact that names no setting with its default value: an earlier version refuses settings that it does
+    not know, whatever their values."""
+    found = read_artifact(model)
+    usual = json.loads(
+        json.dumps({field.name: field.default for field in dataclasses.fields(ModelConfig)}, default=str)
+    )
+    own = {name: value for name, value in found.meta["model"].items() if value != usual.get(name)}
+    write_artifact(copy, found.meta | {"model": own}, found.sections)
+    return copy
+
+
 def eval_rows(method: str, start: str, seconds: float, lines: list[tuple[float, str]]) -> list[harness.Row]:
-    """One start of `parbank eval`: the command, and the scoring inside it."""
+    """One start of `parbank eval`: the command, and the scoring inside it. Earlier versions did not divide their time."""
     result = json.loads(next(line for _, line in lines if line.startswith("{")))
-    parts = {name: value for name, value in result["times"].items() if value >= 0.005}
-    parts["exit"] = seconds - sum(result["times"].values())
+    times = result.get("times", {})
+    parts = {name: value for name, value in times.items() if value >= 0.005}
+    if times:
+        parts["exit"] = seconds - sum(times.values())
     return [
         harness.Row(
             f"eval, {method}", start, seconds, "s", note=f"{result['bytes']:,} bytes, {result['tokens']:,} tokens"
@@ -110,6 +147,11 @@ def eval_rows(method: str, start: str, seconds: float, lines: list[tuple[float, 
         harness.Row(f"eval, {method}: scoring alone", start, result["seconds"], "s"),
         *(harness.Row(f"eval, {method}: {part}", start, value, "s") for part, value in parts.items()),
         harness.Row(f"eval, {method}: bits per byte", start, result["val_bpb"], "bits/byte"),
+        *(
+            harness.Row(f"eval, {method}: {name}", start, result["plain"][key], "bits/byte")
+            for name, key in (("gain on streaming", "gain_bpb"), ("loss of the worst document", "worst_document_bpb"))
+            if "plain" in result
+        ),
     ]
 
 
@@ -170,7 +212,8 @@ def main() -> None:
     )
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="a.b=v")
     parser.add_argument("--model", type=Path, default=None, help="for eval; the one just trained if not given")
-    parser.add_argument("--methods", default="chunked,streaming,ttt", help="of eval, separated by commas")
+    parser.add_argument("--methods", default=METHODS, help="of eval, with their options, separated by commas")
+    parser.add_argument("--before", metavar="COMMIT", help="also time eval by the code of this commit")
     parser.add_argument("--claim", default="startup", help="the result's folder")
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="one more second start of train, sampled by stacks.py"
@@ -204,11 +247,26 @@ def main() -> None:
         if arguments.profile is not None and arguments.only != "eval":
             run([*words[:-1], str(folder / "profiled")], folder / "cache", arguments.profile)
         model = arguments.model or out / "model.pbk"
-        for method in arguments.methods.split(",") if arguments.only != "train" else ():
-            for start in STARTS:
-                words = ["eval", str(model), "--data", arguments.data, "--method", method, "--json"]
-                rows += eval_rows(method, start, *run(words, folder / f"cache-{method}"))
-                save()
+        versions = [("", HERE.parent, model)]
+        if arguments.before is not None and arguments.only != "train":
+            old = unpack(arguments.before, folder / "before")
+            versions.append((f"{arguments.before}, ", old, strip_defaults(model, old / "model.pbk")))
+        for number, method in enumerate(arguments.methods.split(",") if arguments.only != "train" else ()):
+            for version, root, own in versions:
+                for start in STARTS if not version or not method.startswith("adaptive") else ():
+                    words = [
+                        "eval",
+                        str(own.resolve()),
+                        "--data",
+                        arguments.data,
+                        "--method",
+                        *method.split(),
+                        "--json",
+                    ]
+                    rows += eval_rows(
+                        method, version + start, *run(words, folder / f"cache-{number}{version}", root=root)
+                    )
+                    save()
     print(save().with_suffix(".md").read_text())
 
 

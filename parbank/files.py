@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from parbank.errors import FileError
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux: fcntl.h, fs.h
+_LONGEST = 200  # bytes of a name in that of its temporary file, which has 18 more: file systems allow 255
 
 
 def default_cache() -> Path:
@@ -48,7 +49,7 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
     """A file that gets its name when the block has succeeded and every byte is on the disk. Raises OSError."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(target.parent, glob.escape(target.name))
+    remove_leftovers(target.parent, glob.escape(_shorten(target.name)))
     temporary, file = _open_temporary(target)
     try:
         with file:
@@ -66,11 +67,18 @@ def _open_temporary(target: Path) -> tuple[Path, BinaryIO]:
     """A new file beside the target, locked for as long as it is open."""
     while True:
         # A random name in the same folder: os.replace is atomic only within a file system, and two writers never share it.
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+        temporary = target.with_name(f".{_shorten(target.name)}.{secrets.token_hex(6)}.tmp")
         file = open(temporary, "xb")  # noqa: SIM115 (closed by `writing`)
         if _lock(file) is not False and temporary.exists():
             return temporary, file
         file.close()  # another process took it for a leftover before it was locked
+
+
+def _shorten(name: str) -> str:
+    """The beginning of a name, cut between two characters."""
+    while len(os.fsencode(name)) > _LONGEST:
+        name = name[:-1]
+    return name
 
 
 def remove_leftovers(folder: Path, pattern: str) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from parbank.files import default_cache, locked
+from parbank.files import default_cache, locked, write_file
 
 
 def test_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -23,3 +23,19 @@ def test_a_folder_that_takes_no_files_is_not_in_use(waits: bool) -> None:
         locked(Path("/proc/.x.lock"), Path("/proc/x"), wait=pytest.fail if waits else None),
     ):
         pytest.fail("the lock cannot be there")
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "é" * 127, "n" * 199 + "é" * 28])
+def test_a_file_may_have_the_longest_name_there_is(name: str, tmp_path: Path) -> None:
+    """A temporary file has a longer name than its target, and 255 bytes are the limit for both."""
+    write_file(tmp_path / name, b"old")
+    assert write_file(tmp_path / name, b"new") == 3
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_bytes() == b"new"
+
+
+def test_the_leftover_of_a_long_name_is_removed(tmp_path: Path) -> None:
+    leftover = tmp_path / f".{'n' * 200}.{'0' * 12}.tmp"
+    leftover.write_bytes(b"half of a file")
+    write_file(tmp_path / ("n" * 255), b"whole")
+    assert not leftover.exists()

@@ -58,6 +58,23 @@ def test_without_a_shift_a_test_rejects_at_its_level(freedom: int) -> None:
         assert rejection(0.0, quantile(alpha, freedom), freedom) == pytest.approx(alpha, rel=1e-4)
 
 
+@pytest.mark.parametrize("t", [25.0, 60.0, 1e3, 1e6])
+def test_the_smallest_p_values_keep_their_digits(t: float) -> None:
+    """1 - x would be 0 from t = 25 on, and Holm's order among such arms that of their names."""
+    assert tail(t, 1) == pytest.approx(2 / math.pi * math.atan(1 / t), rel=1e-12)
+    assert tail(t, 2) == pytest.approx(2 / (2 + t * t + t * math.sqrt(2 + t * t)), rel=1e-12)
+
+
+def test_strong_arms_are_ordered_by_their_strength() -> None:
+    generator = random.Random(0)
+    noise = [generator.gauss(0, 1) for _ in range(400)]
+    arms = {name: [shift + x for x in noise] for name, shift in (("weak", 1.5), ("strong", 3.0))}
+    found = compare(arms, target=1.0)
+    assert 0 < found["strong"].p < found["weak"].p < 1e-80
+    widths = {name: one.high - one.low for name, one in found.items()}
+    assert widths["strong"] > widths["weak"], "the strongest has the strictest level, whatever its place in the table"
+
+
 def test_holm_goes_on_while_it_rejects() -> None:
     levels = holm({"a": 0.04, "b": 0.001, "c": 0.02, "d": 0.9})
     assert levels == {"b": 0.05 / 4, "c": 0.05 / 3, "a": 0.05 / 3, "d": 0.05 / 3}

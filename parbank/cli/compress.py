@@ -17,7 +17,12 @@ _ModelOption = Annotated[
 
 
 def compress(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of any content; text is made small.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="Files of any content. Text is coded by the model, or by xz where that is smaller."
+        ),
+    ],
     model: _ModelOption,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT.pbz", help="The file to write; it must not exist.")],
     segments: Annotated[
@@ -45,6 +50,7 @@ def compress(
     ahead.begin(device)
     from parbank import runtime
     from parbank.eval.compressor.archive import compress as write
+    from parbank.eval.compressor.archive import name_files, refuse_existing
     from parbank.eval.compressor.coder import check_lanes
     from parbank.threads import compute_with
     from parbank.training.compiled import use_compile_cache
@@ -52,6 +58,8 @@ def compress(
     from parbank.training.load import load_model
 
     check_lanes(segments)
+    name_files(files)  # before the model is read, which takes seconds
+    refuse_existing(out, "delete it, or give another name with -o")
     use_compile_cache()
     with runtime.start(device) as place, compute_with(threads):
         if not place.is_main:
@@ -101,21 +109,20 @@ def decompress(
     """
     ahead.begin(device)
     from parbank import runtime
+    from parbank.eval.compressor.archive import check_targets
     from parbank.eval.compressor.archive import decompress as write
-    from parbank.eval.compressor.archive import read_made_with
     from parbank.threads import compute_with
     from parbank.training.compiled import use_compile_cache
     from parbank.training.display import Display
     from parbank.training.load import load_model
 
     use_compile_cache()
-    made_with = read_made_with(file).made_with
-    there = made_with.get("threads")
-    device = "cpu" if device == "auto" and there is not None else device
-    if threads is None and device == "cpu" and isinstance(there, int):
-        threads = there
     if out.exists() and not out.is_dir():
         raise ConfigError(f"-o {out} is a file; give a folder to write into")
+    there = check_targets(file, out).made_with.get("threads")
+    device = "cpu" if device == "auto" and there is not None else device
+    if threads is None and device == "cpu":
+        threads = there
     with runtime.start(device) as place, compute_with(threads):
         if not place.is_main:
             return

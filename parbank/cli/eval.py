@@ -14,7 +14,7 @@ from rich.text import Text
 
 from parbank import ahead
 from parbank.cli.laps import Laps
-from parbank.cli.scoring import Request, check_request, score_models
+from parbank.cli.scoring import UNPACKED, Request, check_request, score_models
 from parbank.cli.terminal import (
     DeviceOption,
     FieldOption,
@@ -45,6 +45,7 @@ def _list_methods(wanted: bool) -> None:
 
 
 _TTT = "Adapting (--method ttt)"
+_ADAPTING = "Adapting (--method ttt or adaptive)"
 
 
 def evaluate(
@@ -103,7 +104,10 @@ def evaluate(
     ] = None,
     lr: Annotated[
         float | None,
-        typer.Option(help="Learning rate; if not given 0.002 for sgd, 0.001 for low-rank.", rich_help_panel=_TTT),
+        typer.Option(
+            help="Learning rate; if not given 0.002 for ttt by sgd, 0.001 by low-rank. --methods says that of adaptive.",
+            rich_help_panel=_ADAPTING,
+        ),
     ] = None,
     epochs: Annotated[
         int | None, typer.Option(help="Passes over a scored chunk; 3 if not given.", rich_help_panel=_TTT)
@@ -111,7 +115,8 @@ def evaluate(
     chunk: Annotated[
         int | None,
         typer.Option(
-            help="Tokens scored, then learnt from; if not given 32768, for low-rank the context.", rich_help_panel=_TTT
+            help="Tokens scored, then learnt from; if not given 32768 for ttt by sgd, the context by low-rank, 48 for adaptive.",
+            rich_help_panel=_ADAPTING,
         ),
     ] = None,
     freeze: Annotated[
@@ -122,7 +127,10 @@ def evaluate(
         str | None, typer.Option(help="Only these blocks learn, e.g. 8,9,10, and no embedding.", rich_help_panel=_TTT)
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(help="Width of low-rank adapters; 8 if not given.", rich_help_panel=_TTT)
+        int | None,
+        typer.Option(
+            help="Width of low-rank factors; if not given 8 for ttt, 64 for adaptive.", rich_help_panel=_ADAPTING
+        ),
     ] = None,
     breakdown: Annotated[
         bool, typer.Option("--breakdown", help="Also by document and by context: tables, and a picture.")
@@ -139,7 +147,7 @@ def evaluate(
         bool,
         typer.Option(
             "--audit",
-            help="Also check, at a sample of the scored positions, that probabilities sum to 1. Implies --eager.",
+            help="Check at more positions than always that probabilities sum to 1, and print the result. Implies --eager.",
         ),
     ] = False,
     unpacked: Annotated[
@@ -247,7 +255,7 @@ def evaluate(
     found = result.pop("breakdown", None)
     if as_json and found is not None:
         result["breakdown"] = found.as_dict()
-    _show(result, as_json)
+    _show(result, as_json, checkpoint=_has_checkpoint(path))
     if found is not None:
         if not as_json:
             _print_breakdown(found)
@@ -260,15 +268,26 @@ def _name_models(paths: list[Path], unpacked: bool) -> dict[str, Path]:
     models = {str(path): path for path in paths}
     if len(models) < len(paths):
         raise ConfigError("a model is given twice; name each model once")
+    if len(models) > 1:  # before the first is scored: an error at the last would lose all scores
+        from parbank.training.load import check_model
+
+        for path in paths:
+            check_model(path)
     if not unpacked:
         return models
     named: dict[str, Path] = {}
     for name, path in models.items():
-        folder = path if path.is_dir() else path.parent
-        if not (folder / "model.pbk").is_file() or not (folder / "checkpoint").is_dir():
+        if not _has_checkpoint(path):
             raise ConfigError(f"--unpacked: no checkpoint lies beside an artifact at {path}; give a run folder")
+        folder = path if path.is_dir() else path.parent
         named |= {name: path, f"{name}, unpacked": folder / "checkpoint"}
     return named
+
+
+def _has_checkpoint(path: Path) -> bool:
+    """Whether the checkpoint of an artifact lies beside it."""
+    folder = path if path.is_dir() else path.parent
+    return (folder / "model.pbk").is_file() and (folder / "checkpoint").is_dir()
 
 
 def _show_several(results: dict[str, dict[str, Any]], laps: Laps, as_json: bool) -> None:
@@ -299,9 +318,12 @@ def _show_several(results: dict[str, dict[str, Any]], laps: Laps, as_json: bool)
         if proof := result.get("proof"):
             print(f"{name}: {_describe_proof(proof)}")
     documents = sum(size > 0 for size in sizes)
-    print(
-        f"differences from {first} by {documents:,} documents: a paired t test, corrected for {len(found)} comparisons"
-    )
+    corrected = f", corrected for {len(found)} comparisons (Holm)" if len(found) > 1 else ""
+    print(f"differences from {first} by {documents:,} documents: a paired t test{corrected}")
+    contexts = {name: result["context"] for name, result in results.items()}
+    if len(set(contexts.values())) > 1:
+        listed = ", ".join(f"{name} {context:,}" for name, context in contexts.items())
+        print(f"note: the models read windows of different lengths (tokens: {listed}); --context N gives all the same")
 
 
 def _interval(one: Any) -> str:
@@ -313,6 +335,12 @@ def _describe_proof(proof: dict[str, Any]) -> str:
         "compressed to {file_bytes:,} bytes ({file_bpb:.4f} bits per byte; the model's score in the same {segments} segments "
         "is {score_bpb:.4f}), decompressed, and identical".format(**proof)
     )
+
+
+def _describe_plain(plain: dict[str, Any]) -> str:
+    worst = plain["worst_document_bpb"]
+    changed = f"loses {worst:.5f}" if worst > 0 else f"gains {-worst:.5f}"
+    return f"{plain['val_bpb']:.6f} by {plain['method']}; adapting gains {plain['gain_bpb']:.4f}, and the worst document {changed}"
 
 
 def _check_picture(path: Path) -> None:
@@ -372,26 +400,30 @@ _FORMATS = {
 }
 
 
-def _show(result: dict[str, Any], as_json: bool) -> None:
-    """Prints all digits as JSON, and otherwise the significant digits."""
+def _show(result: dict[str, Any], as_json: bool, *, checkpoint: bool = False) -> None:
+    """Prints all digits as JSON, and otherwise the significant digits. `checkpoint`: one could be scored, too."""
     if as_json:
         print(json.dumps(result))
         return
     beside, _ = result.pop("beside", {}), result.pop("times", None)
     shown = {key: _FORMATS.get(key, "{}").format(value) for key, value in result.items() if value is not None}
     if adapt := result.get("adapt"):
-        shown["adapt"] = ", ".join(f"{key} {value}" for key, value in adapt.items() if value != ())
+        shown["adapt"] = ", ".join(f"{key} {value}" for key, value in adapt.items() if value not in ((), None))
     if audit := result.get("audit"):
         shown["audit"] = "probabilities at {positions:,} positions sum to 1 within {worst_deviation:.1e}".format(
             **audit
         )
     if proof := result.get("proof"):
         shown["proof"] = _describe_proof(proof)
+    if plain := result.get("plain"):
+        shown["plain"] = _describe_plain(plain)
     print_pairs(shown)
     if beside:
         table = Table("the same text", "bits per byte")
         for name, bpb in {"this model": result["val_bpb"], **beside}.items():
             table.add_row(name, f"{bpb:.4f}")
+        if checkpoint and UNPACKED not in beside:
+            table.add_row(UNPACKED, "see --unpacked")
         Console(highlight=False).print(table)
 
 

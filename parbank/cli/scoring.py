@@ -1,5 +1,6 @@
 """One or several models scored on one text: the work of `eval`."""
 
+import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from parbank.eval.methods.base import Method
 
 LARGEST_BESIDE = 1 << 26  # bytes of text for xz and zstd, which then take a minute
+UNPACKED = "this model, unpacked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +69,25 @@ def score_models(paths: dict[str, Path], request: Request, laps: Laps) -> list[d
         display = Display(enabled=place.is_main, file=sys.stderr)
         kernels = KernelsAside(place, display.say)
         laps.mark("import")
-        for name, path in paths.items():
-            said = f" {name}" if len(paths) > 1 else ""
-            result = _score_model(path, request, place, display, laps, said, beside, kernels)
-            if result is None:
-                continue
-            if found and result["text_sha256"] != found[0]["text_sha256"]:
-                raise ConfigError(f"{name} was scored on another text than {next(iter(paths))}; give one by --data")
-            found.append(result)
-            request = replace(request, data=result["data"])
+        try:
+            for name, path in paths.items():
+                said = f" {name}" if len(paths) > 1 else ""
+                result = _score_model(path, request, place, display, laps, said, beside, kernels)
+                if result is None:
+                    continue
+                if found and result["text_sha256"] != found[0]["text_sha256"]:
+                    raise ConfigError(f"{name} was scored on another text than {next(iter(paths))}; give one by --data")
+                found.append(result)
+                request = replace(request, data=result["data"])
+        except BaseException:  # an interruption too: the scores before it took their time
+            for name, result in zip(paths, found):
+                display.say(f"before this, {name} scored {result['val_bpb']:.6f} bits per byte")
+            raise
         if place.is_main:
             compressors = beside.result()
             laps.mark("compressors")
-            found[0]["beside"] = compressors
+            unpacked = _find_unpacked(next(iter(paths.values())), found[0]) if len(paths) == 1 else {}
+            found[0]["beside"] = unpacked | compressors
     return found if place.is_main else None
 
 
@@ -94,8 +102,8 @@ def _score_model(
     kernels: "KernelsAside",
 ) -> dict[str, Any] | None:
     from parbank.data.validation import open_validation
-    from parbank.eval.audit import audited
-    from parbank.eval.breakdown import break_down
+    from parbank.eval.audit import POSITIONS, audited
+    from parbank.eval.breakdown import break_down, compare_with_plain
     from parbank.eval.methods import make_method
     from parbank.eval.result import refuse_unlike
     from parbank.training.load import load_model
@@ -123,7 +131,8 @@ def _score_model(
         beside.begin(loaded.tokenizer, validation.tokens)
     kernels.wait()
     laps.mark("kernels")
-    with display.progress(f"scoring{said}") as progress, audited(loaded.model) if request.audit else nullcontext() as w:
+    thorough = audited(loaded.model, place.device, POSITIONS) if request.audit else nullcontext()
+    with display.progress(f"scoring{said}") as progress, thorough as w:
         began = laps.seconds.get("first piece", 0.0) + laps.seconds.get("scoring", 0.0)
         scored = method.score(
             loaded.model, validation.tokens, place, _first(progress, laps), tokenizer=loaded.tokenizer
@@ -134,7 +143,9 @@ def _score_model(
     audit_result = {}
     if w is not None:
         method.audit(w, loaded.model, scored, place, tokenizer=loaded.tokenizer)
-        audit_result["audit"] = w.finish(place)
+        found = w.gather(place)
+        found.refuse_faults()
+        audit_result["audit"] = found.describe()
     if not place.is_main:
         return None
     if (idle := method.find_idle(scored.tokens, loaded.model.config)) is not None:
@@ -151,6 +162,8 @@ def _score_model(
         **about,
         **audit_result,
     }
+    if scored.plain is not None:
+        result["plain"] = {"method": "streaming", **compare_with_plain(scored, loaded.tokenizer)}
     if request.prove:
         from parbank.eval.compressor.proof import prove
 
@@ -161,6 +174,24 @@ def _score_model(
     if request.breakdown:
         result["breakdown"] = break_down(scored, loaded.tokenizer, method, loaded.model.config)
     return result
+
+
+def _find_unpacked(path: Path, result: dict[str, Any]) -> dict[str, float]:
+    """The score of the weights before packing, where the run's summary has it for this artifact, text and method: another
+    pass over the text would take as long as the score itself, and is left to --unpacked."""
+    artifact = path / "model.pbk" if path.is_dir() else path
+    try:
+        summary = json.loads((artifact.parent / "summary.json").read_bytes())
+        config = json.loads((artifact.parent / "config.json").read_bytes())
+        same = (
+            artifact.stat().st_size == summary["artifact_bytes"]
+            and abs(result["val_bpb"] - summary["val_bpb"]) < 0.001  # rounding, on another device
+            and (result["text_sha256"], result["tokens"]) == (summary["val_text_sha256"], summary["val_tokens"])
+            and (result["method"], result["context"]) == ("chunked", config["batch"]["sequence_length"])
+        )
+        return {UNPACKED: float(summary["val_bpb_before_packing"])} if same else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _first(progress: Any, laps: Laps) -> Any:

@@ -70,6 +70,19 @@ def break_down(scored: Scored, tokenizer: Tokenizer, method: Method, model: Mode
     )
 
 
+def compare_with_plain(scored: Scored, tokenizer: Tokenizer) -> dict[str, float]:
+    """For a method that starts from a plain score: that score, the gain on it, and the most that a document lost to it, in
+    bits per byte. The last is below zero where every document gained. Documents without bytes do not count."""
+    assert scored.plain is not None
+    sizes = scored.byte_counts(tokenizer).astype(np.float64)
+    lost = (scored.nats.astype(np.float64) - scored.plain) / np.log(2)
+    starts = find_documents(scored.tokens, tokenizer.bos_id)
+    own, bits = np.add.reduceat(sizes, starts), np.add.reduceat(lost, starts)
+    plain = float(scored.plain.sum(dtype=np.float64) / np.log(2) / sizes.sum())
+    gain = float(-lost.sum() / sizes.sum())
+    return {"val_bpb": plain, "gain_bpb": gain, "worst_document_bpb": float((bits[own > 0] / own[own > 0]).max())}
+
+
 def by_octave(places: np.ndarray, sizes: np.ndarray, bits: np.ndarray) -> list[Part]:
     """Positions 0, 1, 2-3, 4-7 and so on: the value of context falls with its logarithm."""
     octave = np.frexp(places)[1]  # 0 for 0, and n for 2^(n-1) to 2^n - 1

@@ -1,6 +1,7 @@
 """Results of scoring, and their comparison: results of different texts or methods are refused."""
 
 import json
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ def read_result(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is not a result of `parbank eval --json`: it has no {missing[0]!r}; score the model again"
         )
+    bpb = found["val_bpb"]
+    if type(bpb) not in (int, float) or not math.isfinite(bpb):
+        raise ConfigError(f"{path} has {bpb!a} for a score (val_bpb), which is no number; score the model again")
     return found
 
 

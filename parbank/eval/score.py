@@ -18,10 +18,14 @@ from parbank.config import require
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import DataError, ParbankError
+from parbank.eval.audit import Audited, audited
 from parbank.model import GPT
+from parbank.ops import loss
 from parbank.runtime import Runtime
 
-IGNORED = -100  # targets that are not scored: PyTorch's ignore_index
+IGNORED = loss.IGNORED  # targets that are not scored
+# Nats of a certain token, rounded: a capped loss of 0 is a difference of float32 numbers up to 60.
+LEAST_NATS = -1e-4
 # Logits of one batch, tokens times vocabulary: a quarter of a gigabyte on a GPU; on a CPU what its caches can still hold.
 _LOGITS_CUDA, _LOGITS_CPU = 1 << 26, 1 << 22
 _BLOCK = 1 << 22  # tokens whose bytes are counted together
@@ -83,11 +87,29 @@ class Scored:
 
     tokens: np.ndarray  # (N,) uint16
     nats: np.ndarray  # (N - 1,) float32, in the order of the text
+    audit: Audited = field(default_factory=Audited)
+    """Whether the nats are those of probabilities, at a sample of positions."""
+    plain: np.ndarray | None = None  # (N - 1,) the plain score of the same tokens, where a method starts from one
 
     @classmethod
-    def gather(cls, text: Text, nats: Tensor, runtime: Runtime) -> "Scored":
+    def gather(cls, text: Text, nats: Tensor, runtime: Runtime, audit: Audited) -> "Scored":
         """Sums over ranks. One rank wrote each slot and the others hold zero, so the sum changes no bit."""
-        return cls(text.tokens, runtime.sum(nats)[:-1].cpu().numpy())
+        return cls(text.tokens, runtime.sum(nats)[:-1].cpu().numpy(), audit)
+
+    def refuse_faults(self) -> None:
+        """Raises an error if these nats are no costs of tokens: not finite, below zero, or not of probabilities."""
+        if len(broken := np.flatnonzero(~np.isfinite(self.nats))):
+            raise ParbankError(
+                f"the score is not a number from token {int(broken[0]) + 1:,} of {len(self.nats):,} on; the model's weights are "
+                "broken, or adapting to the text made them so (with `eval --method ttt`: lower --lr)"
+            )
+        if (least := float(self.nats.min(initial=0.0))) < LEAST_NATS:
+            place = int(self.nats.argmin())
+            raise ParbankError(
+                f"token {place + 1:,} of {len(self.nats):,} costs {least:.3g} nats, and no probability is above 1; the score is "
+                "refused: score on another device (--device cpu), and report it"
+            )
+        self.audit.refuse_faults()
 
     def byte_counts(self, tokenizer: Tokenizer) -> np.ndarray:
         """(N - 1,) the bytes each target stands for."""
@@ -98,16 +120,12 @@ class Scored:
         return counts
 
     def total(self, tokenizer: Tokenizer) -> Score:
+        """The score. Nats that cannot be the costs of tokens are refused."""
+        self.refuse_faults()
         size = int(self.byte_counts(tokenizer).sum(dtype=np.int64))
         if size == 0:
             raise DataError("the validation text has no bytes: it holds nothing but document boundaries")
         nats = float(self.nats.sum(dtype=np.float64))
-        if not math.isfinite(nats):
-            place = int(np.flatnonzero(~np.isfinite(self.nats))[0])
-            raise ParbankError(
-                f"the score is not a number from token {place + 1:,} of {len(self.nats):,} on; the model's weights are broken, or "
-                "adapting to the text made them so (with `eval --method ttt`: lower --lr)"
-            )
         return Score(bits=nats / math.log(2), tokens=len(self.nats), bytes=size)
 
 
@@ -153,7 +171,8 @@ def run_scorer(scorer: Scorer, model: GPT, text: Text, runtime: Runtime, progres
     training = model.training
     model.eval()
     try:
-        scorer.score(text, 0, nats, more=False, progress=progress)
+        with audited(model, runtime.device) as audit:
+            scorer.score(text, 0, nats, more=False, progress=progress)
     finally:
         model.train(training)
-    return Scored.gather(text, nats, runtime)
+    return Scored.gather(text, nats, runtime, audit.gather(runtime))

@@ -45,6 +45,10 @@ class PlainModel(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         """ids (B, T). With targets (B, T) the loss in nats (mean, sum, or none: one per token), else the logits."""
+        return self.read_out(self.features(ids), targets, reduction)
+
+    def features(self, ids: Tensor) -> Tensor:
+        """The module's logits, checked."""
         found = self.module(ids)
         logits = getattr(found, "logits", found)
         expected = (*ids.shape, self.config.vocab_size)
@@ -54,7 +58,11 @@ class PlainModel(nn.Module):
                 f"{type(self.module).__name__} returned {given} for ids of shape {tuple(ids.shape)}; a language model returns "
                 f"logits of shape {expected}, one for each token of its tokenizer, or an object that has them as .logits"
             )
+        return logits
+
+    def read_out(self, logits: Tensor, targets: Tensor | None, reduction: str = "mean") -> Tensor:
+        """The loss, or the logits in float32."""
         if targets is None:
             return logits.float()
-        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
+        losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction=reduction)
         return losses.view(targets.shape) if reduction == "none" else losses

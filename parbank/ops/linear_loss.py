@@ -24,15 +24,18 @@ from parbank.ops.backend import tl, triton
 from parbank.ops.checks import as_rows, fake, on_device, refuse_double_backward, same_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
 from parbank.ops.loss import (
-    BOUNDED_CAP,
+    _exp,
     _gradient,
     _log_sum_exp,
     _loss,
+    _pair,
     _scores,
     check_loss,
+    is_bounded,
     launch_gradient,
     launch_losses,
     reduce_losses,
+    sums_shape,
 )
 
 # By vocabulary. CHUNK is in logits: 2^24 of them are 32 MiB in bfloat16 and stay in an H200's L2; with a large vocabulary
@@ -72,23 +75,27 @@ def _linear_loss_kernel(
         col = tl.arange(0, BLOCK)
         inside = live[:, None] & (col < VOCAB)[None, :]
         z, top = _scores(start[:, None] + col[None, :], inside, col < VOCAB, cap, CAPPED, BOUNDED)
-        power = tl.exp2(z * 1.4426950408889634 - (top * 1.4426950408889634)[:, None])
+        none = tl.zeros((BLOCK_ROWS,), tl.float32)
+        if BOUNDED:
+            power = _exp(z, none, top * 1.4426950408889634, BOUNDED)
+        else:
+            power = _exp(z, top, none, BOUNDED)
         if VOCAB != BLOCK:
             power = tl.where((col < VOCAB)[None, :], power, 0.0)
-        log2_sum = top * 1.4426950408889634 + tl.log2(tl.sum(power, 1))
-        loss = _loss(start, live, target, log2_sum, cap, ignore, VOCAB, CAPPED)
-        back = _gradient(z, log2_sum, col, target, cap, CAPPED) * factor
+        largest, log2_sum = _pair(top, tl.log2(tl.sum(power, 1)), BOUNDED)
+        loss = _loss(start, live, target, largest, log2_sum, cap, ignore, VOCAB, CAPPED)
+        back = _gradient(z, largest, log2_sum, col, target, cap, CAPPED, BOUNDED) * factor
         tl.debug_barrier()  # the target's logit is read above through another thread than the one that overwrites it
         tl.store(start[:, None] + col[None, :], back.to(logits.dtype.element_ty), mask=inside)
     else:
-        log2_sum = _log_sum_exp(start, live, cap, VOCAB, CAPPED, BOUNDED, BLOCK_ROWS, BLOCK)
-        loss = _loss(start, live, target, log2_sum, cap, ignore, VOCAB, CAPPED)
+        largest, log2_sum = _log_sum_exp(start, live, cap, VOCAB, CAPPED, BOUNDED, BLOCK_ROWS, BLOCK)
+        loss = _loss(start, live, target, largest, log2_sum, cap, ignore, VOCAB, CAPPED)
         tl.debug_barrier()
         for first in range(0, VOCAB, BLOCK):
             col = first + tl.arange(0, BLOCK)
             inside = live[:, None] & (col < VOCAB)[None, :]
             z, _ = _scores(start[:, None] + col[None, :], inside, col < VOCAB, cap, CAPPED, BOUNDED)
-            back = _gradient(z, log2_sum, col, target, cap, CAPPED) * factor
+            back = _gradient(z, largest, log2_sum, col, target, cap, CAPPED, BOUNDED) * factor
             tl.store(start[:, None] + col[None, :], back.to(logits.dtype.element_ty), mask=inside)
     tl.store(losses + row, loss, mask=live)
 
@@ -113,7 +120,7 @@ def _lose_in_place(
     with on_device(logits.device):
         _linear_loss_kernel[(triton.cdiv(rows, launch.blocks["BLOCK_ROWS"]),)](
             logits, targets, losses, share, rows, cap, ignore_index,
-            VOCAB=vocab, CAPPED=cap > 0, BOUNDED=cap <= BOUNDED_CAP, **launch.kwargs(),
+            VOCAB=vocab, CAPPED=cap > 0, BOUNDED=is_bounded(cap), **launch.kwargs(),
         )  # fmt: skip
 
 
@@ -150,14 +157,14 @@ class _Gradients:
     schema="(Tensor x, Tensor weight, Tensor targets, float cap, int ignore_index) -> (Tensor, Tensor)",
 )
 def _losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The loss of every token and the log2 of its sum of exponentials, without any gradient."""
+    """The loss of every token and the numbers of its log-sum-exp, without any gradient."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
-    sums = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
+    sums = torch.empty(sums_shape(targets, cap), dtype=torch.float32, device=x.device)
     rows, flat_targets, flat_losses, flat_sums = (
         as_rows(x),
         targets.contiguous().view(-1),
         losses.view(-1),
-        sums.view(-1),
+        sums.view(-1, sums.shape[-1]),
     )
     for chunk, logits in _chunks(rows, weight):
         launch_losses(logits, flat_targets[chunk], flat_losses[chunk], flat_sums[chunk], cap, ignore_index)
@@ -178,7 +185,7 @@ def _losses_backward(
     rows, flat_targets, flat_sums, flat_grad = (
         as_rows(x),
         targets.contiguous().view(-1),
-        sums.view(-1),
+        sums.view(-1, sums.shape[-1]),
         grad.reshape(-1),
     )
     for chunk, logits in _chunks(rows, weight):
@@ -209,7 +216,8 @@ def _loss_sum(
 
 @fake(_losses)
 def _(x: Tensor, weight: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(targets.shape, dtype=torch.float32), x.new_empty(targets.shape, dtype=torch.float32)
+    losses, sums = (x.new_empty(shape, dtype=torch.float32) for shape in (targets.shape, sums_shape(targets, cap)))
+    return losses, sums
 
 
 def _fake_gradients(x: Tensor, weight: Tensor, of_x: bool, of_weight: bool) -> tuple[Tensor, Tensor]:

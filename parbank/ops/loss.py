@@ -3,8 +3,10 @@
     loss  = log(sum(exp(z))) - z[target]
     dx[c] = dloss * (softmax(z)[c] - [c == target]) * (1 - (z[c]/cap)^2)
 
-Forward keeps one number per row, the log-sum-exp in base 2, the hardware's base. Backward reads the logits again and
-writes their gradient. No float32 tensor has the size of the logits.
+Forward keeps the log-sum-exp of each row in base 2, the hardware's base, as two numbers: the largest z, and log2 of the
+sum of exp(z - largest). Their sum as one number would lose the second to rounding where logits are large: at 1e9 a float32
+has no digits left for it, and every token would cost nothing. Only for caps up to `BOUNDED_CAP` one number is enough.
+Backward reads the logits again and writes their gradient. No float32 tensor has the size of the logits.
 
 At these sizes tanh, not memory, would bound the time: an accurate tanh takes two operations of the special-function
 unit per element, exp a third, and memory leaves time for fewer than two. So a tile whose logits all lie within
@@ -24,9 +26,12 @@ from parbank.ops.backend import tl, triton
 from parbank.ops.checks import as_rows, fake, on_device, refuse_double_backward, same_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
 
-BOUNDED_CAP = (
-    40.0  # exp(2 * 40) is within float32, so a row may be shifted by any bound on |z| instead of its own maximum
-)
+# exp(2 * 40) is within float32, so a row may be shifted by any bound on |z| instead of its own maximum. And up to 40 the
+# log-sum-exp is one number, with an error of a few millionths.
+BOUNDED_CAP = 40.0
+
+IGNORED = -100
+"""A target that has no loss: the default ignore_index, as in PyTorch."""
 
 
 def _launch(rows: int, block: int, warps: int) -> Launch:
@@ -82,12 +87,22 @@ def _scores(pointers, inside, known, cap, CAPPED: tl.constexpr, BOUNDED: tl.cons
         if BOUNDED:
             top = tl.minimum(peak, cap)  # |tanh(t)| is below |t| and 1
         else:
-            top = tl.max(tl.where(known[None, :], z, -1.0e30), 1)
+            top = tl.max(tl.where(known[None, :], z, -1.0e38), 1)
     else:
         # The floor is set after the cast: in float16 it would be infinite.
-        z = tl.where(inside, tl.load(pointers, mask=inside, other=0.0).to(tl.float32), -1.0e30)
+        z = tl.where(inside, tl.load(pointers, mask=inside, other=0.0).to(tl.float32), -1.0e38)
         top = tl.max(z, 1)
     return z, top
+
+
+@triton.jit
+def _exp(z, largest, log2_sum, BOUNDED: tl.constexpr):
+    """exp(z - largest) / 2^log2_sum; where bounded, exp(z) / 2^log2_sum, with one rounding less."""
+    if BOUNDED:
+        power = tl.exp2(z * 1.4426950408889634 - log2_sum[:, None])
+    else:
+        power = tl.exp2((z - largest[:, None]) * 1.4426950408889634 - log2_sum[:, None])
+    return power
 
 
 @triton.jit
@@ -95,30 +110,46 @@ def _log_sum_exp(
     start, live, cap, VOCAB: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """log2 of the sum of exp(z) over each row that begins at `start`, walking it in blocks."""
-    shift = tl.full((BLOCK_ROWS,), -3.0e30, tl.float32)  # finite, below any row's: infinities would give NaNs
+    """The log-sum-exp of each row that begins at `start`, walking it in blocks: the largest z, and log2 of the sum of
+    exp(z - largest); where bounded, 0 and log2 of the sum of exp(z)."""
+    # The floor is finite and below any row's largest: infinities would give NaNs.
+    largest = tl.full((BLOCK_ROWS,), -1.0e38, tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    none = tl.zeros((BLOCK_ROWS,), tl.float32)
     for first in range(0, VOCAB, BLOCK):
         col = first + tl.arange(0, BLOCK)
         known = col < VOCAB
         z, top = _scores(start[:, None] + col[None, :], live[:, None] & known[None, :], known, cap, CAPPED, BOUNDED)
-        new = tl.maximum(shift, top * 1.4426950408889634)
-        power = tl.exp2(z * 1.4426950408889634 - new[:, None])
+        new = tl.maximum(largest, top)
+        if BOUNDED:
+            power = _exp(z, none, new * 1.4426950408889634, BOUNDED)
+        else:
+            power = _exp(z, new, none, BOUNDED)
         if VOCAB % BLOCK != 0:
             power = tl.where(known[None, :], power, 0.0)
-        total = total * tl.exp2(shift - new) + tl.sum(power, 1)
-        shift = new
-    return shift + tl.log2(total)
+        total = total * tl.exp2((largest - new) * 1.4426950408889634) + tl.sum(power, 1)
+        largest = new
+    return _pair(largest, tl.log2(total), BOUNDED)
 
 
 @triton.jit
-def _loss(start, live, target, log2_sum, cap, ignore, VOCAB: tl.constexpr, CAPPED: tl.constexpr):
+def _pair(largest, log2_sum, BOUNDED: tl.constexpr):
+    """The two numbers of a log-sum-exp, from the shift of its exponentials and log2 of their sum."""
+    if BOUNDED:
+        log2_sum = largest * 1.4426950408889634 + log2_sum
+        largest = largest * 0.0
+    return largest, log2_sum
+
+
+@triton.jit
+def _loss(start, live, target, largest, log2_sum, cap, ignore, VOCAB: tl.constexpr, CAPPED: tl.constexpr):
     """The loss of each row: 0 where it is ignored, NaN where the target is not in the vocabulary."""
     known = live & (target >= 0) & (target < VOCAB)
     z = tl.load(start + target, mask=known, other=0.0).to(tl.float32)
     if CAPPED:
         z = _far(z, cap)
-    loss = tl.where(known, log2_sum * 0.6931471805599453 - z, float("nan"))
+    # In this order: largest - z is exact or large, and log2_sum keeps its digits.
+    loss = tl.where(known, (largest - z) + log2_sum * 0.6931471805599453, float("nan"))
     return tl.where(target == ignore, 0.0, loss)
 
 
@@ -132,17 +163,21 @@ def _loss_forward_kernel(
     live = row < rows
     start = logits + row * stride
     target = tl.load(targets + row, mask=live, other=0)
-    log2_sum = _log_sum_exp(start, live, cap, VOCAB, CAPPED, BOUNDED, BLOCK_ROWS, BLOCK)
-    tl.store(sums + row, log2_sum, mask=live)
-    tl.store(losses + row, _loss(start, live, target, log2_sum, cap, ignore, VOCAB, CAPPED), mask=live)
+    largest, log2_sum = _log_sum_exp(start, live, cap, VOCAB, CAPPED, BOUNDED, BLOCK_ROWS, BLOCK)
+    if BOUNDED:
+        tl.store(sums + row, log2_sum, mask=live)
+    else:
+        tl.store(sums + 2 * row, log2_sum, mask=live)
+        tl.store(sums + 2 * row + 1, largest, mask=live)
+    tl.store(losses + row, _loss(start, live, target, largest, log2_sum, cap, ignore, VOCAB, CAPPED), mask=live)
     if COUNT:
         tl.store(counted + row, (target != ignore).to(tl.float32), mask=live)
 
 
 @triton.jit
-def _gradient(z, log2_sum, col, target, cap, CAPPED: tl.constexpr):
+def _gradient(z, largest, log2_sum, col, target, cap, CAPPED: tl.constexpr, BOUNDED: tl.constexpr):
     """dz of one row's loss, through the cap."""
-    back = tl.exp2(z * 1.4426950408889634 - log2_sum[:, None])
+    back = _exp(z, largest, log2_sum, BOUNDED)
     back = tl.where(col[None, :] == target[:, None], back - 1.0, back)
     if CAPPED:
         t = z * (1.0 / cap)
@@ -153,7 +188,8 @@ def _gradient(z, log2_sum, col, target, cap, CAPPED: tl.constexpr):
 @triton.jit
 def _loss_backward_kernel(
     grad, logits, targets, sums, totals, out, rows, stride_grad, stride, stride_out, cap, ignore,
-    VOCAB: tl.constexpr, CAPPED: tl.constexpr, COUNT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    VOCAB: tl.constexpr, CAPPED: tl.constexpr, BOUNDED: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (VOCAB + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -162,14 +198,29 @@ def _loss_backward_kernel(
     inside = live[:, None] & (col < VOCAB)[None, :]
     z = tl.load(logits + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
     target = tl.load(targets + row, mask=live, other=0)
-    log2_sum = tl.load(sums + row, mask=live, other=0.0)
+    if BOUNDED:
+        log2_sum = tl.load(sums + row, mask=live, other=0.0)
+        largest = log2_sum  # not used
+    else:
+        log2_sum = tl.load(sums + 2 * row, mask=live, other=0.0)
+        largest = tl.load(sums + 2 * row + 1, mask=live, other=0.0)
     factor = tl.where(target == ignore, 0.0, tl.load(grad + row * stride_grad, mask=live, other=0.0).to(tl.float32))
     if COUNT:
         factor /= tl.maximum(tl.load(totals + 1), 1.0)  # where all are ignored the gradient is zero
     if CAPPED:
         z = _softcap(z, cap, tl.max(tl.max(tl.abs(z), 1), 0))
-    back = _gradient(z, log2_sum, col, target, cap, CAPPED) * factor[:, None]
+    back = _gradient(z, largest, log2_sum, col, target, cap, CAPPED, BOUNDED) * factor[:, None]
     tl.store(out + row[:, None] * stride_out + col[None, :], back.to(out.dtype.element_ty), mask=inside)
+
+
+def is_bounded(cap: float) -> bool:
+    """Whether capped logits lie so close to zero that a log-sum-exp is one number."""
+    return 0 < cap <= BOUNDED_CAP
+
+
+def sums_shape(targets: Tensor, cap: float) -> tuple[int, ...]:
+    """Of the tensor with the log-sum-exp of every target."""
+    return (*targets.shape, 1 if is_bounded(cap) else 2)
 
 
 def launch_losses(
@@ -181,13 +232,14 @@ def launch_losses(
     ignore_index: int,
     counted: Tensor | None = None,
 ) -> None:
-    """Fills losses and sums (rows,) from logits (rows, V) and targets (rows,); counted: 1 where a target is not ignored."""
+    """Fills losses (rows,) and sums (rows, numbers of `sums_shape`) from logits (rows, V) and targets (rows,); counted: 1
+    where a target is not ignored."""
     rows, vocab = logits.shape
     launch = configs.choose("softcap_cross_entropy", vocab, logits.device)
     with on_device(logits.device):
         _loss_forward_kernel[(triton.cdiv(rows, launch.blocks["BLOCK_ROWS"]),)](
             logits, targets, losses, counted, sums, rows, logits.stride(0), cap, ignore_index,
-            VOCAB=vocab, CAPPED=cap > 0, BOUNDED=cap <= BOUNDED_CAP, COUNT=counted is not None, **launch.kwargs(),
+            VOCAB=vocab, CAPPED=cap > 0, BOUNDED=is_bounded(cap), COUNT=counted is not None, **launch.kwargs(),
         )  # fmt: skip
 
 
@@ -211,7 +263,8 @@ def launch_gradient(
     with on_device(logits.device):
         _loss_backward_kernel[(programs,)](
             grad, logits, targets, sums, totals, out, rows, grad.stride(0), logits.stride(0), out.stride(0),
-            cap, ignore_index, VOCAB=vocab, CAPPED=cap > 0, COUNT=totals is not None, **launch.kwargs(),
+            cap, ignore_index, VOCAB=vocab, CAPPED=cap > 0, BOUNDED=is_bounded(cap), COUNT=totals is not None,
+            **launch.kwargs(),
         )  # fmt: skip
 
 
@@ -221,9 +274,9 @@ def launch_gradient(
     schema="(Tensor logits, Tensor targets, float cap, int ignore_index) -> (Tensor, Tensor)",
 )
 def _softcap_cross_entropy(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The losses of every token and the log2 of its sum of exponentials, both float32 in the shape of the targets."""
+    """The losses of every token, in the shape of the targets, and the numbers of its log-sum-exp, both float32."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    sums = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(sums_shape(targets, cap), dtype=torch.float32, device=logits.device)
     if targets.numel():
         launch_losses(as_rows(logits), targets.contiguous(), losses, sums, cap, ignore_index)
     return losses, sums
@@ -235,12 +288,12 @@ def _softcap_cross_entropy(logits: Tensor, targets: Tensor, cap: float, ignore_i
     schema="(Tensor logits, Tensor targets, float cap, int ignore_index) -> (Tensor, Tensor, Tensor)",
 )
 def _mean_loss(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean, the log2 of the sums of exponentials, and (sum of the losses, their number).
+    """The mean, the numbers of every log-sum-exp, and (sum of the losses, their number).
 
     A separate op, because PyTorch's mean takes half a dozen launches, forward and backward, beside our two.
     """
     parts = torch.empty((2, targets.numel()), dtype=torch.float32, device=logits.device)
-    sums = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(sums_shape(targets, cap), dtype=torch.float32, device=logits.device)
     if targets.numel():
         launch_losses(as_rows(logits), targets.contiguous(), parts[0], sums, cap, ignore_index, parts[1])
     totals = parts.sum(1)
@@ -272,13 +325,15 @@ def _softcap_cross_entropy_backward(
 
 @fake(_softcap_cross_entropy)
 def _(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor]:
-    shape = targets.shape
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.float32)
+    losses, sums = (logits.new_empty(shape, dtype=torch.float32) for shape in (targets.shape, sums_shape(targets, cap)))
+    return losses, sums
 
 
 @fake(_mean_loss)
 def _(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    mean, sums, totals = (logits.new_empty(shape, dtype=torch.float32) for shape in ((), targets.shape, (2,)))
+    mean, sums, totals = (
+        logits.new_empty(shape, dtype=torch.float32) for shape in ((), sums_shape(targets, cap), (2,))
+    )
     return mean, sums, totals
 
 
@@ -321,7 +376,7 @@ _softcap_cross_entropy_backward.register_autograd(refuse_double_backward("softca
 
 
 def softcap_cross_entropy(
-    logits: Tensor, targets: Tensor, cap: float = 0.0, ignore_index: int = -100, reduction: str = "mean"
+    logits: Tensor, targets: Tensor, cap: float = 0.0, ignore_index: int = IGNORED, reduction: str = "mean"
 ) -> Tensor:
     """Cross-entropy of cap*tanh(logits/cap), in one pass each way. A cap of 0 leaves the logits as they are.
 

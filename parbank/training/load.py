@@ -4,7 +4,7 @@ import json
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,9 @@ from parbank.data.tokenizer import Tokenizer
 from parbank.errors import CheckpointError, ParbankError, enough_memory
 from parbank.model import GPT
 from parbank.training.checkpoint import MALFORMED, find_checkpoint, first_line, load_checkpoint
-from parbank.training.config import RunConfig, read_config
+
+if TYPE_CHECKING:
+    from parbank.training.config import RunConfig
 
 
 def load_model(path: Path, device: torch.device, shaped: Shaped = ignore_shape) -> LoadedModel:
@@ -28,14 +30,7 @@ def load_model(path: Path, device: torch.device, shaped: Shaped = ignore_shape) 
         return replace(loaded, data=loaded.data or _trained_on(path))
     if is_artifact(path) or path.suffix == ".pbk":
         return load_artifact(path, device, shaped)
-    if not path.exists():
-        raise CheckpointError(
-            f"{path} does not exist; give an artifact (.pbk), a checkpoint (step_N.pt), or a run folder"
-        )
-    if path.is_file() and not zipfile.is_zipfile(path):  # a complete checkpoint is one
-        raise CheckpointError(
-            f"{path} is neither an artifact (.pbk) nor a whole checkpoint (step_N.pt); give one of them"
-        )
+    check_model(path)
     file = find_checkpoint(path)
     model, tokenizer, config = load_trained(file, device)
     return LoadedModel(
@@ -48,6 +43,21 @@ def load_model(path: Path, device: torch.device, shaped: Shaped = ignore_shape) 
     )
 
 
+def check_model(path: Path) -> None:
+    """Refuses a path that cannot be a model, by what kind of file or folder it is. Nothing is decoded."""
+    if (path.is_dir() and (path / "model.pbk").exists()) or is_artifact(path):
+        return
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} does not exist; give an artifact (.pbk), a checkpoint (step_N.pt), or a run folder"
+        )
+    if path.is_file() and not zipfile.is_zipfile(path):  # a complete checkpoint is one
+        raise CheckpointError(
+            f"{path} is neither an artifact (.pbk) nor a whole checkpoint (step_N.pt); give one of them"
+        )
+    find_checkpoint(path)
+
+
 def _trained_on(folder: Path) -> str | None:
     try:
         found = json.loads((folder / "config.json").read_bytes())["data"]
@@ -56,7 +66,7 @@ def _trained_on(folder: Path) -> str | None:
     return remembered_spec(found) if isinstance(found, str) else None
 
 
-def load_trained(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, RunConfig]:
+def load_trained(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, "RunConfig"]:
     """The averaged weights of a checkpoint, with its tokenizer and config."""
     file = find_checkpoint(path)
     state = load_checkpoint(file)
@@ -69,8 +79,10 @@ def load_trained(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, RunC
         raise CheckpointError(f"{file} does not hold what its config says: {first_line(error)}") from error
 
 
-def _rebuild(state: dict[str, Any], device: torch.device) -> tuple[GPT, Tokenizer, RunConfig]:
-    from parbank.optim.averaging import Averages  # with all of optim: an artifact needs none of it
+def _rebuild(state: dict[str, Any], device: torch.device) -> tuple[GPT, Tokenizer, "RunConfig"]:
+    # The config of a run and its averages import all of optim. An artifact needs none of it, and is scored sooner.
+    from parbank.optim.averaging import Averages
+    from parbank.training.config import read_config
 
     config = read_config(state["config"])
     _check_shapes(config, state["model"])
@@ -82,7 +94,7 @@ def _rebuild(state: dict[str, Any], device: torch.device) -> tuple[GPT, Tokenize
     return model, Tokenizer.from_bytes(state["tokenizer"]), config
 
 
-def _check_shapes(config: RunConfig, weights: dict[str, torch.Tensor]) -> None:
+def _check_shapes(config: "RunConfig", weights: dict[str, torch.Tensor]) -> None:
     """Compares shapes on the meta device, before a model of any size takes memory."""
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in GPT(config.model).state_dict().items()}
@@ -93,7 +105,7 @@ def _check_shapes(config: RunConfig, weights: dict[str, torch.Tensor]) -> None:
         )
 
 
-def describe_run(config: RunConfig) -> About:
+def describe_run(config: "RunConfig") -> About:
     """The meta of a run's artifact."""
     return About(
         model=config.model,

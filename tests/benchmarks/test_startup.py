@@ -1,10 +1,16 @@
 """benchmarks/startup.py: the parts of a command's time add up to it, and a command that fails is not a result."""
 
+import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from parbank.artifact.container import read_artifact, write_artifact
+from parbank.config import from_dict
+from parbank.model import ModelConfig
 
 SUMMARY = {
     "setup_seconds": 6.0,
@@ -64,6 +70,41 @@ def test_a_command_that_fails_is_no_result(
     monkeypatch.setattr(startup.sys, "executable", "false")
     with pytest.raises(SystemExit, match="failed with 1"):
         startup.run(["train"], tmp_path)
+
+
+def test_an_earlier_version_runs_its_own_code(startup: ModuleType, tmp_path: Path) -> None:
+    package = tmp_path / "before" / "parbank"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys; print('the old one', *sys.argv[1:])")
+    _, lines = startup.run(["eval"], tmp_path / "cache", root=package.parent)
+    assert [line for _, line in lines] == ["the old one eval"]
+
+
+def test_an_earlier_version_is_not_told_of_settings_that_it_does_not_need(startup: ModuleType, tmp_path: Path) -> None:
+    config = ModelConfig(vocab_size=320, layers=2, width=16, heads=2, kv_heads=1, rope_dims=4, value_layers=(1,))
+    meta = {"model": json.loads(json.dumps(dataclasses.asdict(config))), "context": 8}
+    write_artifact(tmp_path / "a.pbk", meta, {"x": b"section"})
+    found = read_artifact(startup.strip_defaults(tmp_path / "a.pbk", tmp_path / "b.pbk"))
+    assert found.sections == {"x": b"section"}
+    assert found.meta["context"] == 8
+    assert from_dict(ModelConfig, found.meta["model"]) == config
+    assert not {"dense", "window_layers"} & found.meta["model"].keys(), "which have their defaults"
+
+
+def test_a_version_that_does_not_divide_its_time_has_a_row(startup: ModuleType) -> None:
+    result = {"bytes": 10, "tokens": 4, "seconds": 2.0, "val_bpb": 1.5}
+    found = {
+        row.case: row.value for row in startup.eval_rows("ttt", "old, first start", 9.0, [(1.0, json.dumps(result))])
+    }
+    assert found == {"eval, ttt": 9.0, "eval, ttt: scoring alone": 2.0, "eval, ttt: bits per byte": 1.5}
+    result |= {"times": {"import": 5.0, "scoring": 3.0, "text": 0.001}}
+    found = {row.case: row.value for row in startup.eval_rows("ttt", "first start", 9.0, [(1.0, json.dumps(result))])}
+    assert found["eval, ttt: exit"] == pytest.approx(0.999)
+    assert "eval, ttt: text" not in found
+    result["plain"] = {"val_bpb": 1.6, "gain_bpb": 0.1, "worst_document_bpb": -0.01}
+    found = {row.case: row.value for row in startup.eval_rows("x", "first start", 9.0, [(1.0, json.dumps(result))])}
+    assert (found["eval, x: gain on streaming"], found["eval, x: loss of the worst document"]) == (0.1, -0.01)
 
 
 def test_kernels_are_carried_from_one_cache_to_another(

@@ -3,9 +3,11 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from parbank.eval.methods.chunked import Chunked
 from tests.cli.calls import Call
 
 
@@ -36,6 +38,92 @@ def test_a_score_has_other_compressors_beside_it_and_says_where_the_seconds_went
     assert {"start", "import", "model", "text", "scoring"} <= result["times"].keys()
     assert all(seconds >= 0 for seconds in result["times"].values())
     assert result["seconds"] <= sum(result["times"].values())
+
+
+def test_the_unpacked_model_is_beside_a_score_where_the_run_knows_it(call: Call, trained: Path, page: str) -> None:
+    summary = json.loads((trained / "summary.json").read_text(encoding="utf-8"))
+    before = summary["val_bpb_before_packing"]
+    for path in (trained, trained / "model.pbk"):
+        result = json.loads(call("eval", path, "--data", summary_data(trained), "--json").out)
+        assert result["beside"]["this model, unpacked"] == before
+    rows = [line.split("│")[1:3] for line in call("eval", trained).out.splitlines() if "unpacked" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [["this model, unpacked", f"{before:.4f}"]]
+    for other in (("--data", page), ("--method", "streaming"), ("--context", 32)):
+        assert "this model, unpacked" not in json.loads(call("eval", trained, *other, "--json").out)["beside"]
+        assert "see --unpacked" in call("eval", trained, *other).out
+
+
+def summary_data(trained: Path) -> str:
+    return str(json.loads((trained / "config.json").read_text(encoding="utf-8"))["data"])
+
+
+def test_another_artifact_is_not_given_the_summary_s_score(call: Call, trained: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    for change in ({"artifact_bytes": 1}, {"val_bpb": summary["val_bpb"] + 0.01}, {"val_text_sha256": "0"}):
+        (run / "summary.json").write_text(json.dumps(summary | change), encoding="utf-8")
+        assert "this model, unpacked" not in json.loads(call("eval", run, "--json").out)["beside"]
+
+
+def test_an_adaptive_score_shows_the_plain_one_and_its_worst_document(call: Call, trained: Path, page: str) -> None:
+    common = ("eval", trained, "--data", page, "--device", "cpu")
+    found = json.loads(
+        call(*common, "--method", "adaptive", "--breakdown", "--picture", trained / "b.png", "--json").out
+    )
+    plain = json.loads(
+        call(*common, "--method", "streaming", "--breakdown", "--picture", trained / "b.png", "--json").out
+    )
+    assert found["plain"]["method"] == "streaming"
+    assert found["plain"]["val_bpb"] == pytest.approx(plain["val_bpb"], abs=1e-9)
+    assert found["plain"]["gain_bpb"] == pytest.approx(plain["val_bpb"] - found["val_bpb"], abs=1e-6)
+    documents = zip(found["breakdown"]["by_document"], plain["breakdown"]["by_document"])
+    worst = max(mine["bpb"] - theirs["bpb"] for mine, theirs in documents)
+    assert found["plain"]["worst_document_bpb"] == pytest.approx(worst, abs=1e-6)
+    assert "plain" not in plain
+    assert "by streaming; adapting gains" in call(*common, "--method", "adaptive").out
+
+
+def test_a_path_that_is_no_model_is_refused_before_the_first_is_scored(
+    call: Call, trained: Path, page: str, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("text", encoding="utf-8")
+    for path, message in (
+        (tmp_path / "missing.pbk", "missing.pbk does not exist; give an artifact"),
+        (tmp_path / "text.txt", "is neither an artifact"),
+        (tmp_path, "no checkpoint"),
+    ):
+        answer = call("eval", trained, path, "--data", page)
+        assert (answer.code, answer.out) == (2, "")
+        assert message in answer.err
+        assert "scoring" not in answer.err
+
+
+def test_an_error_at_a_later_model_does_not_lose_earlier_scores(
+    call: Call, trained: Path, page: str, tmp_path: Path
+) -> None:
+    sound, damaged = (trained / "model.pbk").read_bytes(), tmp_path / "damaged.pbk"
+    damaged.write_bytes(sound[:-9] + b"damaged!!")
+    bpb = json.loads(call("eval", trained, "--data", page, "--json").out)["val_bpb"]
+    answer = call("eval", trained, damaged, "--data", page)
+    assert (answer.code, answer.out) == (2, "")
+    assert f"before this, {trained} scored {bpb:.6f} bits per byte" in answer.err
+    assert "before this" not in call("eval", damaged, trained, "--data", page).err
+
+
+def test_models_of_different_contexts_are_told_apart(
+    call: Call, trained: Path, other: Path, page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def describe(self: Chunked) -> dict[str, Any]:
+        contexts.append(64 if len(contexts) % 2 else 32)
+        return {"method": "chunked", "context": contexts[-1], "stride": None, "adapt": None}
+
+    contexts: list[int] = []
+    same = call("eval", trained, other, "--data", page)
+    assert "windows of different lengths" not in same.out
+    assert "corrected" not in same.out, "one comparison needs no correction"
+    monkeypatch.setattr(Chunked, "describe", describe)
+    answer = call("eval", trained, other, "--data", page)
+    assert f"different lengths (tokens: {trained} 32, {other} 64); --context N" in answer.out.replace("\n", " ")
 
 
 def test_several_models_are_compared_by_document(call: Call, trained: Path, other: Path, page: str) -> None:

@@ -42,7 +42,11 @@ CONSTANTS: dict[str, dict[str, str]] = {
         "80%": "the share of memory that a micro-batch may fill",
         "40%": "SHORT_SHARE of plan/choose.py",
     },
-    "docs/design/promises.md": {"2%": "the share that validates", "60 s": "a limit", "2 s": "the beat of watch.py"},
+    "docs/design/promises.md": {
+        "2%": "the share that validates",
+        "0.001": "the tolerance of eval/audit.py",
+    },
+    "docs/design/ranks.md": {"60 s": "a limit", "2 s": "the beat of watch.py"},
     "docs/design/study.md": {
         "5%": "the level of the verdict",
         "80%": "the power of the study",

@@ -14,7 +14,7 @@ COLUMNS = 120
 WORDS = 800
 README_LINES = 150
 START_LINES = 6
-OWN = {"changes", "faults", "files", "promises"}  # pages about this repository alone
+OWN = {"changes", "faults", "files", "promises", "ranks"}  # pages about this repository alone
 
 
 @pytest.mark.parametrize("page", find_pages(), ids=name)

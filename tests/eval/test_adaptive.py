@@ -1,6 +1,7 @@
 """Adaptive scores: probabilities that sum to 1, no token scored after it was learnt from, and no document that loses."""
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError
 from parbank.eval.adaptation.documents import DocumentReader, find_documents, group_documents
-from parbank.eval.audit import audited
+from parbank.eval.audit import POSITIONS, audited
 from parbank.eval.methods import make_method
+from parbank.eval.methods.adaptive import _find_best
 from parbank.eval.methods.base import place_in_document
 from parbank.eval.methods.streaming import Streaming
 from parbank.eval.mixing.bayes import mix_bayes
@@ -30,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "n-grams": {"rank": 0},
     "n-grams of the document": {"rank": 0, "scopes": ("document",)},
     "everything": {},
+    "a rate that two documents choose": {"orders": (), "lr": None, "rates": (0.02, 0.05), "pilot": 2},
 }
 
 
@@ -103,10 +106,10 @@ def test_the_factors_score_a_chunk_before_they_learn_from_it() -> None:
     ids = torch.from_numpy(tokens.astype(np.int64))
     found = {}
     for lr in (0.0, 0.02):
-        reader = DocumentReader(model, CPU, rows=2, rank=4, chunk=8, window=CONTEXT, lr=lr, decay=100, graphed=False)
+        reader = DocumentReader(model, CPU, rows=2, rank=4, chunk=8, window=CONTEXT, decay=100, graphed=False)
         nats = torch.zeros(len(tokens))
         for group in group_documents(find_documents(tokens, BOS), 2):
-            for places, part in reader.read(ids, group):
+            for places, part in reader.read(ids, group, [lr]):
                 nats[places] = part[..., 0]
         found[lr] = nats[:-1].numpy()
     place = place_in_document(tokens, BOS)
@@ -134,6 +137,34 @@ def test_documents_learn_apart_from_each_other() -> None:
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("pilot", [1, 3, 5, 9])
+def test_the_first_documents_choose_the_rate_of_all_others(pilot: int) -> None:
+    tokens, rates, shape = make_tokens(), (0.001, 0.05, 0.02), {"context": CONTEXT, "chunk": 8, "rows": 2}
+    text, temperatures = Text.load(TokenSet([tokens]), CPU), (1.0, 1.1)
+
+    def read(**settings: Any) -> np.ndarray:
+        method: Any = make_method("adaptive", temperatures=temperatures, **shape, **settings)
+        return np.asarray(method.read_documents(make_model(), text, CPU, lambda share: None))
+
+    found = read(rates=rates, pilot=pilot).reshape(-1, len(rates), 2)
+    alone = [read(lr=rate) for rate in rates]
+    documents = find_documents(tokens, BOS)
+    known = documents[pilot].first if pilot < len(documents) else len(found)
+    costs = [nats[:known].astype(np.float64).sum(0).min() for nats in alone]
+    assert sorted(costs)[0] < sorted(costs)[1] - 1e-3, "one of them is better"
+    for number, nats in enumerate(alone):
+        np.testing.assert_allclose(found[:known, number], nats[:known], rtol=1e-4, atol=1e-4)
+        best = alone[int(np.argmin(costs))]
+        np.testing.assert_allclose(found[known:, number], best[known:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_rate_at_which_factors_overflow_is_never_the_best() -> None:
+    nats = torch.tensor([[[math.nan, math.nan], [3.0, 4.0], [2.5, 9.0]]]).repeat(5, 1, 1)
+    assert _find_best(nats) == 2
+    nats[2, 2] = math.inf
+    assert _find_best(nats) == 1
+
+
 def test_factors_that_wreck_the_model_cost_next_to_nothing() -> None:
     """They are perfect in the first document, so Bayes' mixture trusts them, and wrong in all later ones."""
     tokens, alone = make_tokens(), plain(make_tokens())
@@ -151,6 +182,21 @@ def test_factors_that_wreck_the_model_cost_next_to_nothing() -> None:
     assert losses[0][0] < -20, "it pays where it helps"
 
 
+@pytest.mark.parametrize("nothing", [np.nan, np.inf, -np.inf])
+def test_factors_that_overflow_leave_the_plain_score(nothing: float) -> None:
+    tokens, alone = make_tokens(), plain(make_tokens())
+    starts = np.flatnonzero(tokens[:-1] == BOS)
+    adapted = np.column_stack([alone - 0.1, alone - 0.1])
+    adapted[starts[1] + 5 : starts[2]] = nothing  # an overflow ends with its document
+    adapted[starts[3] :, 0] = nothing
+    sizes = TOKENIZER.count_bytes(tokens[1:], tokens[:-1])
+    method: Any = make_method("adaptive", context=CONTEXT, orders=(2, 3))
+    found = method.mix(tokens, BOS, sizes, alone, adapted, method.count_ngrams(tokens, BOS))
+    assert np.isfinite(found).all()
+    lost = np.add.reduceat(found - alone, starts) / np.log(2)
+    assert (lost <= 0.002 * np.add.reduceat(sizes, starts) + 1e-9).all()
+
+
 def test_learning_from_a_text_that_repeats_itself_pays() -> None:
     tokens = np.concatenate([[BOS], np.tile(np.random.default_rng(3).integers(2, VOCAB, 30), 6)]).astype(np.uint16)
     alone = plain(tokens).sum()
@@ -162,9 +208,9 @@ def test_every_temperature_divides_the_logits_of_the_same_pass() -> None:
     """Against PyTorch's own cross entropy of the model's logits over a document shorter than a chunk."""
     tokens, model = make_tokens()[:7], make_model().eval().requires_grad_(False)
     ids, temperatures = torch.from_numpy(tokens.astype(np.int64)), (0.5, 1.0, 2.0)
-    shape: dict[str, Any] = {"rows": 1, "rank": 2, "chunk": 8, "window": CONTEXT, "lr": 0.02, "decay": 100}
+    shape: dict[str, Any] = {"rows": 1, "rank": 2, "chunk": 8, "window": CONTEXT, "decay": 100}
     reader = DocumentReader(model, CPU, temperatures=temperatures, graphed=False, **shape)
-    ((places, nats),) = reader.read(ids, find_documents(tokens, BOS))
+    ((places, nats),) = reader.read(ids, find_documents(tokens, BOS), [0.02])
     logits = model.read_out(model.features(ids[None, :-1]), None)[0]
     for number, temperature in enumerate(temperatures):
         expected = torch.nn.functional.cross_entropy(logits / temperature, ids[1:], reduction="none")
@@ -211,11 +257,11 @@ def test_the_audit_watches_both_passes_and_changes_nothing() -> None:
     model, tokens = make_model(), TokenSet([make_tokens()])
     method = make_method("adaptive", context=CONTEXT, chunk=8, rows=2, graphed=False)
     alone = method.score(model, tokens, CPU, tokenizer=TOKENIZER).nats
-    with audited(model) as audit:
+    with audited(model, CPU.device, POSITIONS) as audit:
         assert np.array_equal(method.score(model, tokens, CPU, tokenizer=TOKENIZER).nats, alone)
-    found = audit.finish(CPU)
-    assert found["worst_deviation"] < 1e-4
-    assert found["positions"] > 16 * 10, "each chunk of factors is checked, and the streaming pass"
+    found = audit.gather(CPU)
+    assert found.deviation < 1e-4
+    assert found.positions > 16 * 10, "each chunk of factors is checked, and the streaming pass"
 
 
 def test_an_adaptive_score_carries_its_settings_and_compares_with_no_other() -> None:
@@ -223,6 +269,8 @@ def test_an_adaptive_score_carries_its_settings_and_compares_with_no_other() -> 
     assert adaptive["adapt"]["documents"] == "in the order of the text"
     for name in (
         "lr",
+        "rates",
+        "pilot",
         "rank",
         "chunk",
         "temperatures",
@@ -263,8 +311,12 @@ def test_the_weights_come_back() -> None:
         ({"allowance": 0.0}, "allowance must be positive and finite"),
         ({"scopes": ("line",)}, "scopes must be of document, text, got line"),
         ({"discount": 1.5}, "discount must lie in 0..1"),
-        ({"temperatures": (1.0, 0.0)}, "temperatures must be positive numbers"),
-        ({"temperatures": ()}, "temperatures must be positive numbers, at least one"),
+        ({"temperatures": (1.0, 0.0)}, r"temperatures must be numbers in 0.01..100, at least one, got \[1.0, 0.0\]"),
+        ({"temperatures": ()}, "temperatures must be numbers in 0.01..100, at least one"),
+        ({"rates": ()}, "rates must lie in 0..1"),
+        ({"rates": (0.1, 2.0)}, r"rates must lie in 0..1, got \[0.1, 2.0\]"),
+        ({"pilot": 0}, "--pilot must be at least 1"),
+        ({"lr": 1e300}, r"--lr must lie in 0..1, got 1e\+300"),
     ],
 )
 def test_settings_that_cannot_be_run_are_refused(settings: dict[str, Any], message: str) -> None:

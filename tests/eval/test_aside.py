@@ -10,10 +10,12 @@ from parbank.eval import aside
 from parbank.eval.aside import KernelsAside
 from parbank.eval.methods import METHODS, make_method
 from parbank.eval.methods.base import Method, random_tokens
+from parbank.eval.methods.streaming import StreamScorer
 from parbank.eval.windows import WindowScorer
 from parbank.model import GPT
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
+from tests.eval.sizes import TOKENIZER
 
 CONFIG = get_recipe("nano").model
 CPU, CUDA = (Runtime(device=torch.device(name)) for name in ("cpu", "cuda:0"))
@@ -58,28 +60,33 @@ def test_a_failure_is_left_to_the_score(rehearsed: list[str], error: Exception, 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_method_can_be_rehearsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one batch: a second one would capture a graph."""
-    batches: list[int] = []
-    real: Callable[..., None] = WindowScorer._score_batch
+    """In one batch, or one segment: a second one would capture a graph."""
+    done: list[type] = []
 
-    def count(self: WindowScorer, ids: torch.Tensor, windows: torch.Tensor, nats: torch.Tensor) -> None:
-        batches.append(len(windows))
-        real(self, ids, windows, nats)
+    def counted(real: Callable[..., None]) -> Callable[..., None]:
+        def count(self: object, *given: object) -> None:
+            done.append(type(self))
+            real(self, *given)
 
-    monkeypatch.setattr(WindowScorer, "_score_batch", count)
+        return count
+
+    monkeypatch.setattr(WindowScorer, "_score_batch", counted(WindowScorer._score_batch))
+    monkeypatch.setattr(StreamScorer, "_score_segment", counted(StreamScorer._score_segment))
     monkeypatch.setattr("parbank.eval.methods.streaming.GRAPHED", 256)
     monkeypatch.setattr("parbank.eval.score._LOGITS_CPU", 320 * 256)
     make_method(name, context=64).rehearse(GPT(CONFIG), CPU)
-    assert len(batches) == {"chunked": 1, "sliding": 1}.get(name, 0)
+    assert done == [WindowScorer if name in ("chunked", "sliding") else StreamScorer]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["chunked", "sliding", "streaming", "ttt"])
+@pytest.mark.parametrize("name", ["chunked", "sliding", "streaming", "ttt", "adaptive"])
 def test_a_rehearsal_on_a_gpu_leaves_the_score_as_it_is(name: str) -> None:
     place = Runtime(device=torch.device("cuda", 0))
     torch.manual_seed(0)
     model, method = GPT(CONFIG).to(place.device), make_method(name, context=64)
     text = random_tokens(CONFIG, 2000)
-    before = method.score(model, text, place).nats.sum()
+    before = method.score(model, text, place, tokenizer=TOKENIZER).nats.sum()
     aside.rehearse_method(method, CONFIG, place)
-    assert float(method.score(model, text, place).nats.sum()) == pytest.approx(float(before), rel=1e-3)
+    assert float(method.score(model, text, place, tokenizer=TOKENIZER).nats.sum()) == pytest.approx(
+        float(before), rel=1e-3
+    )

@@ -1,5 +1,6 @@
 """The compressor: the same bytes back, a size that is the score, and a refusal wherever something is not as it was."""
 
+import lzma
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,13 +59,15 @@ def some_text(text_spec: str) -> bytes:
     return b"".join(sorted(path.read_bytes() for path in folder.iterdir()))[:1200]
 
 
-def round_trip(loaded: LoadedModel, contents: list[bytes], folder: Path, segments: int | None = None) -> list[bytes]:
+def round_trip(
+    loaded: LoadedModel, contents: list[bytes], folder: Path, segments: int | None = None, always_model: bool = True
+) -> list[bytes]:
     sources = [folder / f"file {number}" for number in range(len(contents))]
     for path, content in zip(sources, contents):
         path.write_bytes(content)
     out = folder / "out.pbz"
     out.unlink(missing_ok=True)
-    compress(sources, loaded, out, segments=segments)
+    compress(sources, loaded, out, segments=segments, always_model=always_model)
     target = folder / "back"
     found = [path.read_bytes() for path in decompress(out, loaded, target)]
     for path in target.iterdir():
@@ -73,15 +76,43 @@ def round_trip(loaded: LoadedModel, contents: list[bytes], folder: Path, segment
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(contents=st.lists(CONTENTS, min_size=1, max_size=3), segments=st.sampled_from([None, 1, 5]))
-def test_any_bytes_come_back(loaded: LoadedModel, tmp_path: Path, contents: list[bytes], segments: int | None) -> None:
-    assert round_trip(loaded, contents, tmp_path, segments) == contents
+@given(contents=st.lists(CONTENTS, min_size=1, max_size=3), segments=st.sampled_from([None, 1, 5]), model=st.booleans())
+def test_any_bytes_come_back(
+    loaded: LoadedModel, tmp_path: Path, contents: list[bytes], segments: int | None, model: bool
+) -> None:
+    """tests/integrations has 500 examples."""
+    assert round_trip(loaded, contents, tmp_path, segments, model) == contents
+
+
+def test_text_that_the_model_would_make_larger_is_stored_by_xz(
+    loaded: LoadedModel, some_text: bytes, tmp_path: Path
+) -> None:
+    dull = b"the same line\n" * 400
+    said: list[str] = []
+    (tmp_path / "dull").write_bytes(dull)
+    (tmp_path / "short").write_bytes(some_text[:40])
+    written = compress([tmp_path / "dull"], loaded, tmp_path / "a.pbz", say=said.append)
+    assert said == ["note: 5,600 bytes of text are stored by xz: the model would have made them larger"]
+    assert written.size < len(lzma.compress(dull)) + 500
+    assert (written.tally.tokens, written.tally.by_model, written.tally.coded) == (0, 0, 0), "no score of the model's"
+    by_model = compress([tmp_path / "dull"], loaded, tmp_path / "b.pbz", always_model=True)
+    assert by_model.size > 5 * written.size
+    for name in ("a", "b"):
+        assert decompress(tmp_path / f"{name}.pbz", loaded, tmp_path / name)[0].read_bytes() == dull
+    assert compress([tmp_path / "short"], loaded, tmp_path / "c.pbz").tally.by_model == 40, "xz has a head of its own"
+
+
+def test_names_of_255_bytes_come_back(loaded: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / ("n" * 255)).write_bytes(b"text")
+    compress([tmp_path / ("n" * 255)], loaded, tmp_path / "a.pbz")
+    (path,) = decompress(tmp_path / "a.pbz", loaded, tmp_path / "back")
+    assert (path.name, path.read_bytes()) == ("n" * 255, b"text")
 
 
 @pytest.mark.parametrize("segments", [3, 7])
 def test_the_size_is_the_score(loaded: LoadedModel, some_text: bytes, tmp_path: Path, segments: int) -> None:
     (tmp_path / "a.txt").write_bytes(some_text)
-    written = compress([tmp_path / "a.txt"], loaded, tmp_path / "a.pbz", segments=segments)
+    written = compress([tmp_path / "a.txt"], loaded, tmp_path / "a.pbz", segments=segments, always_model=True)
     assert written.size == (tmp_path / "a.pbz").stat().st_size
     assert written.tally.by_model == len(some_text)
     assert written.tally.lanes == {segments}
@@ -104,7 +135,7 @@ def test_the_score_of_one_segment_is_the_streaming_score(loaded: LoadedModel, so
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0, 1e4])
 def test_weights_are_whole_and_sum_exactly(spread: float) -> None:
-    weights, _, _ = make_weights(spread * torch.randn(50, 320, generator=torch.Generator().manual_seed(0)))
+    weights, _ = make_weights(spread * torch.randn(50, 320, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(weights, weights.floor())
     assert bool((weights >= 0).all())
     assert weights.double().sum(-1).tolist() == [(1 << PRECISION) - 320] * 50
@@ -112,7 +143,7 @@ def test_weights_are_whole_and_sum_exactly(spread: float) -> None:
 
 def make_file(loaded: LoadedModel, folder: Path, content: bytes = b"def main():\n    return 1\n" * 9) -> Path:
     (folder / "a.txt").write_bytes(content)
-    compress([folder / "a.txt"], loaded, folder / "a.pbz", segments=2)
+    compress([folder / "a.txt"], loaded, folder / "a.pbz", segments=2, always_model=True)
     return folder / "a.pbz"
 
 
@@ -207,6 +238,9 @@ def test_nothing_is_overwritten_and_no_link_leads_out(loaded: LoadedModel, tmp_p
         compress([tmp_path / "a.txt"], loaded, path)
     with pytest.raises(FileError, match=r"a\.txt exists, and nothing is overwritten"):
         decompress(path, loaded, tmp_path)
+    (tmp_path / "nowhere.pbz").symlink_to(tmp_path / "missing")
+    with pytest.raises(FileError, match=r"nowhere\.pbz exists"):
+        compress([tmp_path / "a.txt"], loaded, tmp_path / "nowhere.pbz")
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / "d").symlink_to(tmp_path)
     with open(tmp_path / "link.pbz", "wb") as file:
@@ -235,6 +269,24 @@ def test_names_stay_relative_and_may_be_of_any_script(
         archive.name_files([Path("back")])
     with pytest.raises(ConfigError, match="cannot read missing"):
         archive.name_files([Path("missing")])
+    with pytest.raises(ConfigError, match="/dev/null is no regular file; write its content to a file first"):
+        archive.name_files([Path("/dev/null")])
+
+
+def test_a_file_that_appears_meanwhile_stays(loaded: LoadedModel, tmp_path: Path) -> None:
+    path, back = make_file(loaded, tmp_path), tmp_path / "back"
+
+    def make(name: str) -> Callable[[float], None]:
+        def write(share: float) -> None:
+            (back / name).write_bytes(b"theirs")
+
+        return write
+
+    with pytest.raises(FileError, match="another program has just made it"):
+        decompress(path, loaded, back, progress=make("a.txt"))
+    with pytest.raises(FileError, match="another program has just made it"):
+        compress([path], loaded, back / "b", progress=make("b"))
+    assert {found.name: found.read_bytes() for found in back.iterdir()} == {"a.txt": b"theirs", "b": b"theirs"}
 
 
 def test_an_end_half_way_leaves_nothing(loaded: LoadedModel, some_text: bytes, tmp_path: Path) -> None:
@@ -316,11 +368,28 @@ def test_a_wrong_number_of_segments_is_refused(loaded: LoadedModel, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "nonsense", [{"context": 0}, {"model": None}, {"made_with": []}, {"files": [("a", -1)]}, {"files": [(1, 1)]}]
+    "nonsense",
+    [
+        {"context": 0},
+        {"model": None},
+        {"model": "\x1b[31m" + 59 * "0"},
+        {"made_with": []},
+        {"made_with": {"threads": True}},
+        {"made_with": {"threads": 10**9}},
+        {"made_with": {"torch": "\x1b]0;title\x07"}},
+        {"made_with": {"\x1b[2J": 1}},
+        {"made_with": {"torch": ["2"]}},
+        {"files": [("a", -1)]},
+        {"files": [(1, 1)]},
+    ],
 )
 def test_a_header_of_nonsense_is_refused(loaded: LoadedModel, tmp_path: Path, nonsense: dict[str, Any]) -> None:
     path = tmp_path / "a.pbz"
-    usual: dict[str, Any] = {"model": "m", "context": 16, "made_with": {}, "files": []}
+    usual: dict[str, Any] = {"model": 64 * "0", "context": 16, "made_with": {"threads": 2, "cuda": None}, "files": []}
+    with open(path, "wb") as file:
+        write_header(file, Header(**usual))
+    with pytest.raises(ArtifactError, match="compressed with another model"):
+        decompress(path, loaded, tmp_path / "back")
     with open(path, "wb") as file:
         write_header(file, Header(**(usual | nonsense)))
     with pytest.raises(ArtifactError, match="its header cannot be read"):

@@ -33,7 +33,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken: list[int] = []
     take = coder._Steps.take
 
-    def count(self: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def count(self: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
         taken.append(len(ids))
         return take(self, ids)
 
@@ -47,7 +47,7 @@ def certain(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.tokenizer.byte_tokens is not None
     token = int(loaded.tokenizer.byte_tokens[ord("a")])
 
-    def make_certain(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def make_certain(logits: Tensor) -> tuple[Tensor, Tensor]:
         logits = torch.zeros_like(logits)
         logits[:, token] = 100.0
         return make_weights(logits)
@@ -59,7 +59,7 @@ def certain(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
 def forge(loaded: LoadedModel, folder: Path, content: bytes = CONTENT, **claims: Any) -> Path:
     """A file of two segments with false claims and sound checksums."""
     (folder / "a.txt").write_bytes(content)
-    compress([folder / "a.txt"], loaded, folder / "a.pbz", segments=2)
+    compress([folder / "a.txt"], loaded, folder / "a.pbz", segments=2, always_model=True)
     with open(folder / "a.pbz", "rb") as file:
         header = read_header(file, "it")
         (block,) = read_blocks(file, header.files[0][1], "it")
@@ -108,7 +108,7 @@ def test_decoding_ends_with_the_claimed_bytes(loaded: LoadedModel, tmp_path: Pat
 def test_the_most_compressible_text_comes_back(loaded: LoadedModel, tmp_path: Path) -> None:
     content = b"a" * 20_000
     (tmp_path / "a.txt").write_bytes(content)
-    written = compress([tmp_path / "a.txt"], loaded, tmp_path / "a.pbz", segments=512)
+    written = compress([tmp_path / "a.txt"], loaded, tmp_path / "a.pbz", segments=512, always_model=True)
     assert written.tally.coded <= 8
     (path,) = decompress(tmp_path / "a.pbz", loaded, tmp_path / "back")
     assert path.read_bytes() == content
@@ -127,7 +127,7 @@ def test_the_likeliest_tokens_take_the_least_bits(vocab: int) -> None:
     """The range coder's own output, for nothing but the likeliest token: never below the bound, and close to it."""
     logits = torch.zeros(1, vocab)
     logits[0, vocab // 2] = 200.0
-    weights, _, _ = make_weights(logits)
+    weights, _ = make_weights(logits)
     assert float(weights.max()) + 1 == (1 << PRECISION) - vocab + 1
     count, encoder = 1 << 20, stream.queue.RangeEncoder()
     model = stream.model.Categorical(weights[0].numpy(), perfect=False)

@@ -1,6 +1,7 @@
 """Sliding and streaming scores: every token once, exactly as the protocol says, the same on any number of ranks."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from parbank.model import GPT
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from tests.distributed import run_distributed_test
+from tests.eval.sizes import TOKENIZER
 from tests.eval.test_score import make_model
 from tests.model.test_stream import plain_logits
 
@@ -200,6 +202,8 @@ def rank_scores(tokens: np.ndarray, isolated: bool) -> list[np.ndarray]:
     if isolated:
         model.config = type(model.config)(**{**model.config.__dict__, "isolate_documents": True})
     found = []
+    pilot: dict[str, Any] = {"chunk": 8, "rank": 2, "rows": 1, "rates": (0.001, 0.1, 0.01), "pilot": 1, "orders": ()}
+    adaptive = make_method("adaptive", context=16, **pilot)
     for length in (9, len(tokens)):  # 9: work for one rank only
         part = TokenSet([tokens[:length]])
         found += [
@@ -207,6 +211,7 @@ def rank_scores(tokens: np.ndarray, isolated: bool) -> list[np.ndarray]:
             score_windows(model, part, context=16, stride=4, runtime=place, batch_tokens=50).nats,
             Streaming(context=16, segment=40).score(model, part, place).nats,
             Streaming(context=1, segment=40).score(model, part, place).nats,
+            adaptive.score(model, part, place, tokenizer=TOKENIZER).nats,
         ]
     return found
 

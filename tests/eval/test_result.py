@@ -111,3 +111,11 @@ def test_a_file_that_is_no_result(content: str, tmp_path: Path) -> None:
         read_result(path)
     with pytest.raises(ConfigError, match=r"gone\.json"):
         read_result(tmp_path / "gone.json")
+
+
+@pytest.mark.parametrize("bpb", ["1.2", None, True, float("nan"), [1.2]])
+def test_a_score_that_is_no_number_is_refused(bpb: object, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(RESULT | {"val_bpb": bpb}))
+    with pytest.raises(ConfigError, match=r"x\.json has .* for a score"):
+        read_result(path)

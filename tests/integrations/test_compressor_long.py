@@ -25,11 +25,13 @@ def loaded(text_spec: str) -> LoadedModel:
 
 
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(contents=st.lists(CONTENTS, min_size=1, max_size=4), segments=st.sampled_from([None, 1, 3, 64]))
+@given(
+    contents=st.lists(CONTENTS, min_size=1, max_size=4), segments=st.sampled_from([None, 1, 3, 64]), model=st.booleans()
+)
 def test_500_lists_of_files_come_back(
-    loaded: LoadedModel, tmp_path: Path, contents: list[bytes], segments: int | None
+    loaded: LoadedModel, tmp_path: Path, contents: list[bytes], segments: int | None, model: bool
 ) -> None:
-    assert round_trip(loaded, contents, tmp_path, segments) == contents
+    assert round_trip(loaded, contents, tmp_path, segments, model) == contents
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parbank.data.shards import TokenSet
-from parbank.errors import ArtifactError, ConfigError, DeviceError
+from parbank.errors import ArtifactError, ConfigError, DeviceError, ParbankError
 from parbank.eval.methods import make_method
 from parbank.eval.score import Scored
 from parbank.runtime import Runtime
@@ -206,6 +206,9 @@ def test_parts_are_whole_documents_and_add_up() -> None:
     cut = 40 + 10 + 33  # where the next document begins: the nearest to the middle, 84
     assert first == pytest.approx(nats[:cut].astype(np.float64).sum() / np.log(2) / (tokens[1 : cut + 1] != 0).sum())
     assert second == pytest.approx(nats[cut:].astype(np.float64).sum() / np.log(2) / (tokens[cut + 1 :] != 0).sum())
+    for broken in (np.nan, -0.5):
+        with pytest.raises(ParbankError, match="token 4"):
+            cut_into_parts(Scored(tokens, np.where(np.arange(len(nats)) == 3, broken, nats)), tokenizer, 2)  # type: ignore[arg-type]
 
 
 def test_kernels_are_timed_beside_what_they_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

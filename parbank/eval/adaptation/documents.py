@@ -10,7 +10,7 @@ After parameter-golf #1530 and #1586, which learn from chunks of 24 to 48 tokens
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +40,8 @@ class Document:
 
     first: int
     last: int
+    rate: int = 0
+    """Number of the learning rate at which the document is read."""
 
     @property
     def targets(self) -> int:
@@ -53,7 +55,8 @@ def find_documents(tokens: np.ndarray, bos_id: int) -> list[Document]:
 
 
 def group_documents(documents: list[Document], rows: int) -> list[list[Document]]:
-    """Groups documents, longest first: those of a group end at about the same time, and active ones come first."""
+    """Groups documents, longest first: those of a group end at about the same time, and active ones come first. A document
+    that is read at several rates stays in the order of its rates."""
     ordered = sorted(documents, key=lambda document: (-document.targets, document.first))
     return [ordered[start : start + rows] for start in range(0, len(ordered), rows)]
 
@@ -70,13 +73,12 @@ class DocumentReader:
         rank: int,
         chunk: int,
         window: int,
-        lr: float,
         decay: int,
         temperatures: tuple[float, ...] = (1.0,),
         graphed: bool,
     ) -> None:
         self._model, self._device, self._temperatures = model, runtime.device, temperatures
-        self._rows, self._chunk, self._window, self._lr, self._decay = rows, chunk, window, lr, decay
+        self._rows, self._chunk, self._window, self._decay = rows, chunk, window, decay
         c = model.config
         shapes = {name: shape for name, shape in _matrix_shapes(c).items() if name.split(".")[-2] in LEARNING}
         self._factors = Factors(shapes, rows, rank, runtime.device)
@@ -89,9 +91,10 @@ class DocumentReader:
         ]
         self._graphs = Graphs(enabled=graphed and runtime.is_cuda)
 
-    def read(self, ids: Tensor, group: list[Document]) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(self, ids: Tensor, group: list[Document], rates: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
         """For each chunk of all documents: its targets' places in the text, (rows, chunk), and their nats at every
-        temperature, (rows, chunk, temperatures). The place of a target that is not scored is one past the last target."""
+        temperature, (rows, chunk, temperatures). The place of a target that is not scored is one past the last target.
+        `rates` are the learning rates at the start of a document."""
         self._factors.reset()
         for past in self._past:
             for tensor in past:
@@ -99,6 +102,7 @@ class DocumentReader:
         empty = [0] * (self._rows - len(group))  # a row without a document has no targets
         ends = [[d.first for d in group] + empty, [d.last for d in group] + empty]
         first, last = torch.tensor(ends, device=self._device)[..., None]
+        lr = torch.tensor([rates[d.rate] for d in group] + empty, device=self._device)[:, None, None].float()
         longest = max(document.targets for document in group)
         for start in range(0, longest, self._chunk):
             active = sum(document.targets > start for document in group)
@@ -107,11 +111,11 @@ class DocumentReader:
             inside = (place >= first[:rows]) & (place <= last[:rows])
             wanted = torch.where(inside, ids[place.clamp(0, len(ids) - 1)].long(), IGNORED)
             targets = wanted[:, BEFORE + 1 :].contiguous()
-            rate, number = self._lr / (1 + start / self._decay) ** 0.5, start // self._chunk + 1
-            numbers = [torch.full((), float(n), device=self._device) for n in (start, rate, number)]
+            rate = lr[:rows] / (1 + start / self._decay) ** 0.5
+            begun, number = (torch.full((), float(n), device=self._device) for n in (start, start // self._chunk + 1))
             learns = start + self._chunk < longest  # nothing is scored after the last chunk
             work = partial(self._work, learns=learns)
-            nats = self._graphs.run(work, [wanted[:, :-1].clamp(min=0), targets, *numbers], key=(learns,))
+            nats = self._graphs.run(work, [wanted[:, :-1].clamp(min=0), targets, begun, rate, number], key=(learns,))
             yield torch.where(targets != IGNORED, place[:, BEFORE:-1], len(ids) - 1), nats
 
     def _work(
@@ -136,6 +140,8 @@ class DocumentReader:
         if set(self._temperatures) == {1.0}:
             return nats[..., None]
         logits = self._model.read_out(x, None)
+        # The largest becomes 0: a float32 near a large logsumexp has no digits left for the logarithm of the sum.
+        logits = logits - logits.amax(-1, keepdim=True)
         own = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
         found = [nats if t == 1 else (logits / t).logsumexp(-1) - own / t for t in self._temperatures]
         return torch.stack(found, -1)

@@ -66,7 +66,8 @@ class Factors:
 
     @torch.no_grad()
     def step(self, grads: dict[str, Tensor], rate: Tensor, number: Tensor) -> None:
-        """One step on the first rows, as many as the gradients have. `number` counts steps from 1."""
+        """One step on the first rows, as many as the gradients have, at each row's rate, (rows, 1, 1). `number` counts
+        steps from 1."""
         for name, grad in grads.items():
             square = self._square[name][: len(grad)].lerp_(grad * grad, 1 - self.DECAY)
             width = (square / (1 - self.DECAY**number)).sqrt_().add_(self.EPS)

@@ -45,26 +45,30 @@ def compress(
     out: Path,
     *,
     segments: int | None = None,
+    always_model: bool = False,
     progress: Progress = lambda share: None,
     say: Say = lambda line: None,
 ) -> Written:
-    """Writes the files to `out`, which must not exist."""
+    """Writes the files to `out`, which must not exist. `always_model`: text is never stored by xz, though it be smaller."""
     named = name_files(paths)
-    if out.exists():
-        raise FileError(f"{out} exists, and nothing is overwritten; delete it, or give another name with -o")
+    refuse_existing(out, "delete it, or give another name with -o")
     sizes = [path.stat().st_size for path, _ in named]
     files = [(name, size) for (_, name), size in zip(named, sizes)]
     header = make_header(loaded, files)
     try:
         with writing(out) as file:
             write_header(file, header)
-            writer = BlockWriter(file, loaded, segments, share_of(sum(sizes), progress))
+            advance = share_of(sum(sizes), progress)
+            writer = BlockWriter(file, loaded, segments, advance, always_model=always_model)
             for (path, name), size in zip(named, sizes):
                 _add_file(writer, path, name, size, say)
             writer.flush()
             write_end(file)
+            refuse_existing(out, "another program has just made it")
     except OSError as error:
         raise FileError(f"cannot write {out}: {error.strerror or error}; check the path and the free space") from error
+    if refused := writer.tally.refused:
+        say(f"note: {refused:,} bytes of text are stored by xz: the model would have made them larger")
     return Written(out.stat().st_size, sum(sizes), writer.tally)
 
 
@@ -95,8 +99,9 @@ def name_files(paths: Sequence[Path]) -> list[tuple[Path, str]]:
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}; give files that exist") from error
         if not stat.S_ISREG(mode):
-            kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-            raise ConfigError(f"{path} is {kind}; give files, such as {path}/*")
+            if stat.S_ISDIR(mode):
+                raise ConfigError(f"{path} is a folder; give files, such as {path}/*")
+            raise ConfigError(f"{path} is no regular file; write its content to a file first")
         plain = PurePosixPath(os.path.normpath(path))
         name = plain.name if plain.is_absolute() or ".." in plain.parts else str(plain)
         if name in named:
@@ -105,10 +110,28 @@ def name_files(paths: Sequence[Path]) -> list[tuple[Path, str]]:
     return [(path, name) for name, path in named.items()]
 
 
-def read_made_with(path: Path) -> Header:
-    """The header of a compressed file."""
+def check_targets(path: Path, folder: Path) -> Header:
+    """The header of a compressed file, all of whose files can be written into a folder."""
     with _opened(path) as file:
-        return read_header(file, str(path))
+        header = read_header(file, str(path))
+    _find_targets(header, folder, str(path))
+    return header
+
+
+def _find_targets(header: Header, folder: Path, source: str) -> list[Path]:
+    """Where the files go. Nothing may be there."""
+    targets = [place_inside(folder, name, source) for name, _ in header.files]
+    if len(set(targets)) < len(targets):
+        raise ArtifactError(f"{source} holds two files of one name; parbank does not write such files")
+    for target in targets:
+        refuse_existing(target, "move it, or give another folder with -o")
+    return targets
+
+
+def refuse_existing(path: Path, remedy: str) -> None:
+    """A link counts, also one that leads nowhere."""
+    if os.path.lexists(path):
+        raise FileError(f"{path} exists, and nothing is overwritten; {remedy}")
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -131,11 +154,7 @@ def decompress(
     """Writes the files of `path` into a folder, and returns their paths."""
     with _opened(path) as file:
         header = read_header(file, str(path))
-        targets = [place_inside(folder, name, str(path)) for name, _ in header.files]
-        if len(set(targets)) < len(targets):
-            raise ArtifactError(f"{path} holds two files of one name; parbank does not write such files")
-        if there := [target for target in targets if os.path.lexists(target)]:
-            raise FileError(f"{there[0]} exists, and nothing is overwritten; move it, or give another folder with -o")
+        targets = _find_targets(header, folder, str(path))
         content = read_content(file, header, loaded, str(path), progress=progress, say=say)
         try:
             _write_files(targets, [size for _, size in header.files], content)
@@ -198,6 +217,7 @@ def _write_files(targets: list[Path], sizes: list[int], content: Iterator[bytes]
                 left, held = left - min(left, len(held)), held[left:]
             if number == len(targets):
                 next(content, None)  # checks the end before the last file gets its name
+            refuse_existing(target, "another program has just made it")
 
 
 def place_inside(folder: Path, name: str, source: str) -> Path:

@@ -3,6 +3,7 @@
 import lzma
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -42,14 +43,29 @@ class Tally:
     """Bytes of the range coder: compare with `bits`."""
     stored: int = 0
     """Bytes of content in blocks of xz."""
+    refused: int = 0
+    """Of them, bytes of text that the model would have made larger than xz did."""
     lanes: set[int] = field(default_factory=set)
 
 
 class BlockWriter:
-    """Gathers pieces of one kind until a block is full, and writes it."""
+    """Gathers pieces of one kind until a block is full, and writes it.
 
-    def __init__(self, file: BinaryIO, loaded: LoadedModel, segments: int | None, advance: Advance) -> None:
+    Text is coded by the model, or by xz where that is smaller: any model has texts that it predicts badly. A proof of the
+    model's score wants the model alone (`always_model`).
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        loaded: LoadedModel,
+        segments: int | None,
+        advance: Advance,
+        *,
+        always_model: bool = False,
+    ) -> None:
         check_lanes(segments)
+        self._always_model = always_model
         self.tally = Tally()
         self._file, self._loaded, self._segments, self._advance = file, loaded, segments, advance
         self._coder = Coder(loaded.model, loaded.context)
@@ -92,7 +108,14 @@ class BlockWriter:
         tokens = tokens[1:] if tokens[0] == self._bos[0] else tokens
         lanes = choose_lanes(len(tokens), self._loaded.context, self._coder.device, self._segments)
         each = len(data) / len(tokens)
-        coded, bits = self._coder.encode(tokens, lanes, lambda done: self._advance(done * each))
+        with ThreadPoolExecutor(1) as aside:  # xz releases Python's lock: it costs no time beside the model
+            packed = None if self._always_model else aside.submit(_pack, data)
+            coded, bits = self._coder.encode(tokens, lanes, lambda done: self._advance(done * each))
+            smaller = packed is not None and len(packed.result()) < len(coded)
+        if packed is not None and smaller:
+            self._write_packed(packed.result(), data)
+            self.tally.refused += len(data)
+            return
         write_block(self._file, Block(BY_MODEL, coded, len(data), len(tokens), lanes, zlib.crc32(data)))
         tally = self.tally
         tally.tokens, tally.bits, tally.coded = tally.tokens + len(tokens), tally.bits + bits, tally.coded + len(coded)
@@ -100,10 +123,16 @@ class BlockWriter:
         tally.lanes.add(lanes)
 
     def _store(self, data: bytes) -> None:
-        packed = lzma.compress(data, preset=6)
+        self._write_packed(_pack(data), data)
+        self._advance(len(data))
+
+    def _write_packed(self, packed: bytes, data: bytes) -> None:
         write_block(self._file, Block(BY_XZ, packed, len(data), 0, 0, zlib.crc32(data)))
         self.tally.stored += len(data)
-        self._advance(len(data))
+
+
+def _pack(data: bytes) -> bytes:
+    return lzma.compress(data, preset=6)
 
 
 class BlockReader:

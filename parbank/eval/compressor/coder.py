@@ -77,11 +77,11 @@ class Coder:
         with self._running(lanes) as steps:
             previous = torch.full((lanes,), self._bos, device=self.device)
             for number, (rows, _) in enumerate(_walk(len(tokens), lanes)):
-                weights, logits, normaliser = steps.take(previous)
+                weights, chances = steps.take(previous)
                 previous = known[number]
-                own = normaliser - logits.gather(1, previous[:, None])[:, 0]
-                nats += own[:rows].double().sum()  # where lanes have ended, their rows are computed and not coded
-                coder.encode(table[number, :rows], family, weights[:rows].cpu().numpy())
+                own = chances.gather(1, previous[:, None])[:, 0]
+                nats -= own[:rows].double().sum()  # where lanes have ended, their rows are computed and not coded
+                coder.encode(table[number, :rows], family, _check_weights(weights[:rows].cpu().numpy()))
                 step(rows)
         return coder.get_compressed().astype("<u4").tobytes(), float(nats) / np.log(2)
 
@@ -100,7 +100,7 @@ class Coder:
         with self._running(lanes) as steps:
             previous = torch.full((lanes,), self._bos, device=self.device)
             for rows, places in _walk(count, lanes):
-                weights, _, _ = steps.take(previous)
+                weights, _ = steps.take(previous)
                 table = weights[:rows].cpu().numpy()
                 try:
                     symbols = coder.decode(family, table)
@@ -142,26 +142,38 @@ class _Steps:
     def restart(self) -> None:
         self._lanes.restart()
 
-    def take(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         return self._graphs.run(self._take, [ids], places=lambda: self._places)
 
-    def _take(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = self._lanes.read(ids)
         return make_weights(logits)
 
 
-def make_weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows, V) logits -> whole numbers of float32 that sum to 2^24 - V in every row, the logits, and their logsumexp.
+def make_weights(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, V) logits -> whole numbers of float32 that sum to 2^24 - V in every row, and log-probabilities.
 
     The coder adds one to each weight, so that no token is impossible. The likeliest token gets what rounding down left.
     """
-    normaliser = logits.logsumexp(-1)
+    chances = logits.log_softmax(-1)  # subtracts the largest logit first: logits - logsumexp would cancel if large
     total = float((1 << PRECISION) - logits.shape[-1])
-    weights = (logits - normaliser[:, None]).exp_().mul_(total).floor_()
+    weights = chances.exp().mul_(total).floor_()
     top = logits.argmax(-1, keepdim=True)
     # Rounding may push a sum above the total, too. Then the likeliest token, which has most, gives back the difference.
     rest = total - weights.sum(-1, keepdim=True)
-    return weights.scatter_add_(1, top, rest), logits, normaliser
+    return weights.scatter_add_(1, top, rest), chances
+
+
+def _check_weights(weights: np.ndarray) -> np.ndarray:
+    """Refuses weights that no decoder could use, before anything is coded with them."""
+    total = (1 << PRECISION) - weights.shape[1]
+    sums = weights.sum(1, dtype=np.float64)
+    if not (weights.min() >= 0 and np.abs(sums - total).max() <= 1e-6 * total):  # nor NaNs: they compare as false
+        raise ParbankError(
+            "the model gives no probabilities here: its logits are infinite, or not numbers; its weights are broken, "
+            "and text that it compressed would be lost: use another model"
+        )
+    return weights
 
 
 def _walk(tokens: int, lanes: int) -> Iterator[tuple[int, Any]]:

@@ -9,6 +9,7 @@ All integers are little-endian. The files' bytes, one after another, are the byt
 """
 
 import json
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO
 
 from parbank.errors import ArtifactError
 from parbank.model.gpt import MAX_POSITIONS
+from parbank.threads import MOST_THREADS
 
 MAGIC = b"\x89PBZ\r\n\x1a\n"  # as in .pbk: a transfer in text mode visibly breaks it
 VERSION = 1
@@ -90,16 +92,33 @@ def read_header(file: BinaryIO, source: str) -> Header:
         found = json.loads(text)
         files = [(name, size) for name, size in found["files"]]
         header = Header(model=found["model"], context=found["context"], made_with=found["made_with"], files=files)
-        sound = (
-            type(header.context) is int and 1 <= header.context <= MAX_POSITIONS and isinstance(header.made_with, dict)
-        )
-        sound = sound and isinstance(header.model, str)
-        sound = sound and all(isinstance(n, str) and type(size) is int and size >= 0 for n, size in files)
+        sound = _is_sound(header)
     except (zlib.error, ValueError, KeyError, TypeError, RecursionError):
         sound = False
     if not sound:
         raise damaged(source, "its header cannot be read")
     return header
+
+
+def _is_sound(header: Header) -> bool:
+    """Whether every value is one that a writer writes. Messages show the model's hash and the machine: no control
+    character of a forged file may reach a terminal."""
+    if not isinstance(header.made_with, dict) or not isinstance(header.model, str):
+        return False
+    shown = (text for pair in header.made_with.items() for text in pair if text is not None)
+    return (
+        type(header.context) is int
+        and 1 <= header.context <= MAX_POSITIONS
+        and re.fullmatch("[0-9a-f]{64}", header.model) is not None
+        and all(type(value) in (str, int) and str(value).isprintable() for value in shown)
+        and _in_range(header.made_with.get("threads"), 1, MOST_THREADS)
+        and all(isinstance(name, str) and type(size) is int and size >= 0 for name, size in header.files)
+    )
+
+
+def _in_range(number: Any, low: int, high: int) -> bool:
+    """None is, too; True, which Python counts as 1, is not."""
+    return number is None or (type(number) is int and low <= number <= high)
 
 
 def read_blocks(file: BinaryIO, total: int, source: str) -> Iterator[Block]:

@@ -64,7 +64,7 @@ def _write(
     digest = hashlib.sha256()
     with open(path, "wb") as file:
         write_header(file, make_header(loaded, [(NAME, size)]))
-        writer = BlockWriter(file, loaded, segments, share_of(size, progress))
+        writer = BlockWriter(file, loaded, segments, share_of(size, progress), always_model=True)
         for document in np.split(tokens, starts[starts > 0]):
             data = loaded.tokenizer.decode_bytes(document)
             digest.update(data)

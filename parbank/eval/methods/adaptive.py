@@ -1,7 +1,8 @@
 """Streaming, mixed with predictions that learn from the text itself, score-first. (docs/design/adaptation.md)
 
 1. A streaming pass gives the plain score of every token. It never changes.
-2. Low-rank factors beside the matrices learn each document anew, many documents at once (adaptation/documents.py).
+2. Low-rank factors beside the matrices learn each document anew, many documents at once (adaptation/documents.py). The
+   first documents are read at several learning rates, and the best of these is the rate of all other documents.
 3. Bayes' mixture over the text so far weighs this adapted model at several temperatures (mixing/bayes.py).
 4. n-grams of the document and of the text so far correct its probabilities (mixing/ngrams.py).
 5. The weights of the n-grams learn online (mixing/online.py).
@@ -11,21 +12,26 @@ Steps 3 to 6 need nothing but the probability that each prediction gave to each 
 space is linear. Every rank computes them on the host from the same numbers.
 """
 
+import itertools
+import math
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from parbank.config import require
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.eval.adaptation.base import restored
 from parbank.eval.adaptation.documents import Document, DocumentReader, find_documents, group_documents
-from parbank.eval.audit import Audit
+from parbank.eval.audit import Audit, audited
 from parbank.eval.methods.base import Method, place_in_document
 from parbank.eval.methods.streaming import Streaming
-from parbank.eval.mixing.audit import audit_mixture
+from parbank.eval.mixing.audit import SAMPLE, THOROUGH, audit_mixture
 from parbank.eval.mixing.bayes import mix_bayes
 from parbank.eval.mixing.guard import guard
 from parbank.eval.mixing.ngrams import Counts, count_ngrams, predict
@@ -37,6 +43,15 @@ from parbank.runtime import Runtime
 SCOPES = ("document", "text")
 AGE = 64  # tokens of a document's first age; the next one is twice as long
 NGRAMS = 0.1  # the weight of all n-grams at first
+OVERFLOW = 1e4  # nats of a token where factors have overflowed: a prediction that is no number gives it no probability
+
+
+Watch = Callable[[Tensor], None]
+"""Called with the places of the targets that were just scored."""
+
+
+def ignore(places: Tensor) -> None:
+    """Nobody watches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +68,12 @@ class Adaptive(Method):
     """Inner width of the factors that learn each document; 0 leaves them out."""
     chunk: int = 48
     """Tokens of a document that are scored, then learnt from."""
-    lr: float = 0.0003
-    """Learning rate of the factors."""
+    lr: float | None = None
+    """Learning rate of the factors; if none, the first documents choose it among `rates`."""
+    rates: tuple[float, ...] = (0.0003, 0.001, 0.003)
+    """Learning rates to choose from: the best ones of two models may differ by a factor of 10."""
+    pilot: int = 16
+    """The first documents of the text, which are read at every rate. The best rate on them is that of all later ones."""
     decay: int = 16384
     """Tokens after which the learning rate has fallen by a factor sqrt(2): it falls as 1 / sqrt(1 + tokens / decay)."""
     rows: int = 64
@@ -80,14 +99,16 @@ class Adaptive(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("chunk", "decay", "rows", "mix_block"):
+        for name in ("chunk", "decay", "rows", "pilot", "mix_block"):
             value = getattr(self, name)
             require(value >= 1, f"--{name.replace('_', '-')} must be at least 1, got {value}")
         require(self.rank >= 0, f"--rank must be 0 (no factors) or more, got {self.rank}")
-        require(0 <= self.lr < float("inf"), f"--lr must be 0 or more and finite, got {self.lr}")
-        warm = all(0 < temperature < float("inf") for temperature in self.temperatures)
+        require(self.lr is None or 0 <= self.lr <= 1, f"--lr must lie in 0..1, got {self.lr}")
+        rates = list(self.rates)
+        require(bool(rates) and all(0 <= rate <= 1 for rate in rates), f"rates must lie in 0..1, got {rates}")
+        warm = all(0.01 <= temperature <= 100 for temperature in self.temperatures)
         given = list(self.temperatures)
-        require(warm and bool(given), f"temperatures must be positive numbers, at least one, got {given}")
+        require(warm and bool(given), f"temperatures must be numbers in 0.01..100, at least one, got {given}")
         require(all(order >= 0 for order in self.orders), f"orders must be 0 or more, got {list(self.orders)}")
         unknown = [scope for scope in self.scopes if scope not in SCOPES]
         require(not unknown, f"scopes must be of {', '.join(SCOPES)}, got {', '.join(unknown)}")
@@ -112,18 +133,28 @@ class Adaptive(Method):
         with ThreadPoolExecutor(1) as aside:  # n-grams need no model: they are counted while it runs
             counts = aside.submit(self.count_ngrams, text.tokens, model.config.bos_id)
             scorer = self.make_streaming().make_scorer(model, runtime, targets=text.targets)
-            plain = run_scorer(scorer, model, text, runtime, lambda done: progress(share * done)).nats
-            adapted = None
+            plain = run_scorer(scorer, model, text, runtime, lambda done: progress(share * done))
+            adapted, passes = None, plain.audit
             if self.rank:
-                adapted = self.read_documents(model, text, runtime, lambda done: progress(share + (1 - share) * done))
-            sizes = Scored(text.tokens, plain).byte_counts(tokenizer)
-            nats = self.mix(text.tokens, model.config.bos_id, sizes, plain, adapted, counts.result())
-        return Scored(text.tokens, nats.astype(np.float32))
+                with audited(model, runtime.device) as audit:
+                    adapted = self.read_documents(
+                        model, text, runtime, lambda done: progress(share + (1 - share) * done)
+                    )
+                passes = passes.join(audit.gather(runtime))
+            sizes = plain.byte_counts(tokenizer)
+            nats = self.mix(text.tokens, model.config.bos_id, sizes, plain.nats, adapted, counts.result())
+        mixture, found = Audit(runtime.device), Scored(text.tokens, nats.astype(np.float32), plain=plain.nats)
+        audit_mixture(self, mixture, model, found, sizes, runtime, SAMPLE)
+        return replace(found, audit=passes.join(mixture.gather(Runtime(device=runtime.device))))
 
     def audit(
         self, audit: Audit, model: GPT, scored: Scored, runtime: Runtime, *, tokenizer: Tokenizer | None = None
     ) -> None:
-        audit_mixture(self, audit, model, scored, scored.byte_counts(_require_tokenizer(tokenizer)), runtime)
+        audit_mixture(self, audit, model, scored, scored.byte_counts(_require_tokenizer(tokenizer)), runtime, THOROUGH)
+
+    def rehearse(self, model: GPT, runtime: Runtime) -> None:
+        """The streaming pass. Factors learn through PyTorch's own kernels, which need no compiling."""
+        self.make_streaming().rehearse(model, runtime)
 
     def make_streaming(self) -> Streaming:
         """The method of the plain score."""
@@ -145,13 +176,13 @@ class Adaptive(Method):
         counts: dict[str, list[Counts]],
     ) -> np.ndarray:
         """The nats of the mixture, (N - 1,), from the targets' bytes, (N - 1,), the nats of the plain model, (N - 1,), and
-        of the adapted model at every temperature, (N - 1, temperatures), and the n-grams' counts."""
+        of the adapted model at every rate and temperature, (N - 1, rates x temperatures), and the n-grams' counts."""
         place = place_in_document(tokens, bos_id)
         age = np.log2(place // AGE + 1).astype(np.int64)  # doubling ages: what a document teaches grows with it
         config = MixConfig(rate=self.mix_rate, block=self.mix_block)
         found = plain = plain.astype(np.float64)
         if adapted is not None:
-            found = mix_bayes(np.column_stack([plain, adapted]))
+            found = mix_bayes(np.column_stack([plain, np.where(np.isfinite(adapted), adapted, OVERFLOW)]))
         if counts:
             experts, contexts = [found], [age]
             for own in counts.values():
@@ -173,42 +204,70 @@ class Adaptive(Method):
         about = {"scores": "streaming", "documents": "in the order of the text"}
         return {"method": self.name, "context": self.context, "stride": None, "adapt": adapt | about}
 
-    def read_documents(self, model: GPT, text: Text, runtime: Runtime, progress: Progress) -> np.ndarray:
-        """The nats of the adapted model, (N - 1, temperatures). Groups of documents go round the ranks."""
-        groups = group_documents(find_documents(text.tokens, model.config.bos_id), self.rows)
-        nats = text.new_nats()[:, None].repeat(1, len(self.temperatures))
-        done, training = 0, model.training
+    def read_documents(
+        self, model: GPT, text: Text, runtime: Runtime, progress: Progress, watch: Watch = ignore
+    ) -> np.ndarray:
+        """The nats of the adapted model, (N - 1, rates x temperatures).
+
+        After the first documents, all rates stand for the one that was best on them: so there are as many predictions for
+        every token, and none of them follows from a later one. `watch` is called after each chunk.
+        """
+        rates = self.rates if self.lr is None else (self.lr,)
+        documents = find_documents(text.tokens, model.config.bos_id)
+        first = self.pilot if len(rates) > 1 else 0
+        pilot = [replace(document, rate=rate) for document in documents[:first] for rate in range(len(rates))]
+        later = documents[first:]
+        known = later[0].first if later else text.targets
+        nats = text.new_nats()[:, None, None].repeat(1, len(rates), len(self.temperatures))
+        total, done, training = known * len(rates) + text.targets - known, 0, model.training
+        turns = itertools.cycle(range(runtime.world))
+
+        def read(part: list[Document]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            """For each chunk: the numbers of the rows' rates, (rows, 1), places and nats. Groups go round the ranks."""
+            nonlocal done
+            for group in group_documents(part, self.rows):
+                mine = next(turns) == runtime.rank
+                numbers = torch.tensor([d.rate for d in group] + [0] * self.rows, device=runtime.device)[:, None]
+                for chunks, (places, found) in enumerate(reader.read(text.ids, group, rates) if mine else (), 1):
+                    yield numbers[: len(places)], places, found
+                    watch(places)
+                    pace.step()
+                    read = sum(min(document.targets, chunks * self.chunk) for document in group)
+                    progress((done + read) / total)
+                done += sum(document.targets for document in group)
+
         with restored(model):
             model.eval().requires_grad_(False)
             try:
-                reader = self.make_reader(model, runtime, groups)
-                pace = Pace(runtime.device)
-                for number, group in enumerate(groups):
-                    mine = number % runtime.world == runtime.rank
-                    for chunks, (places, found) in enumerate(reader.read(text.ids, group) if mine else (), 1):
-                        nats[places] = found
-                        pace.step()
-                        read = sum(min(document.targets, chunks * self.chunk) for document in group)
-                        progress((done + read) / text.targets)
-                    done += sum(document.targets for document in group)
+                reader, pace = self.make_reader(model, runtime, pilot, later), Pace(runtime.device)
+                for numbers, places, found in read(pilot):
+                    nats[places, numbers] = found
+                best = _find_best(runtime.sum(nats[:known].clone())) if pilot else 0
+                for _, places, found in read([replace(document, rate=best) for document in later]):
+                    nats[places] = found[:, :, None]
             finally:
                 model.train(training)
-        return np.asarray(runtime.sum(nats)[:-1].cpu().numpy())
+        return np.asarray(runtime.sum(nats)[:-1].flatten(1).cpu().numpy())
 
-    def make_reader(self, model: GPT, runtime: Runtime, groups: list[list[Document]]) -> DocumentReader:
-        """Reads groups of documents, longest first, with factors that learn each document."""
+    def make_reader(self, model: GPT, runtime: Runtime, *parts: list[Document]) -> DocumentReader:
+        """Reads groups of documents of these parts with factors that learn each document."""
         return DocumentReader(
             model,
             runtime,
-            rows=min(self.rows, len(groups[0])),
+            rows=min(self.rows, max(map(len, parts))),
             rank=self.rank,
             chunk=self.chunk,
-            window=min(self.context, groups[0][0].targets),
-            lr=self.lr,
+            window=min(self.context, max(document.targets for part in parts for document in part)),
             decay=self.decay,
             temperatures=self.temperatures,
             graphed=self.graphed,
         )
+
+
+def _find_best(nats: Tensor) -> int:
+    """The rate of the cheapest prediction. nats (targets, rates, temperatures); a rate whose factors overflow is the worst."""
+    costs = nats.double().sum(0).nan_to_num(nan=math.inf)
+    return int(costs.amin(-1).argmin())
 
 
 def _require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:

@@ -24,6 +24,7 @@ from parbank.eval.adaptation import ADAPTERS
 from parbank.eval.adaptation.base import AdaptConfig, Adapter, restored
 from parbank.eval.adaptation.guard import Guard
 from parbank.eval.adaptation.sgd import SgdConfig
+from parbank.eval.audit import audited
 from parbank.eval.methods.base import Method, PieceMethod, setting_docs
 from parbank.eval.methods.sliding import Sliding
 from parbank.eval.methods.streaming import Streaming
@@ -135,14 +136,15 @@ class ScoreFirst(Method):
         with restored(model):
             model.eval()
             try:
-                guard = Guard(model)
-                scorer = self.scores.make_scorer(model, runtime, targets=text.targets, piece=chunk)
-                graphed = self.graphed and runtime.is_cuda
-                learner = self.adapt.make_adapter(model, runtime, context=self.context, graphed=graphed)
-                _run(text, nats, scorer, learner, guard, chunk, self._bos_id(model.config), progress)
+                with audited(model, runtime.device) as audit:
+                    guard = Guard(model)
+                    scorer = self.scores.make_scorer(model, runtime, targets=text.targets, piece=chunk)
+                    graphed = self.graphed and runtime.is_cuda
+                    learner = self.adapt.make_adapter(model, runtime, context=self.context, graphed=graphed)
+                    _run(text, nats, scorer, learner, guard, chunk, self._bos_id(model.config), progress)
             finally:
                 model.train(training)
-        return Scored.gather(text, nats, runtime)
+        return Scored.gather(text, nats, runtime, audit.gather(runtime))
 
     def rehearse(self, model: GPT, runtime: Runtime) -> None:
         """Scores without learning: an adapter decides by numbers that a rehearsal does not compute."""

@@ -1,24 +1,24 @@
 """An audit of a mixture: at scored positions, its probabilities of all tokens must sum to 1.
 
 The model's own predictions are audited where they are made (parbank/eval/audit.py). A mixture is computed for the targets
-alone, so here other tokens take the target's place, one after another, and the mixture scores them. Their probabilities
-follow from the logits and from the nats of the target, at every temperature.
+alone, so here the beginning of the text is read again, other tokens take the target's place, one after another, and the
+mixture scores them. Their probabilities follow from the logits and from the nats of the target, at every temperature.
 
 Only tokens that have followed the same token before can have counts of n-grams. All others enter the mixture by their
 probability alone, and the mixture is linear in it. So they are scored together, as one token that never came before.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from parbank.eval.adaptation.base import restored
-from parbank.eval.adaptation.documents import find_documents, group_documents
-from parbank.eval.audit import Audit
+from parbank.eval.audit import Audit, reading_out_by
 from parbank.eval.score import IGNORED, Scored, Text, run_scorer, silent
 from parbank.model import GPT
 from parbank.runtime import Runtime
@@ -26,28 +26,41 @@ from parbank.runtime import Runtime
 if TYPE_CHECKING:
     from parbank.eval.methods.adaptive import Adaptive
 
-TARGETS = 1024  # at the beginning of the text, which are scored again
-POSITIONS = 8  # of them, audited: each takes some dozen mixtures of the text before it
+# Targets at the beginning of the text that are scored again, and how many of them are audited: each takes some dozen
+# mixtures of the text before it.
+SAMPLE = (128, 2)
+THOROUGH = (1024, 8)
 
 
 def audit_mixture(
-    method: "Adaptive", audit: Audit, model: GPT, scored: Scored, sizes: np.ndarray, runtime: Runtime
+    method: "Adaptive",
+    audit: Audit,
+    model: GPT,
+    scored: Scored,
+    sizes: np.ndarray,
+    runtime: Runtime,
+    amount: tuple[int, int],
 ) -> None:
-    """Every rank does the same work by itself. sizes (N - 1,): bytes of the targets."""
-    alone = Runtime(device=runtime.device)
-    tokens = scored.tokens[: TARGETS + 1]
+    """Every rank does the same work by itself. sizes (N - 1,): bytes of the targets. amount: `SAMPLE` or `THOROUGH`."""
+    alone, method = Runtime(device=runtime.device), replace(method, graphed=False)  # graphs replay what is tapped here
+    targets, positions = amount
+    tokens = scored.tokens[: targets + 1]
     text = Text(tokens, torch.from_numpy(tokens.astype(np.int32)).to(runtime.device))
-    chosen = np.unique(np.linspace(0, text.targets - 1, POSITIONS).astype(np.int64))
+    chosen = np.unique(np.linspace(0, text.targets - 1, positions).astype(np.int64))
     plain, plain_logits = _read_plain(method, model, text, alone, chosen)
     adapted, logits = _read_adapted(method, model, text, alone, chosen) if method.rank else (None, {})
     temperatures = np.array(method.temperatures)
     for place in chosen.tolist():
-        target, own = int(tokens[place + 1]), slice(place + 1)
+        target, past = int(tokens[place + 1]), slice(place + 1)
         p = _probabilities(plain_logits[place], target, plain[place], np.ones(1))
         if adapted is not None:
-            p = np.concatenate([p, _probabilities(logits[place], target, adapted[place], temperatures)], axis=1)
-        before = sizes[own], plain[own], None if adapted is None else adapted[own]
-        audit.add(_sum(method, tokens[: place + 2], model.config.bos_id, before, p, scored.nats[place]))
+            by_rate = adapted[place].reshape(-1, len(temperatures))
+            own = itertools.cycle(logits[place])  # of every rate, or of the one that stands for all
+            learnt = [_probabilities(next(own), target, costs, temperatures) for costs in by_rate]
+            p = np.concatenate([p, *learnt], axis=1)
+        before = sizes[past], plain[past], None if adapted is None else adapted[past]
+        total, nats = _sum(method, tokens[: place + 2], model.config.bos_id, before, p)
+        audit.add(total, nats, float(scored.nats[place]))
 
 
 def _read_plain(
@@ -72,31 +85,22 @@ def _read_plain(
 
 def _read_adapted(
     method: "Adaptive", model: GPT, text: Text, runtime: Runtime, chosen: np.ndarray
-) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """The nats of all targets at every temperature, and the logits of the chosen ones."""
-    groups = group_documents(find_documents(text.tokens, model.config.bos_id), method.rows)
-    nats = text.new_nats()[:, None].repeat(1, len(method.temperatures))
-    logits: dict[int, np.ndarray] = {}
+) -> tuple[np.ndarray, dict[int, list[np.ndarray]]]:
+    """The nats of all targets by every prediction, and the logits of the chosen ones at each learning rate that they were
+    read at: at all of them in their order, or at one."""
+    logits: dict[int, list[np.ndarray]] = {int(place): [] for place in chosen}
     last: list[Tensor] = []
 
     def keep(found: Tensor, targets: Tensor) -> None:
         last[:] = [found]
 
-    training = model.training
-    with restored(model):
-        model.eval().requires_grad_(False)
-        try:
-            reader = method.make_reader(model, runtime, groups)
-            with _tapped(model, keep):
-                for group in groups:
-                    for places, found in reader.read(text.ids, group):
-                        nats[places] = found
-                        flat = places.flatten().cpu().numpy()
-                        for row in np.flatnonzero(np.isin(flat, chosen)):
-                            logits[int(flat[row])] = last[0][row].double().cpu().numpy()
-        finally:
-            model.train(training)
-    return nats[:-1].double().cpu().numpy(), logits
+    def watch(places: Tensor) -> None:
+        flat = places.flatten().cpu().numpy()
+        for row in np.flatnonzero(np.isin(flat, chosen)):
+            logits[int(flat[row])].append(last[0][row].double().cpu().numpy())
+
+    with _tapped(model, keep):
+        return method.read_documents(model, text, runtime, silent, watch).astype(np.float64), logits
 
 
 @contextmanager
@@ -111,11 +115,8 @@ def _tapped(model: GPT, keep: Callable[[Tensor, Tensor], None]) -> Iterator[None
                 keep(read_out(x, None).flatten(0, -2), targets.flatten())
         return nats
 
-    model.read_out = tap  # type: ignore[method-assign]
-    try:
+    with reading_out_by(tap, model):
         yield
-    finally:
-        del model.read_out
 
 
 def _probabilities(logits: np.ndarray, target: int, nats: np.ndarray, temperatures: np.ndarray) -> np.ndarray:
@@ -130,25 +131,25 @@ def _sum(
     bos_id: int,
     before: tuple[np.ndarray, np.ndarray, np.ndarray | None],
     p: np.ndarray,
-    nats: float,
-) -> float:
-    """The mixture's probabilities of all tokens after tokens[:-1], summed. p (vocabulary, predictions); nats: the score's."""
+) -> tuple[float, float]:
+    """The mixture's probabilities of all tokens after tokens[:-1], summed, and the nats of the last token. p (vocabulary,
+    predictions)."""
     vocabulary, target = len(p), int(tokens[-1])
     text = tokens.astype(np.int64)
     known = text[:-1] if 0 in method.orders else text[1:-1][text[:-2] == text[-2]]
     others = np.ones(vocabulary, dtype=bool)
     others[known] = others[target] = False
-    cases = [(int(token), p[token]) for token in np.unique(known) if token != target]
+    cases = [(target, p[target]), *((int(token), p[token]) for token in np.unique(known) if token != target)]
     if others.any():
         cases.append((vocabulary, p[others].sum(0)))
     # The last of the sizes is the target's. The guard does not use it: a token's own bytes must not weigh its prediction.
     sizes, plain, adapted = before[0], before[1].copy(), None if before[2] is None else before[2].copy()
-    total = float(np.exp(-float(nats)))
+    nats = []
     for token, chances in cases:
         costs = -np.log(np.maximum(chances, np.finfo(np.float64).tiny))
         text[-1], plain[-1] = token, costs[0]
         if adapted is not None:
             adapted[-1] = costs[1:]
         found = method.mix(text, bos_id, sizes, plain, adapted, method.count_ngrams(text, bos_id))
-        total += float(np.exp(-found[-1]))
-    return total
+        nats.append(float(found[-1]))
+    return float(np.exp(-np.array(nats)).sum()), nats[0]
