@@ -14,17 +14,16 @@ from typing import Any, NoReturn, cast
 
 from parbank import runtime
 from parbank.api.model import Model, load
-from parbank.config import override
-from parbank.data.sources import absolute_spec, read_data
+from parbank.data.sources import read_data
 from parbank.errors import CheckpointError, ConfigError
 from parbank.plan.choose import NAME
 from parbank.plan.plan import introduce, plan_run
-from parbank.recipes import demo, get_recipe
+from parbank.recipes import demo, find_recipe
 from parbank.report.write import write_run_page
 from parbank.runtime import Runtime
 from parbank.training.config import RunConfig
+from parbank.training.configure import configure_run
 from parbank.training.display import Display
-from parbank.training.folder import load_run_config
 from parbank.training.run import Result, run
 
 Settings = Mapping[str, object] | Iterable[str]
@@ -125,15 +124,14 @@ def read_changes(
 
 def configure(recipe: str | None, changes: Sequence[str] = (), resume_from: Path | None = None) -> RunConfig:
     """The config of a run: that of a recipe or of an earlier run, with the given changes. Paths in it are absolute."""
-    if resume_from is not None:
-        config = load_run_config(resume_from, *changes)
-        if recipe not in (None, config.recipe):
-            raise ConfigError(
-                f"the run in {resume_from} has the recipe {config.recipe}, not {recipe}; choose another --out"
-            )
-    else:
-        config = override(get_recipe(recipe or "demo"), *changes)
-    return override(config, f"data={json.dumps(absolute_spec(config.data))}")
+    if resume_from is None:
+        return configure_run(find_recipe(recipe or "demo"), *changes)
+    config = configure_run(resume_from, *changes)
+    if recipe not in (None, config.recipe):
+        raise ConfigError(
+            f"the run in {resume_from} has the recipe {config.recipe}, not {recipe}; choose another --out"
+        )
+    return config
 
 
 def _is_planned(recipe: str | None, changes: Sequence[str]) -> bool:
@@ -141,7 +139,8 @@ def _is_planned(recipe: str | None, changes: Sequence[str]) -> bool:
     shape."""
     if recipe is not None:
         return recipe == NAME
-    return override(demo(), *(change for change in changes if change.startswith("budget."))).budget.minutes is not None
+    budget = configure_run(demo, *(change for change in changes if change.startswith("budget."))).budget
+    return budget.minutes is not None
 
 
 def _plan(changes: Sequence[str], place: Runtime, threads: int | None, quiet: bool) -> RunConfig:

@@ -11,10 +11,10 @@ from parbank.data.sources import remembered_spec
 from parbank.data.tokenizer import TokenizerConfig
 from parbank.model.config import ModelConfig
 from parbank.ops.fp8 import MULTIPLE, Parts
-from parbank.optim.averaging import AverageConfig
 from parbank.optim.config import OptimConfig
 from parbank.precision import Choice
 from parbank.quant.config import QuantConfig
+from parbank.training.averaging import AverageConfig
 from parbank.training.loggers import LOGGERS
 
 

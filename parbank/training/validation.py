@@ -9,8 +9,8 @@ from parbank.data.shards import TokenSet
 from parbank.errors import ParbankError
 from parbank.eval.windows import score_chunked
 from parbank.model import GPT
-from parbank.optim.averaging import Averages
 from parbank.runtime import Runtime
+from parbank.training.averaging import Averages
 from parbank.training.config import RunConfig
 
 
