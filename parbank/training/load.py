@@ -15,7 +15,6 @@ from parbank.data.sources import remembered_spec
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import CheckpointError, ParbankError, enough_memory
 from parbank.model import GPT
-from parbank.training.averaging import Averages
 from parbank.training.checkpoint import MALFORMED, find_checkpoint, first_line, load_checkpoint
 from parbank.training.config import RunConfig, read_config
 
@@ -71,6 +70,8 @@ def load_trained(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, RunC
 
 
 def _rebuild(state: dict[str, Any], device: torch.device) -> tuple[GPT, Tokenizer, RunConfig]:
+    from parbank.training.averaging import Averages  # with all of optim: an artifact needs none of it
+
     config = read_config(state["config"])
     _check_shapes(config, state["model"])
     model = GPT(config.model).to(device)
