@@ -47,7 +47,7 @@ def describe_registered(folder: str) -> str:
     for path in sorted(Path(__file__).parents[1].joinpath(folder).glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             values = {
-                statement.targets[0].id: statement.value.value
+                statement.targets[0].id: str(statement.value.value)
                 for statement in getattr(node, "body", ())
                 if isinstance(statement, ast.Assign)
                 and isinstance(statement.targets[0], ast.Name)

@@ -141,8 +141,8 @@ def _training_tokens(data: str | None, config: RunConfig, tokenizer: Tokenizer, 
 
 def open_training_tokens(spec: str, tokenizer: Tokenizer, *, context: int, count: int, say: Say) -> TokenSet:
     """The training part of a data spec in the tokens of `tokenizer`: at least `context` of them, and enough for `count`."""
-    size, operators = tokenizer.vocab_size, tokenizer.case_operators
-    dataset = open_dataset(spec, vocab_size=size, case_operators=operators, sequence_length=context, say=say)
+    size, config = tokenizer.vocab_size, tokenizer.config
+    dataset = open_dataset(spec, vocab_size=size, tokenizer=config, sequence_length=context, say=say)
     if dataset.tokenizer.fingerprint == tokenizer.fingerprint:
         return dataset.train
     # of text cut by another tokenizer twice the tokens are enough: tokens differ in length, but not by that much
