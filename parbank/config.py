@@ -178,7 +178,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return int(value)
     if isinstance(value, hint) and not (hint in (int, float) and isinstance(value, bool)):
         return value
-    raise ConfigError(f"{path} must be {_describe(hint)}, got {value!r}")
+    digits = "; write the digits alone, such as 200_000" if hint is int and isinstance(value, str) else ""
+    raise ConfigError(f"{path} must be {_describe(hint)}, got {value!r}{digits}")
 
 
 def _describe(hint: Any) -> str:

@@ -47,10 +47,16 @@ def calibrate_module(
     output itself if it is one number, or the cross-entropy of the next token, of logits (B, T, vocabulary) against
     token ids.
     """
+    if not isinstance(batches, Iterable):
+        raise ConfigError(f"calibration is a list of batches, got a {type(batches).__name__}")
     device = next((weight.device for weight in weights.values()), torch.device("cpu"))
     probe, tokens = _ModuleProbe(weights, device), 0
     with frozen(module), use_backend("reference"):
         for batch in batches:
+            if loss is None and isinstance(batch, Tensor) and batch.ndim == 1 and not batch.is_floating_point():
+                raise ConfigError(
+                    f"a batch is a tensor of token ids (B, T); got a tensor of shape {tuple(batch.shape)}: give ids[None]"
+                )
             given = _prepare(batch, device)
             with probe:
                 out = _call(module, given)

@@ -82,7 +82,17 @@ class DecodeState:
 
 
 class Tokenizer:
-    """Converts text to tokens and back, and counts the bytes of each token."""
+    """Converts text to tokens and back, and counts the bytes of each token.
+
+    `Tokenizer.train(texts, vocab_size)` makes one from strings, `Tokenizer.load(path)` reads a SentencePiece model with a
+    BOS token, and a loaded `Model` has its own as `.tokenizer`.
+
+        >>> from parbank.data.tokenizer import Tokenizer
+        >>> tokenizer = Tokenizer.train([parbank.__doc__], vocab_size=300)  # any texts
+        >>> ids = tokenizer.encode("The sea")
+        >>> tokenizer.decode(ids), int(tokenizer.byte_lengths[ids].sum())
+        ('The sea', 7)
+    """
 
     model_bytes: bytes
     """The SentencePiece model, after MARK if there are case operators. `from_bytes` reads it."""
