@@ -115,7 +115,8 @@ class Model:
             )
         if not isinstance(context, numbers.Integral) or context < 1:
             raise ConfigError(f"a model's context is a whole number of tokens, at least 1; got {context!r}")
-        self._module, self._tokenizer = module, tokenizer
+        self._module: nn.Module | Mapping[str, Tensor] = module
+        self._tokenizer: Tokenizer | None = tokenizer
         self.context, self.data = context, data
         self.meta, self.source = dict(meta or {}), source
         if isinstance(module, GPT) and meta is None:  # built by hand: `pack` and `export` must say what it is

@@ -88,9 +88,9 @@ class _ModuleProbe(Probe):
         `F.linear` by its name, so a function of that name sees the calls."""
         linear = F.linear
 
-        def see(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            out = linear(x, weight, bias)
-            self.see_linear(x, weight, out)
+        def see(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            out = linear(input, weight, bias)
+            self.see_linear(input, weight, out)
             return out
 
         F.linear = see
