@@ -12,7 +12,7 @@ import numpy as np
 
 from parbank.config import to_dict
 from parbank.data.apart import prepare_apart
-from parbank.data.manifest import hash_shards, read_manifest, verify_folder
+from parbank.data.manifest import count_skipped, hash_shards, read_manifest, verify_folder
 from parbank.data.prepare import ensure_prepared
 from parbank.data.progress import Say, say_on_stderr
 from parbank.data.proof import NOT_PROVED, PROVED
@@ -46,6 +46,8 @@ class Dataset:
     was prepared by a parbank that did not prove it."""
     overlap: float | None = None
     """The share of the validation bytes that training has too, in long runs; none where it was not measured."""
+    skipped_bad: int = 0
+    """The bad files and lines that were left out when the text was prepared."""
 
     @cached_property
     def val_bytes(self) -> int:
@@ -173,6 +175,7 @@ def open_shards(folder: Path, *, vocab_size: int | None = None, name: str | None
         folder=folder,
         fingerprint=_hash_all(tokenizer, *paths),
         overlap=measured.get("share") if isinstance(measured, dict) else None,
+        skipped_bad=count_skipped(manifest),
     )
 
 

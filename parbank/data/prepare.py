@@ -31,6 +31,7 @@ from parbank.data.manifest import (
     describe_input,
     listed_files,
     read_manifest,
+    report_skipped,
     same_inputs,
     verify_folder,
 )
@@ -102,11 +103,13 @@ def ensure_prepared(
     manifest = matching_manifest(corpus, folder, vocab_size=vocab_size, tokenizer=tokenizer)
     if manifest is not None:
         _clear_up(folder)
+        report_skipped(manifest, say)
         return manifest
     _check_place(folder)
     with _held(folder, say if shared else None):
         manifest = matching_manifest(corpus, folder, vocab_size=vocab_size, tokenizer=tokenizer)
         if manifest is not None:  # the process that we waited for has prepared it
+            report_skipped(manifest, say)
             return manifest
         _check_place(folder)
         say(f"preparing {corpus.name} with {vocab_size} tokens in {folder}")
