@@ -5,6 +5,7 @@ bytes. Compressed together with bzip2 they take less than with lzma, and far les
 
     python -m parbank.artifact.code parbank.pyz
     python parbank.pyz train recipe=golf out=runs/golf
+    python parbank.pyz train config=runs/planned out=runs/again
     python parbank.pyz score model=runs/golf/model.pbk method=sliding
 """
 
