@@ -106,9 +106,12 @@ class A:
     """A field."""
     def f(self):
         """A method with nothing else."""
-def g(y: Any):  # another
+def g(y: Any, *z: int, k: str = "k") -> str:  # another
     """A function."""
     return "# no comment"
+@kernel
+def h(y: Any) -> str:
+    return y
 '''
     bare = """
 from typing import TYPE_CHECKING, Any
@@ -116,16 +119,20 @@ class A:
     x: int = 1
     def f(self):
         pass
-def g(y: Any):
+def g(y, *z, k="k"):
     return "# no comment"
+@kernel
+def h(y: Any) -> str:
+    return y
 """
     assert ast.unparse(strip(documented)) == ast.unparse(ast.parse(bare))
 
 
 def test_stripped_source_means_the_same(counted: dict[str, ast.Module]) -> None:
-    """Writing a tree out and reading it again gives the tree: no f-string and no operator is lost on the way."""
+    """Writing a tree out and reading it again gives the tree: no f-string and no operator is lost on the way. Nothing is
+    left to strip: the archive packs itself to the same bytes."""
     for name, tree in counted.items():
-        assert ast.dump(ast.parse(ast.unparse(tree))) == ast.dump(tree), name
+        assert ast.dump(strip(ast.unparse(tree))) == ast.dump(tree), name
 
 
 def module_name(path: str) -> str:
