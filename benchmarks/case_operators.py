@@ -18,6 +18,7 @@ import harness  # noqa: E402
 
 from parbank.config import override  # noqa: E402
 from parbank.data.dataset import Dataset, open_dataset  # noqa: E402
+from parbank.data.tokenizer import TokenizerConfig  # noqa: E402
 from parbank.eval.windows import score_chunked  # noqa: E402
 from parbank.recipes import get_recipe  # noqa: E402
 from parbank.runtime import Runtime, pick_device  # noqa: E402
@@ -29,7 +30,7 @@ MEASURED = ("parbank", "benchmarks/case_operators.py")
 def prepare(spec: str, vocab: int, folder: Path) -> dict[str, Dataset]:
     names = {"plain": False, "case operators": True}
     found = {
-        name: open_dataset(spec, vocab_size=vocab, case_operators=operators, cache=folder)
+        name: open_dataset(spec, vocab_size=vocab, tokenizer=TokenizerConfig(case_operators=operators), cache=folder)
         for name, operators in names.items()
     }
     assert len({dataset.val_text_sha256 for dataset in found.values()}) == 1, "both are scored on the same text"

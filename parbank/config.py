@@ -79,7 +79,9 @@ def walk(config: Any, *, path: str = "") -> Iterator[tuple[str, Any, str]]:
         if dataclasses.is_dataclass(value):
             yield from walk(value, path=_join(path, field.name))
         else:
-            yield _join(path, field.name), value, docs.get(field.name, "")
+            table = field.metadata.get("table")
+            choices = f" There are: {', '.join(table)}." if table is not None else ""
+            yield _join(path, field.name), value, docs.get(field.name, "") + choices
 
 
 @functools.cache
@@ -97,6 +99,11 @@ def field_docs(cls: type) -> dict[str, str]:
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             docs[statement.target.id] = " ".join(str(following.value.value).split())
     return docs
+
+
+def named(table: Mapping[str, Any], default: Any) -> Any:
+    """A field whose value is a name of a table, or several. `walk` lists the names that are there when it is asked."""
+    return dataclasses.field(default=default, metadata={"table": table})
 
 
 def require(condition: bool, message: str) -> None:
@@ -180,7 +187,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return int(value)
     if isinstance(value, hint) and not (hint in (int, float) and isinstance(value, bool)):
         return value
-    raise ConfigError(f"{path} must be {_describe(hint)}, got {value!r}")
+    digits = "; write the digits alone, such as 200_000" if hint is int and isinstance(value, str) else ""
+    raise ConfigError(f"{path} must be {_describe(hint)}, got {value!r}{digits}")
 
 
 def _describe(hint: Any) -> str:

@@ -1,6 +1,7 @@
 """The program of the counted archive (parbank.artifact.code): training and scoring by `name=value`, and nothing else.
 
     train recipe=NAME out=FOLDER [a.b=value ...]     any setting that `parbank recipes NAME` prints
+    train config=PATH out=FOLDER [a.b=value ...]     as an earlier run, by its folder or config.json: a plan, too
     score model=PATH [data=SPEC] [method=NAME ...]   any setting that `parbank eval --methods` prints
 
 Both print one line of JSON. The command line with its help, checks and tables is `parbank` (parbank.cli).
@@ -19,14 +20,20 @@ from parbank.errors import ConfigError
 from parbank.eval.methods import make_method
 from parbank.recipes import get_recipe
 from parbank.training.compiled import use_compile_cache
+from parbank.training.folder import load_run_config
 from parbank.training.load import load_model
 from parbank.training.run import run
 
 
-def train(place: runtime.Runtime, recipe: str, out: str, **settings: str) -> dict[str, Any] | None:
+def train(
+    place: runtime.Runtime, *, out: str, recipe: str = "", config: str = "", **settings: str
+) -> dict[str, Any] | None:
     """Trains, scores and packs; the summary, or None where a signal stopped it."""
-    config = override(get_recipe(recipe), *(f"{name}={value}" for name, value in settings.items()))
-    return run(config, place, Path(out)).summary
+    if bool(recipe) == bool(config):
+        raise ConfigError("train takes recipe=NAME, or config=PATH, the folder or the config.json of an earlier run")
+    changes = [f"{name}={value}" for name, value in settings.items()]
+    wanted = load_run_config(Path(config), *changes) if config else override(get_recipe(recipe), *changes)
+    return run(wanted, place, Path(out)).summary
 
 
 def score(
@@ -51,7 +58,7 @@ def main(words: list[str]) -> None:
     commands: dict[str, Callable[..., dict[str, Any] | None]] = {"train": train, "score": score}
     if not words or words[0] not in commands or any("=" not in word for word in words[1:]):
         raise SystemExit(
-            "usage: train recipe=NAME out=FOLDER [a.b=value ...] | score model=PATH [data=SPEC] [name=value ...]"
+            "usage: train recipe=NAME|config=PATH out=FOLDER [a.b=value ...] | score model=PATH [data=SPEC] [name=value ...]"
         )
     use_compile_cache()
     with runtime.start() as place:

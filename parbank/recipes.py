@@ -5,15 +5,15 @@ module named `recipes`. The golf model follows parameter-golf #549.
 """
 
 import difflib
-from collections.abc import Callable
 from dataclasses import replace
 
 from parbank.errors import ConfigError
 from parbank.model import ModelConfig
-from parbank.optim.averaging import AverageConfig
 from parbank.optim.config import OptimConfig
 from parbank.quant.config import QuantConfig
+from parbank.training.averaging import AverageConfig
 from parbank.training.config import BatchConfig, BudgetConfig, RunConfig, TrainConfig
+from parbank.training.configure import Recipe
 
 GOLF_MODEL = ModelConfig(
     vocab_size=1024,
@@ -132,12 +132,16 @@ def nano() -> RunConfig:
     )
 
 
-RECIPES: dict[str, Callable[[], RunConfig]] = {function.__name__: function for function in (demo, golf, nano, sprint)}
+RECIPES: dict[str, Recipe] = {function.__name__: function for function in (demo, golf, nano, sprint)}
+
+
+def find_recipe(name: str) -> Recipe:
+    if name not in RECIPES:
+        near = difflib.get_close_matches(str(name), RECIPES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}{hint}")
+    return RECIPES[name]
 
 
 def get_recipe(name: str) -> RunConfig:
-    if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}{hint}")
-    return RECIPES[name]()
+    return find_recipe(name)()

@@ -61,4 +61,5 @@ def use_the_parts(tokenizer: Tokenizer) -> Packed:
     print(parbank.__version__, parbank.Prefetcher)
     packed = pack(module, max_bytes=10_000, calibration=[torch.ones(1, 4, dtype=torch.int64)], out="module.pbk")
     assert_type(packed.uncalibrated, tuple[str, ...])
-    return pack(Model(language_model, tokenizer, context=8), max_bytes=10_000)
+    print(language_model(torch.ones(1, 4, dtype=torch.int64)))
+    return pack(Model(module, tokenizer, context=8), max_bytes=10_000)

@@ -6,8 +6,10 @@
 The run is `parbank train --recipe nano --steps 4` on a few files of the standard library, from the command line to the
 scored artifact. A crossing is a function of one package under parbank/ that is entered from another package: each function
 counts once, however often it is called and from wherever. Code outside parbank, such as torch, is passed through: a method of
-the model that torch calls for the trainer is entered from the trainer. Callbacks count, imports do not. The modules at the root of
-parbank/ (config, runtime, files, graphs, ...) are common ground: calls to and from them are not counted.
+the model that torch calls for the trainer is entered from the trainer. The modules at the root of parbank/ (config, runtime,
+files, graphs, ...) are common ground and passed through in the same way: a call to `config.require` is no crossing, but a
+function of `model` that `graphs` calls for the trainer is one. A function that a pool of threads runs is entered from the one
+that submitted it. Callbacks count, imports do not.
 
 The table at the end counts the same trace in other ways: by who calls, and with every module at the root as a package of its own.
 """
@@ -20,11 +22,13 @@ import sys
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 TEXT = ("argparse", "ast", "calendar", "difflib", "dis", "inspect", "os", "pathlib", "tarfile", "typing")
 
@@ -39,23 +43,54 @@ class Tracer:
 
     def __init__(self, package: Path) -> None:
         self._prefix = str(package) + os.sep
-        self.entered: set[tuple[Function, Function]] = set()
-        """(caller, function) pairs that cross a border, modules at the root included."""
+        self.between_packages: set[tuple[Function, Function]] = set()
+        """(caller, function) pairs that cross a border, modules at the root passed through."""
+        self.with_root: set[tuple[Function, Function]] = set()
+        """The same with each module at the root as a package of its own."""
+        self._submitter = threading.local()
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event != "call":
+        if event != "call" or self._function(frame) is None:
             return
-        here = self._function(frame)
-        if here is None:
+        self._note(self.between_packages, frame, is_packaged)
+        self._note(self.with_root, frame, lambda function: True)
+
+    def _note(
+        self, found: set[tuple[Function, Function]], frame: FrameType, is_counted: Callable[[Function], bool]
+    ) -> None:
+        """Adds the pair of this call, if it crosses a border between the functions that count."""
+        stack = self._functions(frame)
+        here = next(stack)
+        caller = next((function for function in stack if is_counted(function)), None)
+        if not is_counted(here) or caller is None or part_of(caller) == part_of(here):
             return
-        caller = frame.f_back
-        while caller is not None and self._function(caller) is None:
-            caller = caller.f_back
-        before = None if caller is None else self._function(caller)
-        if before is None or part_of(before) == part_of(here):
-            return
-        if IMPORT not in (before[1], here[1]):
-            self.entered.add((before, here))
+        if IMPORT not in (caller[1], here[1]):
+            found.add((caller, here))
+
+    def _functions(self, frame: FrameType | None) -> Iterator[Function]:
+        """The functions of parbank on the stack, from the inside out, and in a pool's thread on that of the submitter."""
+        while frame is not None:
+            if (function := self._function(frame)) is not None:
+                yield function
+            frame = frame.f_back
+        yield from getattr(self._submitter, "functions", ())
+
+    @contextmanager
+    def following_pools(self) -> Iterator[None]:
+        """Inside, work that is submitted to a pool of threads keeps the functions that submitted it."""
+        submit = ThreadPoolExecutor.submit
+
+        def submit_with_stack(pool: ThreadPoolExecutor, work: Any, /, *args: Any, **kwargs: Any) -> Any:
+            functions = tuple(self._functions(sys._getframe(1)))
+
+            def run() -> Any:
+                self._submitter.functions = functions
+                return work(*args, **kwargs)
+
+            return submit(pool, run)
+
+        with mock.patch.object(ThreadPoolExecutor, "submit", submit_with_stack):
+            yield
 
     def _function(self, frame: FrameType) -> Function | None:
         """The function of parbank that a frame runs; None for other code."""
@@ -84,7 +119,7 @@ WAYS: dict[str, Callable[[tuple[Function, Function]], object]] = {
 """Ways to count (caller, function) pairs: each with the value that is counted once."""
 
 
-def trace_run(root: Path) -> set[tuple[Function, Function]]:
+def trace_run(root: Path) -> Tracer:
     """Trains in this process, with the parbank of `root`. Only one call a process: imports happen once."""
     sys.path.insert(0, str(root))
     import torch
@@ -104,30 +139,29 @@ def trace_run(root: Path) -> set[tuple[Function, Function]]:
         threading.setprofile(tracer)
         sys.setprofile(tracer)
         try:
-            with suppress(SystemExit):
+            with suppress(SystemExit), tracer.following_pools():
                 runpy.run_module("parbank", run_name="__main__")
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
             os.chdir(root)
         assert Path(folder, "run", "summary.json").exists(), "the run did not end"
-    return tracer.entered
+    return tracer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1])
-    entered = trace_run(parser.parse_args().root.resolve())
-    crossings = {(caller, here) for caller, here in entered if is_packaged(caller) and is_packaged(here)}
+    tracer = trace_run(parser.parse_args().root.resolve())
     by_border: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for caller, here in crossings:
+    for caller, here in tracer.between_packages:
         by_border[part_of(caller), part_of(here)].add(f"{here[0].split(os.sep, 1)[1]}.{here[1]}")
     for (caller_part, part), names in sorted(by_border.items(), key=lambda item: -len(item[1])):
         print(f"{caller_part} -> {part} ({len(names)}): {', '.join(sorted(names))}")
     print(f"{'counted once each':38}{'packages':>10}{'and root modules':>18}")
     for name, key in WAYS.items():
-        print(f"{name:38}{len(set(map(key, crossings))):10}{len(set(map(key, entered))):18}")
-    print(f"crossings: {len({here for _, here in crossings})}")
+        print(f"{name:38}{len(set(map(key, tracer.between_packages))):10}{len(set(map(key, tracer.with_root))):18}")
+    print(f"crossings: {len({here for _, here in tracer.between_packages})}")
 
 
 if __name__ == "__main__":

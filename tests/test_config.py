@@ -6,8 +6,8 @@ import pytest
 
 from parbank.config import field_docs, from_dict, override, to_dict, walk
 from parbank.errors import ConfigError
-from parbank.optim.averaging import AverageConfig
 from parbank.recipes import RECIPES, get_recipe
+from parbank.training.averaging import AverageConfig
 from parbank.training.config import RunConfig
 
 

@@ -4,11 +4,12 @@ import importlib
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from tests.crossings import Tracer, is_packaged
+from tests.crossings import Tracer
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 60
@@ -25,37 +26,57 @@ def test_a_small_run_crosses_no_more_borders_than_agreed() -> None:
     assert 40 < int(found[1]) <= LIMIT, done.stdout
 
 
+HOUSE = {
+    "shared.py": "def ask(x):\n    return x\ndef call(work, x):\n    return work(x)\n",
+    "low/__init__.py": "",
+    "low/work.py": (
+        "import house.shared\n"
+        "class Tool:\n"
+        "    def use(self, back):\n"
+        "        house.shared.ask(self)\n"
+        "        return sorted([2, 1], key=back)\n"
+        "def measure(x):\n    return x\n"
+        "def weigh(x):\n    return x\n"
+    ),
+    "high/__init__.py": "",
+    "high/plan.py": (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from house.low.work import Tool, measure, weigh\n"
+        "import house.shared\n"
+        "def order(x):\n    return inner(x)\n"
+        "def inner(x):\n    return house.shared.ask(x)\n"
+        "def run():\n"
+        "    house.shared.call(measure, 1)\n"
+        "    house.shared.call(order, 1)\n"
+        "    with ThreadPoolExecutor(1) as pool:\n"
+        "        pool.submit(weigh, 1).result()\n"
+        "    for _ in range(3):\n"
+        "        Tool().use(order)\n"
+    ),
+}
+"""Two packages and a module at the root between them."""
+
+
 def test_the_tracer_sees_each_function_once_and_no_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
-        "shared.py": "def ask(x):\n    return x",
-        "low/__init__.py": "",
-        "low/work.py": (
-            "import house.shared\n"
-            "class Tool:\n"
-            "    def use(self, back):\n"
-            "        house.shared.ask(self)\n"
-            "        return sorted([2, 1], key=back)\n"
-        ),
-        "high/__init__.py": "",
-        "high/plan.py": (
-            "from house.low.work import Tool\n"
-            "import house.shared\n"
-            "def order(x):\n    return inner(x)\n"
-            "def inner(x):\n    return house.shared.ask(x)\n"
-            "def run():\n    return [Tool().use(order) for _ in range(3)]\n"
-        ),
-    }
-    for name, source in files.items():
+    for name, source in HOUSE.items():
         path = tmp_path / "house" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     tracer = Tracer(tmp_path / "house")
+    threading.setprofile(tracer)
     sys.setprofile(tracer)
     try:
-        importlib.import_module("house.high.plan").run()
+        with tracer.following_pools():
+            importlib.import_module("house.high.plan").run()
     finally:
         sys.setprofile(None)
-    names = {here[1] for caller, here in tracer.entered if is_packaged(caller) and is_packaged(here)}
-    assert names == {"Tool.use", "order"}, "the call down, and the callback that the sort makes for it"
-    assert {here[1] for _, here in tracer.entered} == names | {"ask"}
+        threading.setprofile(None)
+    crossings = {(caller[1], here[1]) for caller, here in tracer.between_packages}
+    assert crossings == {
+        ("run", "Tool.use"),  # the call down
+        ("Tool.use", "order"),  # the callback that the sort makes for it
+        ("run", "measure"),  # through a module at the root, which is passed through; `order` comes home that way
+        ("run", "weigh"),  # by a pool's thread
+    }
+    assert {here[1] for _, here in tracer.with_root} == {here for _, here in crossings} | {"ask", "call"}

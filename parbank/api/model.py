@@ -1,7 +1,8 @@
 """`parbank.load`, and the `Model` that it returns."""
 
+import numbers
 import os
-import warnings
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from parbank.api.words import in_python_words, warn
 from parbank.artifact.about import TOKENIZER, About
 from parbank.artifact.container import check_target, decode_artifact, is_artifact, read_artifact
 from parbank.artifact.load import LoadedModel
@@ -30,13 +32,16 @@ from parbank.eval.sampling import check_settings, sample_tokens, write_text
 from parbank.eval.score import Score
 from parbank.files import write_file
 from parbank.model import GPT
-from parbank.model.protocol import LanguageModel, PlainModel
+from parbank.model.protocol import PlainModel
 from parbank.precision import autocast
 from parbank.runtime import Runtime, pick_device
 from parbank.training.compiled import use_compile_cache
 from parbank.training.load import load_model
 
+_FILE_NAME = re.compile(r"\S+\.(txt|md|rst|py|jsonl?|csv|html?|gz|zst|parquet)")
 
+
+@in_python_words
 def load(path: str | os.PathLike[str], device: str = "auto") -> "Model":
     """A model from an artifact (.pbk), a checkpoint (step_N.pt), or the folder of a run.
 
@@ -49,7 +54,7 @@ def load(path: str | os.PathLike[str], device: str = "auto") -> "Model":
         >>> model.context
         64
     """
-    file, place = Path(path), _place(device)
+    file, place = Path(path).expanduser(), _place(device)
     if place.type == "cuda":
         use_compile_cache()
     if is_artifact(file) and (artifact := read_artifact(file)).meta.get("kind") == FOREIGN:
@@ -66,9 +71,10 @@ def load(path: str | os.PathLike[str], device: str = "auto") -> "Model":
 class Model:
     """A language model with its tokenizer: it scores, samples and saves.
 
-    `load` makes one from a file. For a module of your own, call `Model(module, tokenizer, context=512)`, where the
-    module is a `parbank.model.protocol.LanguageModel`. Such a model has `score` (chunked and sliding), `sample` and
-    `logits`.
+    `load` makes one from a file. For a module of your own, call `Model(module, tokenizer, context=512)`.
+    `parbank.model.protocol.LanguageModel` says what the module must offer, and `parbank.data.tokenizer.Tokenizer` makes
+    the tokenizer. Such a model has `score` (chunked and sliding), `sample` and `logits`. Without a tokenizer it can only
+    be packed.
 
         >>> import parbank
         >>> model = parbank.load("runs/first")
@@ -91,7 +97,7 @@ class Model:
 
     def __init__(
         self,
-        module: LanguageModel | Mapping[str, Tensor],
+        module: nn.Module | Mapping[str, Tensor],
         tokenizer: Tokenizer | None,
         *,
         context: int,
@@ -102,8 +108,15 @@ class Model:
         """Wraps a module. `load` sets the meta and the source file."""
         if not isinstance(module, nn.Module | Mapping):
             raise ConfigError(f"a Model is made around a torch.nn.Module, got {type(module).__name__}")
-        require(context >= 1, f"a model's context has at least 1 token, got {context}")
-        self._module, self._tokenizer = module, tokenizer
+        if not isinstance(tokenizer, Tokenizer | None):
+            raise ConfigError(
+                f"a Model takes a parbank.data.tokenizer.Tokenizer, got a {type(tokenizer).__name__}; Tokenizer.load(PATH) reads a "
+                "SentencePiece model, Tokenizer.train(texts, vocab_size) makes one"
+            )
+        if not isinstance(context, numbers.Integral) or context < 1:
+            raise ConfigError(f"a model's context is a whole number of tokens, at least 1; got {context!r}")
+        self._module: nn.Module | Mapping[str, Tensor] = module
+        self._tokenizer: Tokenizer | None = tokenizer
         self.context, self.data = context, data
         self.meta, self.source = dict(meta or {}), source
         if isinstance(module, GPT) and meta is None:  # built by hand: `pack` and `export` must say what it is
@@ -116,25 +129,30 @@ class Model:
         if isinstance(self._module, nn.Module):
             return self._module
         raise ArtifactError(
-            f"{self.source} holds the weights of a module that parbank did not build; build it, load state_dict() into it, and "
-            "make parbank.Model(module, tokenizer, context=...)"
+            f"{self.source or 'this Model'} holds the weights of a module that parbank did not build; build it, load state_dict() "
+            "into it, and make parbank.Model(module, tokenizer, context=...)"
         )
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer."""
-        if self._tokenizer is None:
+        if self._tokenizer is not None:
+            return self._tokenizer
+        if self.source is not None:
             raise ArtifactError(f"{self.source} holds no tokenizer: it was packed from a module alone")
-        return self._tokenizer
+        raise ArtifactError(
+            "this Model was made without a tokenizer; give it one: parbank.Model(module, tokenizer, ...)"
+        )
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.state_dict().values())).device
+        return next((tensor.device for tensor in self.state_dict().values()), torch.device("cpu"))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The weights by name."""
         return self._module.state_dict() if isinstance(self._module, nn.Module) else dict(self._module)
 
+    @in_python_words
     def score(
         self,
         text: str | bytes | os.PathLike[str] | None = None,
@@ -158,9 +176,10 @@ class Model:
         tokens, place = self._open_text(text), Runtime(device=self.device)
         scored = scoring.score(model, tokens, place, tokenizer=self.tokenizer)
         if (idle := scoring.find_idle(scored.tokens, model.config)) is not None:
-            warnings.warn(idle, stacklevel=2)
+            warn(idle, stacklevel=2)
         return scored.total(self.tokenizer)
 
+    @in_python_words
     def sample(
         self,
         prompt: str = "",
@@ -193,6 +212,7 @@ class Model:
             )
         )
 
+    @in_python_words
     def stream(
         self,
         prompt: str = "",
@@ -206,6 +226,7 @@ class Model:
         context: int | None = None,
     ) -> Iterator[str]:
         """The text of `sample`, piece by piece as it is generated."""
+        require(isinstance(prompt, str), f"the prompt is a string, got a {type(prompt).__name__}")
         check_settings(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
         before = self.tokenizer.encode(prompt)
         drawn = sample_tokens(
@@ -225,12 +246,7 @@ class Model:
     def logits(self, ids: Tensor | np.ndarray | Iterable[int]) -> Tensor:
         """The logits of the next token at every position, float32: ids (T,) -> (T, vocabulary), (B, T) -> (B, T,
         vocabulary)."""
-        if isinstance(ids, str):
-            raise ConfigError("logits takes token ids, got text; model.tokenizer.encode(text) makes ids of it")
-        given = ids if isinstance(ids, Tensor) else torch.from_numpy(np.asarray(ids, dtype=np.int64))
-        batch = given.to(self.device, torch.int64)
-        if batch.ndim not in (1, 2) or not batch.numel():
-            raise ConfigError(f"ids have shape (T,) or (B, T), with at least one token; got {tuple(batch.shape)}")
+        batch = _read_ids(ids).to(self.device)
         low, high = int(batch.min()), int(batch.max())
         if low < 0 or high >= self.tokenizer.vocab_size:
             raise ConfigError(f"ids must be 0 to {self.tokenizer.vocab_size - 1}, got {low} to {high}")
@@ -244,6 +260,7 @@ class Model:
             model.train(training)
         return found if batch.ndim == 2 else found[0]
 
+    @in_python_words
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the artifact that the model was loaded from, byte for byte.
 
@@ -263,6 +280,7 @@ class Model:
             f"max_bytes=..., out={os.fspath(path)!r}) makes one"
         )
 
+    @in_python_words
     def export(self, path: str | os.PathLike[str], dtype: str = "float32") -> Path:
         """Writes the weights as safetensors (float32, bfloat16 or float16), and the tokenizer beside them as NAME.model."""
         loaded = LoadedModel(
@@ -315,6 +333,8 @@ class Model:
             if "," in os.fspath(text):
                 raise ConfigError(f"{text} has a comma, which separates paths in a spec; rename it, or score its text")
             return self._open_spec(f"text:val={os.fspath(text)}")
+        if not isinstance(text, str):
+            raise ConfigError(f"score takes a text, bytes, a Path or a data spec, got a {type(text).__name__}")
         if is_spec(text):
             try:
                 return self._open_spec(text)
@@ -327,6 +347,8 @@ class Model:
                 f"{text!r} names a file or folder here: to score its text, give Path({text!r}); to score these "
                 f"{len(text)} characters themselves, give them as bytes: {text!r}.encode()"
             )
+        if _FILE_NAME.fullmatch(text):
+            warn(f"scoring the {len(text)} characters {text!r} themselves: there is no file of that name", stacklevel=3)
         return self._encode(text)
 
     def _open_spec(self, spec: str) -> TokenSet:
@@ -338,6 +360,23 @@ class Model:
         tokens = self.tokenizer.encode(text)
         check_tokens(self.tokenizer, tokens, text.encode("utf-8"), "the text")
         return TokenSet([np.concatenate([[self.tokenizer.bos_id], tokens]).astype(np.uint16)])
+
+
+def _read_ids(ids: Tensor | np.ndarray | Iterable[int]) -> Tensor:
+    """Token ids as int64, (T,) or (B, T)."""
+    if isinstance(ids, str):
+        raise ConfigError("logits takes token ids, got text; model.tokenizer.encode(text) makes ids of it")
+    try:
+        found = (
+            ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids if hasattr(ids, "__len__") else list(ids))
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"logits takes token ids, (T,) or (B, T) with rows of one length; {error}") from error
+    if found.ndim not in (1, 2) or not found.size:
+        raise ConfigError(f"ids have shape (T,) or (B, T), with at least one token; got {found.shape}")
+    if found.dtype.kind not in "iu":
+        raise ConfigError(f"token ids are whole numbers, got {found.dtype}")
+    return torch.from_numpy(found.astype(np.int64))
 
 
 def _place(device: str) -> torch.device:

@@ -1,8 +1,8 @@
 """`parbank.pack`: any model under a byte cap."""
 
+import math
 import numbers
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from parbank.api.model import Model
 from parbank.api.run import Settings, read_settings
+from parbank.api.words import in_python_words, warn
 from parbank.artifact.about import TOKENIZER
 from parbank.artifact.calibrate import calibrate
+from parbank.artifact.container import check_target
 from parbank.artifact.module import Batch, Loss, calibrate_module, roles_in, transposed_in
 from parbank.artifact.pack import Packed, pack_weights
 from parbank.artifact.state_dict import pack_state_dict, split_state_dict
@@ -27,6 +29,7 @@ from parbank.runtime import Runtime
 from parbank.training.pack import open_training_tokens
 
 
+@in_python_words
 def pack(
     model: Model | nn.Module | Mapping[str, Tensor],
     *,
@@ -40,15 +43,17 @@ def pack(
 
     The bytes go where the loss needs them. To measure that, the module runs over `calibration`: some batches of token
     ids (B, T), or dicts or tuples of its arguments. Pass `loss`, a function of the output and the batch, if the
-    module returns neither logits, nor a loss, nor an output with `.loss`. A weight that no linear layer and no
-    embedding reads cannot be measured: a warning and `uncalibrated` name it. If you give no batches, errors in all
+    module returns neither logits, nor a loss, nor an output with `.loss`. Linear layers, embeddings and
+    `nn.MultiheadAttention` can be measured. Convolutions, recurrent layers and the input projection of
+    cross-attention cannot: a warning and `uncalibrated` name their weights. If you give no batches, errors in all
     weights count alike, and the packed model is worse; `uncalibrated` then names every tensor. A parbank `Model` also
     takes a data spec, whose training part is used; the default is the text it was trained on.
 
     settings: {"quant.low_rank": 8}, as `parbank pack --set`.
 
-    With `out` the file is written there. `.data` are its bytes and `.size` their number. `load` reads it back. For a
-    model that parbank did not build it returns the weights: `module.load_state_dict(load(path).state_dict())`.
+    With `out` the file is written there; a file that is no artifact is not replaced. `.data` are its bytes and `.size`
+    their number. `load` reads it back. For a model that parbank did not build it returns the weights:
+    `module.load_state_dict(load(path).state_dict())`.
     Integers and bools in a state dict are stored exactly, tied weights once.
 
         >>> import torch
@@ -60,17 +65,21 @@ def pack(
         >>> module.load_state_dict(parbank.load("module.pbk").state_dict())
         <All keys matched successfully>
     """
-    if not isinstance(max_bytes, numbers.Real):
+    if not isinstance(max_bytes, numbers.Real) or not math.isfinite(max_bytes):
         raise ConfigError(f"max_bytes must be a number of bytes such as 8_000_000, got {max_bytes!r}")
     if max_bytes < 1:
         raise ConfigError(f"max_bytes must be positive, got {max_bytes}")
+    if isinstance(calibration, Tensor):
+        raise ConfigError("calibration is a list of batches, got one tensor; give [batch], or several")
+    if out is not None:
+        check_target(Path(out))
     quant = override(_PackSettings(), *read_settings(settings)).quant
-    if isinstance(model, Model) and isinstance(model.module, GPT):
-        packed = _pack_own(model, model.module, quant, calibration, loss, max_bytes)
+    if isinstance(model, Model) and isinstance(model._module, GPT):
+        packed = _pack_own(model, model._module, quant, calibration, loss, int(max_bytes))
     else:
-        packed = _pack_foreign(model, quant, calibration, loss, max_bytes)
+        packed = _pack_foreign(model, quant, calibration, loss, int(max_bytes))
     if packed.uncalibrated and calibration is not None:
-        warnings.warn(describe_uncalibrated(packed.uncalibrated), stacklevel=2)
+        warn(describe_uncalibrated(packed.uncalibrated), stacklevel=2)
     if out is not None:
         packed.write(Path(out))
     return packed
@@ -115,9 +124,7 @@ def _calibrate_on_text(model: Model, module: GPT, asked: str | None, quant: Quan
     except DataError as error:
         if asked is not None:
             raise
-        warnings.warn(
-            f"packing by the weights alone, without calibration: {error}; calibration=SPEC names text", stacklevel=4
-        )
+        warn(f"packing by the weights alone, without calibration: {error}; calibration=SPEC names text", stacklevel=4)
         return Calibration()
     return calibrate(module, tokens, quant, context=model.context, runtime=Runtime(device=model.device))
 
@@ -130,7 +137,7 @@ def _pack_foreign(
     max_bytes: int,
 ) -> Packed:
     """Weights of a module that parbank did not build, or a state dict. A `Model` adds its tokenizer."""
-    module = model.module if isinstance(model, Model) else model
+    module = model._module if isinstance(model, Model) else model
     if isinstance(calibration, str):
         raise ConfigError(
             f"calibration={calibration!r}: a data spec calibrates a model that parbank built; for other modules, give a list of "
@@ -142,7 +149,8 @@ def _pack_foreign(
         raise ConfigError("a state dict cannot be calibrated, since nothing runs it; give the module itself")
     meta, sections = {}, {}
     if isinstance(model, Model):
-        meta, sections = {"context": model.context}, {TOKENIZER: model.tokenizer.model_bytes}
+        meta = {"context": model.context}
+        sections = {TOKENIZER: model._tokenizer.model_bytes} if model._tokenizer else {}
     measured = Calibration()
     if isinstance(module, nn.Module):
         split = split_state_dict(module.state_dict(), roles_in(module), transposed_in(module))

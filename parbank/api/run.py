@@ -9,23 +9,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from parbank import runtime
 from parbank.api.model import Model, load
-from parbank.config import override
-from parbank.data.sources import absolute_spec, read_data
+from parbank.api.words import in_python_words
+from parbank.data.sources import read_data
 from parbank.errors import CheckpointError, ConfigError
 from parbank.plan.choose import NAME
 from parbank.plan.plan import introduce, plan_run
-from parbank.recipes import demo, get_recipe
+from parbank.recipes import demo, find_recipe
 from parbank.report.write import write_run_page
 from parbank.runtime import Runtime
 from parbank.training.config import RunConfig
+from parbank.training.configure import configure_run
 from parbank.training.display import Display
-from parbank.training.folder import load_run_config
 from parbank.training.run import Result, run
 
 Settings = Mapping[str, object] | Iterable[str]
@@ -35,10 +35,11 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C ended the training of a run. Its checkpoint is saved; `train(out=..., resume=True)` continues from it."""
 
 
+@in_python_words
 def train(
     *,
     recipe: str | None = None,
-    data: str | None = None,
+    data: str | os.PathLike[str] | None = None,
     glob: str | Sequence[str] = (),
     field: str | None = None,
     skip_bad: bool = False,
@@ -59,7 +60,7 @@ def train(
 
     recipe: demo, sprint, golf or nano; if not given, a config is planned for the minutes, the bytes, the text and this
     machine, as `parbank plan` prints it.
-    data: a spec: stdlib, text:PATH, parquet:PATH, shards:DIR or fineweb.
+    data: a spec: stdlib, text:PATH, parquet:PATH, shards:DIR or fineweb. A `Path` means text:PATH.
     glob: a pattern, or several; of a folder, only files whose name matches are read.
     field: the .jsonl field or parquet column with the text.
     skip_bad: skip, and count, files and lines that cannot be used.
@@ -83,9 +84,9 @@ def train(
     """
 
     def read_options() -> RunConfig | None:
-        text = data
+        text = _read_spec(data)
         if glob or field is not None or skip_bad:
-            text = read_data(data, [glob] if isinstance(glob, str) else glob, field, skip_bad)
+            text = read_data(text, [glob] if isinstance(glob, str) else glob, field, skip_bad)
         changes = read_changes(
             data=text, minutes=minutes, steps=steps, tokens=tokens, max_bytes=max_bytes, seed=seed, settings=settings
         )
@@ -110,6 +111,16 @@ def train(
     return Run(folder=folder, summary=result.summary, device=str(place.device))
 
 
+def _read_spec(data: str | os.PathLike[str] | None) -> str | None:
+    if isinstance(data, str | None):
+        return data
+    if not isinstance(data, os.PathLike):
+        raise ConfigError(f"data is a spec such as text:books, or a Path; got a {type(data).__name__}")
+    if "," in (path := os.fspath(data)):
+        raise ConfigError(f"{path} has a comma, which separates paths in a spec; rename it, or give its folder")
+    return f"text:{path}"
+
+
 def read_changes(
     *,
     data: str | None = None,
@@ -123,21 +134,20 @@ def read_changes(
     """Options as settings, a.b=value each."""
     given = {"data": data, "seed": seed, "budget.max_bytes": max_bytes}
     changes = _budget_changes(minutes, steps, tokens)
-    changes += [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    changes += read_settings({key: value for key, value in given.items() if value is not None})
     return changes + read_settings(settings)
 
 
 def configure(recipe: str | None, changes: Sequence[str] = (), resume_from: Path | None = None) -> RunConfig:
     """The config of a run: that of a recipe or of an earlier run, with the given changes. Paths in it are absolute."""
-    if resume_from is not None:
-        config = load_run_config(resume_from, *changes)
-        if recipe not in (None, config.recipe):
-            raise ConfigError(
-                f"the run in {resume_from} has the recipe {config.recipe}, not {recipe}; choose another --out"
-            )
-    else:
-        config = override(get_recipe(recipe or "demo"), *changes)
-    return override(config, f"data={json.dumps(absolute_spec(config.data))}")
+    if resume_from is None:
+        return configure_run(find_recipe(recipe or "demo"), *changes)
+    config = configure_run(resume_from, *changes)
+    if recipe not in (None, config.recipe):
+        raise ConfigError(
+            f"the run in {resume_from} has the recipe {config.recipe}, not {recipe}; choose another --out"
+        )
+    return config
 
 
 def _is_planned(recipe: str | None, changes: Sequence[str]) -> bool:
@@ -145,7 +155,8 @@ def _is_planned(recipe: str | None, changes: Sequence[str]) -> bool:
     shape."""
     if recipe is not None:
         return recipe == NAME
-    return override(demo(), *(change for change in changes if change.startswith("budget."))).budget.minutes is not None
+    budget = configure_run(demo, *(change for change in changes if change.startswith("budget."))).budget
+    return budget.minutes is not None
 
 
 def _plan(changes: Sequence[str], place: Runtime, threads: int | None, quiet: bool) -> RunConfig:
@@ -176,7 +187,7 @@ class Run:
     @classmethod
     def open(cls, folder: str | os.PathLike[str], device: str = "auto") -> "Run":
         """An earlier run, from its folder."""
-        path = Path(folder)
+        path = Path(folder).expanduser()
         try:
             summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -192,9 +203,9 @@ class Run:
         return load(self.folder, self.device)
 
     def __repr__(self) -> str:
-        return (
-            f"Run({str(self.folder)!r}, steps={self.summary.get('steps')}, val_bpb={self.summary.get('val_bpb'):.4f})"
-        )
+        bpb = self.summary.get("val_bpb")
+        score = f"{bpb:.4f}" if isinstance(bpb, float) else bpb
+        return f"Run({str(self.folder)!r}, steps={self.summary.get('steps')}, val_bpb={score})"
 
 
 def read_settings(settings: Settings) -> list[str]:
@@ -203,8 +214,29 @@ def read_settings(settings: Settings) -> list[str]:
             f"settings are a table or a list, such as {{'model.layers': 6}} or ['model.layers=6'], got {settings!r}"
         )
     if isinstance(settings, Mapping):
-        return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    return list(settings)
+        return [f"{key}={_to_json(key, value)}" for key, value in settings.items()]
+    found = list(settings)
+    if not all(isinstance(setting, str) for setting in found):
+        raise ConfigError(f"a list of settings holds strings such as 'model.layers=6', got {found!r}")
+    return found
+
+
+def _to_json(key: str, value: object) -> str:
+    try:
+        return json.dumps(value, default=partial(_plain, key), allow_nan=False)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{key} must be a number that is finite, got {value!r}") from error
+
+
+def _plain(key: str, value: object) -> object:
+    """What JSON has no form for: a number or an array of NumPy or PyTorch, or a path."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise ConfigError(f"{key} must be a number, a string, a bool, None or a list of them; got a {type(value).__name__}")
 
 
 def _budget_changes(minutes: float | None, steps: int | None, tokens: int | None) -> list[str]:
@@ -213,7 +245,7 @@ def _budget_changes(minutes: float | None, steps: int | None, tokens: int | None
     given = [f"--{name}" for name, value in budget.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"give one of --minutes, --steps and --tokens, not {len(given)}: {', '.join(given)}")
-    return [f"budget.{name}={value}" for name, value in budget.items()] if given else []
+    return read_settings({f"budget.{name}": value for name, value in budget.items()}) if given else []
 
 
 def _resumed(out: str | os.PathLike[str] | None, recipe: str | None) -> Path | None:

@@ -142,18 +142,20 @@ class Probe(TorchFunctionMode):
             self._follow_cast(args[0], out)
         elif func in (F.linear, F.embedding):
             given = {**dict(zip(("input", "weight"), args)), **kwargs}
-            self.see_read(func, given["input"], self.find_name(given["weight"]), out)
+            see = self.see_linear if func is F.linear else self.see_lookup
+            see(given["input"], given["weight"], out)
         return out
 
-    def see_read(self, func: Any, given: Tensor, name: str | None, out: Tensor) -> None:
-        """Records that one of the weights was read."""
-        if name is None:
-            return
-        if func is F.linear:
-            self._see_input(name, given.detach())
+    def see_linear(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Records a product with a weight (outputs, inputs), if it is one of the watched."""
+        if (name := self._find_name(weight)) is not None:
+            self._see_input(name, x.detach())
             self._watch("linear", name, out)
-        else:
-            _add(self.counts, name, torch.bincount(given.flatten(), minlength=self.shapes[name][0]))
+
+    def see_lookup(self, ids: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Records a lookup in a table, if it is one of the watched."""
+        if (name := self._find_name(weight)) is not None:
+            _add(self.counts, name, torch.bincount(ids.flatten(), minlength=self.shapes[name][0]))
             out.requires_grad_()
             self._watch("embedding", name, out)
 
@@ -178,7 +180,7 @@ class Probe(TorchFunctionMode):
                 hessians[name], sensitivity[name] = hessian.float(), head.float()
         return Calibration(hessians=hessians, sensitivity=sensitivity, tokens=tokens)
 
-    def find_name(self, weight: Tensor) -> str | None:
+    def _find_name(self, weight: Tensor) -> str | None:
         """The weight at that address, if it is read whole and not transposed; otherwise its moments have another shape."""
         pointer, offset = _place(weight)
         source = self.casts.get(pointer)

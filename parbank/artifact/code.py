@@ -5,6 +5,7 @@ bytes. Compressed together with bzip2 they take less than with lzma, and far les
 
     python -m parbank.artifact.code parbank.pyz
     python parbank.pyz train recipe=golf out=runs/golf
+    python parbank.pyz train config=runs/planned out=runs/again
     python parbank.pyz score model=runs/golf/model.pbk method=sliding
 """
 
@@ -131,7 +132,8 @@ def _find(home: Path, name: str) -> Path | None:
 
 
 def strip(source: str) -> ast.Module:
-    """The module without comments, docstrings and imports that only a type checker reads."""
+    """The module without comments, docstrings, and what only a type checker reads: some imports, and annotations of
+    functions. Decorated functions keep theirs: PyTorch's custom operators and Triton's kernels read them."""
     tree = ast.parse(source)
     _strip_blocks(tree)
     return tree
@@ -152,7 +154,12 @@ def _strip_statement(node: ast.stmt) -> list[ast.stmt]:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
         return []  # a string that stands alone documents what is above or below it
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-        return node.orelse
+        return [kept for child in node.orelse for kept in _strip_statement(child)]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
+        node.returns = None
+        for argument in ast.walk(node.args):
+            if isinstance(argument, ast.arg):
+                argument.annotation = None
     return [node]
 
 

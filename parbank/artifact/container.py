@@ -128,6 +128,8 @@ def is_artifact(path: str | Path) -> bool:
 
 def check_target(path: str | Path) -> None:
     """Refuses to replace a file that is no artifact, such as a checkpoint named by mistake."""
+    if os.path.isdir(path):
+        raise ArtifactError(f"{path} is a folder; name a file in it, such as {Path(path) / 'model.pbk'}")
     if os.path.lexists(path) and not is_artifact(path):
         raise ArtifactError(f"{path} exists and is no artifact; choose another name, or delete it yourself")
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parbank.artifact.calibrate import Probe, frozen
 from parbank.errors import ConfigError
@@ -47,10 +48,16 @@ def calibrate_module(
     output itself if it is one number, or the cross-entropy of the next token, of logits (B, T, vocabulary) against
     token ids.
     """
+    if not isinstance(batches, Iterable):
+        raise ConfigError(f"calibration is a list of batches, got a {type(batches).__name__}")
     device = next((weight.device for weight in weights.values()), torch.device("cpu"))
     probe, tokens = _ModuleProbe(weights, device), 0
     with frozen(module), use_backend("reference"):
         for batch in batches:
+            if loss is None and isinstance(batch, Tensor) and batch.ndim == 1 and not batch.is_floating_point():
+                raise ConfigError(
+                    f"a batch is a tensor of token ids (B, T); got a tensor of shape {tuple(batch.shape)}: give ids[None]"
+                )
             given = _prepare(batch, device)
             with probe:
                 out = _call(module, given)
@@ -64,14 +71,34 @@ def calibrate_module(
 
 
 class _ModuleProbe(Probe):
-    """Sees products as well: x @ W.T and addmm, other ways to write a linear layer."""
+    """Sees products as well: x @ W.T and addmm, other ways to write a linear layer; and the layers inside
+    `nn.MultiheadAttention`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.multi_head_attention_forward:
+            return self._look_inside(func, args, kwargs or {})
         out = super().__torch_function__(func, types, args, kwargs)
         place = _FACTORS.get(func)
         if place is not None and len(args) > place and args[place].ndim == 2:
-            self.see_read(F.linear, args[place - 1], self.find_name(args[place].mT), out)
+            self.see_linear(args[place - 1], args[place].mT, out)
         return out
+
+    def _look_inside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function of many steps. PyTorch hands it to a mode as a whole, and the mode is off inside. It calls
+        `F.linear` by its name, so a function of that name sees the calls."""
+        linear = F.linear
+
+        def see(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            out = linear(input, weight, bias)
+            self.see_linear(input, weight, out)
+            return out
+
+        F.linear = see
+        try:
+            with sdpa_kernel([SDPBackend.MATH]):  # fused kernels sum gradients in a free order: see `Probe`
+                return func(*args, **kwargs)
+        finally:
+            F.linear = linear
 
 
 # The argument of a product that is its second factor, (inputs, outputs).

@@ -1,7 +1,8 @@
 """Text into token shards: prepare, look at, fetch."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -46,21 +47,23 @@ def prepare(
     """
     from parbank.data.dataset import describe
     from parbank.data.prepare import prepare_text
+    from parbank.data.tokenizer import TokenizerConfig
 
     options = read_options(glob, field, skip_bad)
-    prepare_text(inputs, out, options=options, vocab_size=vocab, case_operators=case_operators)
+    tokenizer = TokenizerConfig(case_operators=case_operators)
+    prepare_text(inputs, out, options=options, vocab_size=vocab, tokenizer=tokenizer)
     print_tree(describe(out))
-    _print_training(f"shards:{out}", vocab, case_operators)
+    _print_training(f"shards:{out}", vocab, tokenizer.changes)
 
 
-def _print_training(spec: str, vocab: int, case_operators: bool = False) -> None:
+def _print_training(spec: str, vocab: int, tokenizer: dict[str, Any] | None = None) -> None:
     """Prints the command that trains on the shards, with their tokenizer."""
     from parbank.recipes import get_recipe
 
     fits = get_recipe("demo").model.vocab_size == vocab
-    changes = () if fits else ("--set", f"model.vocab_size={vocab}")
-    operators = ("--set", "tokenizer.case_operators=true") if case_operators else ()
-    print_next(("parbank", "train", "--data", spec, *changes, *operators))
+    changes = [] if fits else [f"model.vocab_size={vocab}"]
+    changes += [f"tokenizer.{name}={json.dumps(value)}" for name, value in (tokenizer or {}).items()]
+    print_next(("parbank", "train", "--data", spec, *(word for change in changes for word in ("--set", change))))
 
 
 def info(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of token shards.")]) -> None:

@@ -22,6 +22,7 @@ from parbank.cli.terminal import (
     SkipBadOption,
     ThreadsOption,
     data_option,
+    describe_registered,
     print_pairs,
     printable,
 )
@@ -69,12 +70,7 @@ def evaluate(
     skip_bad: SkipBadOption = False,
     method: Annotated[
         str,
-        typer.Option(
-            help="chunked: windows side by side, quick, little context at each one's start. sliding: the public protocol, every "
-            "token with nearly a full window, most work done many times over. streaming: every token computed once with a "
-            "full window. ttt: learns from each chunk after scoring it. adaptive: streaming, mixed with what each document and the "
-            "text so far teach; never much worse. --methods lists all."
-        ),
+        typer.Option(help=f"{describe_registered('eval/methods')} --methods prints their settings."),
     ] = "chunked",
     methods: Annotated[
         bool,
@@ -98,7 +94,7 @@ def evaluate(
     adapter: Annotated[
         str | None,
         typer.Option(
-            help="sgd (if not given): all weights, over the whole text. low-rank: beside them, anew for each document.",
+            help=f"{describe_registered('eval/adaptation')} sgd if not given.",
             rich_help_panel=_TTT,
         ),
     ] = None,

@@ -1,5 +1,6 @@
 """Shared by commands: common options, parsing of sizes and data, and printing."""
 
+import ast
 import re
 import shlex
 from collections.abc import Sequence
@@ -37,6 +38,24 @@ def _read_whole(text: str, units: dict[str, int], remedy: str) -> int:
     if number > _LARGEST:
         raise typer.BadParameter(f"{text!r} is larger than {_LARGEST:,}; {remedy}")
     return int(number)
+
+
+def describe_registered(folder: str) -> str:
+    """For `--help`: name and help of every class in the files of a folder of parbank, such as eval/methods. They are read
+    from the source, because importing the classes would import PyTorch."""
+    found = {}
+    for path in sorted(Path(__file__).parents[1].joinpath(folder).glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            values = {
+                statement.targets[0].id: str(statement.value.value)
+                for statement in getattr(node, "body", ())
+                if isinstance(statement, ast.Assign)
+                and isinstance(statement.targets[0], ast.Name)
+                and isinstance(statement.value, ast.Constant)
+            }
+            if {"name", "help"} <= values.keys():
+                found[values["name"]] = values["help"]
+    return " ".join(f"{name}: {help}." for name, help in sorted(found.items()))
 
 
 _DATA = "Data"

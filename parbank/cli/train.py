@@ -1,5 +1,6 @@
 """Training: `train` and `warmup`."""
 
+import inspect
 import os
 import signal
 from collections.abc import Callable
@@ -98,7 +99,7 @@ def train(
     from parbank.api import run as api
 
     try:
-        done = api.train(
+        done = inspect.unwrap(api.train)(  # without the door, whose errors name keywords in place of options
             recipe=recipe,
             data=data,
             glob=glob or (),

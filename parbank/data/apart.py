@@ -3,7 +3,9 @@
 Python runs one thread of a process at a time. The threads that compile kernels hold its lock for long, and a preparation
 beside them waits for it after every NumPy call: reading alone took 15 s instead of 6 for 183 MB on 16 cores.
 
-    python -m parbank.data.apart SPEC VOCABULARY CACHE [quiet] [case-operators]
+    python -m parbank.data.apart SPEC VOCABULARY CACHE TOKENIZER [quiet]
+
+TOKENIZER are the settings of a `TokenizerConfig`, as JSON.
 
 The child prints one JSON object a line: a message to show, or the error that ended it. A bar goes to the terminal by
 itself, since the child has this process's stderr.
@@ -17,17 +19,25 @@ from pathlib import Path
 
 import parbank
 from parbank import errors
+from parbank.config import from_dict
 from parbank.data.progress import Say, say_nothing
+from parbank.data.tokenizer import PLAIN, TokenizerConfig
 
 
-def prepare_apart(spec: str, *, vocab_size: int, cache: Path, say: Say, case_operators: bool = False) -> None:
+def prepare_apart(spec: str, *, vocab_size: int, cache: Path, say: Say, tokenizer: TokenizerConfig = PLAIN) -> None:
     """Prepares the text of a data spec in the cache, as `ensure_ready` does. A child that dies without a message leaves the
     work to the caller."""
     home = str(Path(parbank.__file__).parents[1])
     paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    words = (["quiet"] if say is say_nothing else []) + (["case-operators"] if case_operators else [])
-    command = [sys.executable, "-m", "parbank.data.apart", spec, str(vocab_size), str(cache), *words]
+    words = [
+        spec,
+        str(vocab_size),
+        str(cache),
+        json.dumps(tokenizer.changes),
+        *(["quiet"] if say is say_nothing else []),
+    ]
+    command = [sys.executable, "-m", "parbank.data.apart", *words]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8") as child:
         assert child.stdout is not None
         try:
@@ -50,15 +60,15 @@ def _pass_on(line: str, say: Say) -> None:
     say(message["text"])
 
 
-def main(spec: str, vocab_size: str, cache: str, *words: str) -> None:
+def main(spec: str, vocab_size: str, cache: str, tokenizer: str, *words: str) -> None:
     from parbank.data.dataset import ensure_ready
 
     def tell(text: str, **more: str) -> None:
         print(json.dumps({"text": text, **more}), flush=True)
 
     try:
-        say, operators = say_nothing if "quiet" in words else tell, "case-operators" in words
-        ensure_ready(spec, int(vocab_size), Path(cache), say, case_operators=operators)
+        config = from_dict(TokenizerConfig, json.loads(tokenizer), path="tokenizer")
+        ensure_ready(spec, int(vocab_size), Path(cache), say_nothing if "quiet" in words else tell, tokenizer=config)
     except errors.ParbankError as error:
         tell(str(error), error=type(error).__name__)
 

@@ -1,21 +1,19 @@
 """Windows over a token set, in an order fixed by its name and the seed. The global batch is the same for any number of
 ranks.
 
-`windows` says which tokens a window holds. Epoch e visits its windows in the permutation that `orders` gives for (seed,
-e). An *entry* is a position in that endless visiting order. A step takes the next `batch_sequences` entries,
-distributed by micro-batch, then rank, then row. Ranks and micro-batches only divide the same list differently.
+An order (orders.py) says which tokens a window holds, and in which permutation epoch e visits the windows. An *entry* is
+a position in that endless visiting order. A step takes the next `batch_sequences` entries, distributed by micro-batch,
+then rank, then row. Ranks and micro-batches only divide the same list differently.
 """
 
 import hashlib
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from parbank.config import choose, require
-from parbank.data.difficulty import rank_parts
-from parbank.data.orders import ORDERS, hard_first, packed
-from parbank.data.windows import CircleWindows, PackedWindows, Tokens, Windows
+from parbank.data.orders import ORDERS
+from parbank.data.windows import Tokens
 from parbank.errors import ConfigError, DataError
 
 # 64 probes of 16 tokens: enough that two data sets of one length cannot agree by chance, with few enough page faults to open
@@ -68,14 +66,10 @@ class BatchStream:
         self.world = world
         self.seed = seed
         self.order = order
-        self._draw = choose(ORDERS, order, "the order of the windows")
         self.accumulation = batch_sequences // (micro_sequences * world)
         """Micro-batches a rank runs per step."""
-        self._windows: Windows = CircleWindows(tokens, sequence_length)
-        if self._draw is packed:
-            self._windows = PackedWindows(tokens, sequence_length, bos_id)
-        if self._draw is hard_first:
-            self._draw = partial(hard_first, parts=rank_parts(tokens))
+        visit = choose(ORDERS, order, "the order of the windows")
+        self._windows, self._permute = visit(tokens, sequence_length, bos_id)
         self._count = len(tokens)
         self._fingerprint = _sample_hash(tokens)
         self._entry = 0  # the first entry no rank has taken yet
@@ -147,7 +141,7 @@ class BatchStream:
         first = self._windows.first_of(epoch)
         if epoch != self._epoch:
             count = self._windows.first_of(epoch + 1) - first
-            self._order, self._epoch = self._draw(count, self.seed, epoch), epoch
+            self._order, self._epoch = self._permute(count, self.seed, epoch), epoch
         return first + int(self._order[entry - first])
 
 

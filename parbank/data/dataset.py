@@ -1,6 +1,7 @@
 """A data spec opened: training and validation tokens, and the tokenizer that made them."""
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from parbank.config import to_dict
 from parbank.data.apart import prepare_apart
-from parbank.data.manifest import hash_shards, read_manifest, verify_folder
+from parbank.data.manifest import count_skipped, hash_shards, read_manifest, verify_folder
 from parbank.data.prepare import ensure_prepared
 from parbank.data.progress import Say, say_on_stderr
 from parbank.data.proof import NOT_PROVED, PROVED
 from parbank.data.shards import TokenSet, read_shards
 from parbank.data.sources import find_source, parse_spec
-from parbank.data.tokenizer import DecodeState, Tokenizer
+from parbank.data.tokenizer import PLAIN, DecodeState, Tokenizer, TokenizerConfig
 from parbank.errors import DataError
 from parbank.files import default_cache
 
@@ -44,6 +46,8 @@ class Dataset:
     was prepared by a parbank that did not prove it."""
     overlap: float | None = None
     """The share of the validation bytes that training has too, in long runs; none where it was not measured."""
+    skipped_bad: int = 0
+    """The bad files and lines that were left out when the text was prepared."""
 
     @cached_property
     def val_bytes(self) -> int:
@@ -94,7 +98,7 @@ def open_dataset(
     spec: str,
     *,
     vocab_size: int,
-    case_operators: bool = False,
+    tokenizer: TokenizerConfig = PLAIN,
     sequence_length: int = 0,
     cache: Path | None = None,
     say: Say = say_on_stderr,
@@ -106,34 +110,35 @@ def open_dataset(
     `apart`: prepare in another process, because this one is busy (parbank.data.apart)."""
     place = Path(cache) if cache is not None else default_cache()
     if apart and not find_source(spec).tokens:
-        prepare_apart(spec, vocab_size=vocab_size, case_operators=case_operators, cache=place, say=say)
-    dataset = _open(spec, vocab_size, case_operators, place, say)
+        prepare_apart(spec, vocab_size=vocab_size, tokenizer=tokenizer, cache=place, say=say)
+    dataset = _open(spec, vocab_size, tokenizer, place, say)
     dataset.require_length(sequence_length)
     return dataset
 
 
 def ensure_ready(
-    spec: str, vocab_size: int, cache: Path, say: Say, *, case_operators: bool = False
+    spec: str, vocab_size: int, cache: Path, say: Say, *, tokenizer: TokenizerConfig = PLAIN
 ) -> tuple[Path, dict[str, Any] | None]:
     """The folder of a spec's shards, prepared if they were not there, and its manifest if parbank prepared it."""
     opened = parse_spec(spec).open(cache, say)
     if isinstance(opened, Path):
         return opened, None
-    kind = f"{vocab_size}-case" if case_operators else str(vocab_size)
+    kind = "-".join([str(vocab_size), *tokenizer.changes])
     key = hashlib.sha256(f"{opened.spec}\n{kind}".encode("utf-8", "surrogateescape")).hexdigest()[:12]
     folder = cache / f"{opened.name}-{kind}-{key}"
-    return folder, ensure_prepared(opened, folder, vocab_size=vocab_size, case_operators=case_operators, say=say)
+    return folder, ensure_prepared(opened, folder, vocab_size=vocab_size, tokenizer=tokenizer, say=say)
 
 
-def _open(spec: str, vocab_size: int, case_operators: bool, cache: Path, say: Say) -> Dataset:
-    folder, manifest = ensure_ready(spec, vocab_size, cache, say, case_operators=case_operators)
+def _open(spec: str, vocab_size: int, tokenizer: TokenizerConfig, cache: Path, say: Say) -> Dataset:
+    folder, manifest = ensure_ready(spec, vocab_size, cache, say, tokenizer=tokenizer)
     dataset = open_shards(folder, vocab_size=vocab_size, name=spec)
-    if dataset.tokenizer.case_operators != case_operators:
-        has = "has" if dataset.tokenizer.case_operators else "has no"
-        remedy = f"--set tokenizer.case_operators={str(not case_operators).lower()}"
-        raise DataError(
-            f"the tokenizer in {folder} {has} case operators, and the run asks for the opposite; add {remedy}"
-        )
+    for name, asked in to_dict(tokenizer).items():
+        if (there := getattr(dataset.tokenizer.config, name)) != asked:
+            setting = f"tokenizer.{name}"
+            raise DataError(
+                f"the tokenizer in {folder} has {setting}={json.dumps(there)}, and the run asks for {json.dumps(asked)}; add "
+                f"--set {setting}={json.dumps(there)}"
+            )
     expected = manifest["val"].get("text_sha256") if manifest is not None else None
     if expected is None:
         return dataset
@@ -170,6 +175,7 @@ def open_shards(folder: Path, *, vocab_size: int | None = None, name: str | None
         folder=folder,
         fingerprint=_hash_all(tokenizer, *paths),
         overlap=measured.get("share") if isinstance(measured, dict) else None,
+        skipped_bad=count_skipped(manifest),
     )
 
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from parbank.data.progress import Say
 from parbank.data.shards import HEADER_BYTES, shard_length
 from parbank.errors import DataError, FileError
 from parbank.files import default_cache, write_json
@@ -148,3 +149,15 @@ def _is_sound(manifest: Any) -> bool:
 
 def _is_plain(name: Any) -> bool:
     return isinstance(name, str) and name.endswith(".bin") and "\0" not in name and Path(name).name == name
+
+
+def count_skipped(manifest: dict[str, Any]) -> int:
+    """The bad files and lines that were left out when the text was prepared; 0 if the manifest does not say."""
+    count = manifest.get("skipped_bad")
+    return count if isinstance(count, int) else 0
+
+
+def report_skipped(manifest: dict[str, Any], say: Say) -> None:
+    """Says at a later use of prepared text that it lacks something."""
+    if count := count_skipped(manifest):
+        say(f"skipped bad files and lines: {count:,}, when the text was prepared")

@@ -233,6 +233,11 @@ class Prefetcher:
 
     def __init__(self, stream: Stream, *, device: torch.device | str, depth: int = 3) -> None:
         require(depth >= 0, f"the prefetch depth must be 0 (no thread) or more, got {depth}")
+        missing = [name for name in ("shape", "fill", "state_dict", "load_state_dict") if not hasattr(stream, name)]
+        require(
+            not missing,
+            f"a Prefetcher takes a parbank.data.prefetch.Stream, and a {type(stream).__name__} has no {', '.join(missing)}",
+        )
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:  # the current device is per thread
             device = torch.device("cuda", torch.cuda.current_device())

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from parbank.config import to_dict
 from parbank.cores import count_cores
 from parbank.data.journal import Journal, has_journal
 from parbank.data.manifest import (
@@ -30,6 +31,7 @@ from parbank.data.manifest import (
     describe_input,
     listed_files,
     read_manifest,
+    report_skipped,
     same_inputs,
     verify_folder,
 )
@@ -42,7 +44,7 @@ from parbank.data.sources.source import Corpus, Skipped
 from parbank.data.sources.text import parse_paths
 from parbank.data.sources.unpack import plain_name
 from parbank.data.spool import VAL_SHARE, Document, Spool, hold_out, is_dev, sample, split
-from parbank.data.tokenizer import Tokenizer, check_vocab
+from parbank.data.tokenizer import PLAIN, Tokenizer, TokenizerConfig, check_vocab
 from parbank.errors import ConfigError, DataError, FileError
 from parbank.files import default_cache, exchange, is_running, locked, sync_folder, write_file, write_json
 
@@ -60,7 +62,7 @@ def prepare_text(
     *,
     options: Sequence[str] = (),
     vocab_size: int = 1024,
-    case_operators: bool = False,
+    tokenizer: TokenizerConfig = PLAIN,
     say: Say = say_on_stderr,
 ) -> dict[str, Any]:
     """`data prepare INPUT... --out DIR`: the inputs (a data spec, or items of a `text:` spec) as shards and tokenizer in
@@ -78,7 +80,7 @@ def prepare_text(
         request = parse_paths([*inputs, *options])
     corpus = cast(Corpus, request.open(default_cache(), say))
     size, place = vocab_size, Path(out)
-    return ensure_prepared(corpus, place, vocab_size=size, case_operators=case_operators, say=say, shared=False)
+    return ensure_prepared(corpus, place, vocab_size=size, tokenizer=tokenizer, say=say, shared=False)
 
 
 def ensure_prepared(
@@ -86,7 +88,7 @@ def ensure_prepared(
     folder: Path,
     *,
     vocab_size: int,
-    case_operators: bool = False,
+    tokenizer: TokenizerConfig = PLAIN,
     say: Say = say_on_stderr,
     shared: bool = True,
 ) -> dict[str, Any]:
@@ -98,19 +100,21 @@ def ensure_prepared(
     check_vocab(vocab_size)
     if not corpus.train:
         raise DataError("no training text: only val= was given; add train=PATH before it")
-    manifest = matching_manifest(corpus, folder, vocab_size=vocab_size, case_operators=case_operators)
+    manifest = matching_manifest(corpus, folder, vocab_size=vocab_size, tokenizer=tokenizer)
     if manifest is not None:
         _clear_up(folder)
+        report_skipped(manifest, say)
         return manifest
     _check_place(folder)
     with _held(folder, say if shared else None):
-        manifest = matching_manifest(corpus, folder, vocab_size=vocab_size, case_operators=case_operators)
+        manifest = matching_manifest(corpus, folder, vocab_size=vocab_size, tokenizer=tokenizer)
         if manifest is not None:  # the process that we waited for has prepared it
+            report_skipped(manifest, say)
             return manifest
         _check_place(folder)
         say(f"preparing {corpus.name} with {vocab_size} tokens in {folder}")
         inputs = [describe_input(path) for path in corpus.files]
-        key = _describe_request(corpus, vocab_size, case_operators) | {"inputs": inputs}
+        key = _describe_request(corpus, vocab_size, tokenizer) | {"inputs": inputs}
         with _building(folder, key, say) as place:
             return _prepare(corpus, place, Journal(place, key), say)
 
@@ -145,14 +149,14 @@ def _clear_up(folder: Path) -> None:
 
 
 def matching_manifest(
-    corpus: Corpus, folder: Path, *, vocab_size: int, case_operators: bool = False
+    corpus: Corpus, folder: Path, *, vocab_size: int, tokenizer: TokenizerConfig = PLAIN
 ) -> dict[str, Any] | None:
     """The manifest in `folder`, if it was made from exactly this corpus in its current state and its files are complete."""
     manifest = read_manifest(folder)
     if manifest is None:
         return None
-    asked = _describe_request(corpus, vocab_size, case_operators)
-    if any(manifest.get(key) != asked.get(key) for key in {*asked, "case_operators"}):
+    asked = _describe_request(corpus, vocab_size, tokenizer)
+    if any(manifest.get(key) != asked.get(key) for key in {*asked, *to_dict(tokenizer)}):
         return None
     try:
         same = same_inputs(manifest["inputs"], corpus.files)
@@ -162,10 +166,9 @@ def matching_manifest(
         return None
 
 
-def _describe_request(corpus: Corpus, vocab_size: int, case_operators: bool) -> dict[str, Any]:
-    """The part of the manifest that does not depend on files. Before there were operators it had no word of them."""
-    asked: dict[str, Any] = {"format": FORMAT, "spec": corpus.spec, "vocab_size": vocab_size}
-    return asked | {"case_operators": True} if case_operators else asked
+def _describe_request(corpus: Corpus, vocab_size: int, tokenizer: TokenizerConfig) -> dict[str, Any]:
+    """The part of the manifest that does not depend on files."""
+    return {"format": FORMAT, "spec": corpus.spec, "vocab_size": vocab_size, **tokenizer.changes}
 
 
 def _prepare(corpus: Corpus, place: Path, journal: Journal, say: Say) -> dict[str, Any]:
@@ -190,7 +193,7 @@ def _prepare(corpus: Corpus, place: Path, journal: Journal, say: Say) -> dict[st
         "name": corpus.name,
         "spec": corpus.spec,
         "vocab_size": tokenizer.vocab_size,
-        **({"case_operators": True} if tokenizer.case_operators else {}),
+        **tokenizer.config.changes,
         "tokenizer": tokenizer.fingerprint,
         **left_out,
         "overlap": overlap.to_dict(),
@@ -223,9 +226,9 @@ def _study(
     with ThreadPoolExecutor(1) as aside:
         comparing = aside.submit(_compare, train, val, spool, say)
         began, vocab_size = time.monotonic(), journal.key["vocab_size"]
-        operators = journal.key.get("case_operators", False)
+        config = TokenizerConfig(**{name: value for name, value in journal.key.items() if name in to_dict(PLAIN)})
         try:
-            tokenizer = Tokenizer.train(sample(train, spool, SAMPLE_BYTES), vocab_size, case_operators=operators)
+            tokenizer = Tokenizer.train(sample(train, spool, SAMPLE_BYTES), vocab_size, config)
         except DataError as error:
             raise DataError(f"{corpus.spec}: {error}") from error
         say(f"trained a tokenizer of {vocab_size} tokens in {time.monotonic() - began:.1f} s")

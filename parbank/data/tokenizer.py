@@ -18,7 +18,7 @@ import hashlib
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,14 @@ class TokenizerConfig:
     """Write ASCII capitals as operators before small letters, so that a word has the same tokens in any case. Lossless: an
     operator counts no byte."""
 
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The settings that are not at their defaults, as manifests and names of folders have them."""
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
+
+
+PLAIN = TokenizerConfig()
+
 
 @dataclass
 class DecodeState:
@@ -74,7 +82,17 @@ class DecodeState:
 
 
 class Tokenizer:
-    """Converts text to tokens and back, and counts the bytes of each token."""
+    """Converts text to tokens and back, and counts the bytes of each token.
+
+    `Tokenizer.train(texts, vocab_size)` makes one from strings, `Tokenizer.load(path)` reads a SentencePiece model with a
+    BOS token, and a loaded `Model` has its own as `.tokenizer`.
+
+        >>> from parbank.data.tokenizer import Tokenizer
+        >>> tokenizer = Tokenizer.train([parbank.__doc__], vocab_size=300)  # any texts
+        >>> ids = tokenizer.encode("The sea")
+        >>> tokenizer.decode(ids), int(tokenizer.byte_lengths[ids].sum())
+        ('The sea', 7)
+    """
 
     model_bytes: bytes
     """The SentencePiece model, after MARK if there are case operators. `from_bytes` reads it."""
@@ -88,12 +106,15 @@ class Tokenizer:
     """Whether it puts a space before each document, as the published FineWeb model does. That space counts no byte."""
     byte_tokens: np.ndarray | None
     """uint16 (256,): the token of each single byte. None where a byte has none."""
+    config: TokenizerConfig
+    """The settings it was trained with."""
     case_operators: bool
     """Whether capitals are operators and small letters. Then the case of a token's letters depends on the tokens before."""
 
     def __init__(self, model: bytes) -> None:
         self.model_bytes = bytes(model)
         self.case_operators = self.model_bytes.startswith(MARK)
+        self.config = TokenizerConfig(case_operators=self.case_operators)
         self._sp = _load(_strip_mark(self.model_bytes))
         self.vocab_size = self._sp.vocab_size()
         self.bos_id = self._sp.bos_id()
@@ -134,11 +155,11 @@ class Tokenizer:
             self._kinds[token] = case.ONE if sign == case.CAPITAL else case.ALL
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int, *, case_operators: bool = False) -> "Tokenizer":
+    def train(cls, texts: Iterable[str], vocab_size: int, config: TokenizerConfig = PLAIN) -> "Tokenizer":
         """Learns exactly `vocab_size` tokens from the texts: the same texts in the same order give the same model."""
         check_vocab(vocab_size)
-        operators = case.OPERATORS if case_operators else ()
-        parts = [part for text in texts for part in _cut(case.lower(text) if case_operators else text)]
+        operators = case.OPERATORS if config.case_operators else ()
+        parts = [part for text in texts for part in _cut(case.lower(text) if config.case_operators else text)]
         alphabet = _alphabet(parts, limit=(vocab_size - META_TOKENS - len(operators)) // 2, without=operators)
         if not alphabet:
             raise DataError("there is no text to train a tokenizer on; give files that hold some")
@@ -146,7 +167,7 @@ class Tokenizer:
         allowed = re.compile(f"[{re.escape(alphabet)}]+")
         lines = (line for part in parts for line in allowed.findall(part))
         model = _train(lines, vocab_size, operators, size=sum(map(len, parts)))
-        return cls(MARK + model if case_operators else model)
+        return cls(MARK + model if config.case_operators else model)
 
     @classmethod
     def from_bytes(cls, model: bytes) -> "Tokenizer":

@@ -6,7 +6,6 @@ Sources: GQA (Ainslie et al.), QK norm (Henry et al.), RoPE (Su et al.), exclusi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ class Context:
     sin: Tensor
     mask: Tensor | None = None  # (B, 1, T, T), true where attention may look; None means causal, within `lengths`
     lengths: Tensor | None = None  # cumulative lengths of documents: see `parbank.ops.flash`
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # in place of `attend`: see stream.py
+    attend: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None  # layer, q, k, v; in place of `attend`
     fp8_mlp: bool = False  # the MLPs multiply in FP8
     dropout: float = 0.0  # the share of channels dropped from the outputs of attention and MLP
 
@@ -48,7 +47,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layer = config, layer
         self.exclusive = config.uses_xsa(layer)
         self.window = config.window_of(layer)
         self.gain = nn.Parameter(torch.full((config.heads,), config.qk_gain)) if config.qk_gain else None
@@ -82,7 +81,7 @@ class Attention(nn.Module):
             if self.value_mix is not None and first is not None:
                 mix = self.value_mix.to(v.dtype)
                 v = mix[0] * v + mix[1] * first
-            y = (context.attend or partial(attend, context, self.window))(q, k, v)
+            y = context.attend(self.layer, q, k, v) if context.attend else attend(context, self.window, q, k, v)
         if self.exclusive:
             assert v is not None  # asked for above
             y = ops.remove_own_value(y, v)

@@ -164,7 +164,7 @@ class GPT(nn.Module):
         self.skip_gains = nn.Parameter(torch.ones(skips, c.width)) if skips else None
         self.dense_gains = nn.Parameter(torch.eye(c.layers)) if c.dense else None
         self.head = None if c.tied else nn.Linear(c.width, c.vocab_size, bias=False)
-        self.banks = Banks(_matrix_shapes(c))
+        self.banks = Banks(matrix_shapes(c))
         self.register_state_dict_post_hook(_write_plain_names)
         self.register_load_state_dict_pre_hook(_read_plain_names)
         # Tables, not arithmetic in the forward pass: Inductor would recompute the cosines for every element of every query.
@@ -266,7 +266,15 @@ class GPT(nn.Module):
         if c.isolate_documents and lengths is None:
             mask = reference.causal_mask(ids.shape[1], ids.device, starts.cumsum(-1))
         context = Context(cos, sin, mask, lengths, fp8_mlp=self._takes_fp8("mlp"), dropout=self.dropout * self.training)
-        matrices = self.matrices(x)
+        return ops.rms_norm(self.run_blocks(x, extras, context, self.matrices(x)))
+
+    def run_blocks(self, x: Tensor, extras: dict[int, Tensor], context: Context, matrices: dict[str, Tensor]) -> Tensor:
+        """The output of the last block, from the embedding x (B, T, width): the one loop over the layers.
+
+        Windows (`features`), a running text (stream.py), many texts (lanes.py) and documents with factors of their own
+        (eval/adaptation) differ in `context.attend` and in `matrices`. `extras` are added to the values, by layer.
+        """
+        c = self.config
         x, *embedded = ops.fan_out(x, c.layers + 1) if c.residual_mix else (x,) * (c.layers + 1)
         first = None
         skips, dense = Skips(self.skip_gains, c.layers), Dense(self.dense_gains)
@@ -276,7 +284,7 @@ class GPT(nn.Module):
             x, before, values = block(x, skip, embedded[layer], weights, context, extras.get(layer), first, keeps)
             skips.keep(layer, before)
             first = values if first is None and c.value_residual else first
-        return ops.rms_norm(x)
+        return x
 
     def embed(self, ids: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
         """The input of the first block, (B, T, width). `starts` (B, T) marks positions that must not see the position before."""
@@ -315,7 +323,7 @@ def _matrix_names(layer: int) -> dict[str, str]:
     return {m: f"blocks.{layer}.{'mlp' if m in ('up', 'down') else 'attention'}.{m}.weight" for m in MATRICES}
 
 
-def _matrix_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
+def matrix_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
     """Every matrix's (out, in), kind by kind, so that a bank holds a run of queries, then a run of outputs, and so on."""
     shapes = {
         "query": (c.width, c.width),
@@ -325,7 +333,8 @@ def _matrix_shapes(c: ModelConfig) -> dict[str, tuple[int, int]]:
         "up": (c.hidden, c.width),
         "down": (c.width, c.hidden),
     }
-    return {_matrix_names(layer)[kind]: shape for kind, shape in shapes.items() for layer in range(c.layers)}
+    names = [_matrix_names(layer) for layer in range(c.layers)]
+    return {own[kind]: shape for kind, shape in shapes.items() for own in names}
 
 
 def _of_layer(matrices: dict[str, Tensor], layer: int) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parbank import ops
 from parbank.model.attention import Context
-from parbank.model.gpt import GPT, Dense, Skips, _of_layer
+from parbank.model.gpt import GPT
 from parbank.model.stream import BEFORE, _rotations
 
 
@@ -49,18 +49,8 @@ class Lanes:
         x, extras = self._embed(ids)
         cos, sin = _rotations(self._place, 1, c.rope_dims, c.rope_base)
         ago = (self._place - self._slots) % self.window  # the age of the token in each slot: zero is this token
-        visible = ago <= self._seen[:, None]
-        x0, first = x, None
-        skips, dense = Skips(model.skip_gains, c.layers), Dense(model.dense_gains)
-        for layer, block in enumerate(model.blocks):
-            x = dense.mix(x)
-            skip = skips.take(layer, x)
-            skips.keep(layer, x)
-            within = visible & (ago < (c.window_of(layer) or self.window))
-            context = Context(cos, sin, attend=partial(self._attend, layer, within))
-            weights = _of_layer(self._matrices, layer)
-            x, _, values = block(x, skip, x0, weights, context, extras.get(layer), first, False)
-            first = values if first is None and c.value_residual else first
+        context = Context(cos, sin, attend=partial(self._attend, ago))
+        x = model.run_blocks(x, extras, context, self._matrices)
         self._place += 1
         self._seen += 1
         return model.read_out(ops.rms_norm(x), None)[:, 0]
@@ -75,8 +65,10 @@ class Lanes:
         x = model.embed(self._recent, starts, self._dtype)[:, BEFORE:]
         return x, {} if model.value_embedding is None else model.value_embedding(ids[:, None], self._dtype)
 
-    def _attend(self, layer: int, visible: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Softmax attention of q (lanes, 1, heads, D) over the ring of a layer, after k and v are written to it."""
+    def _attend(self, ago: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Softmax attention of q (lanes, 1, heads, D) over the ring of a layer, after k and v are written to it. `ago` is the
+        age of the token in each slot."""
+        visible = (ago <= self._seen[:, None]) & (ago < (self.model.config.window_of(layer) or self.window))
         keys, values = self._keys[layer], self._values[layer]
         slot = (self._place % self.window)[None]
         keys.index_copy_(2, slot, k.transpose(1, 2))

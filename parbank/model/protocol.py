@@ -11,14 +11,20 @@ from parbank.model.config import ModelConfig
 
 
 class LanguageModel(Protocol):
-    """A language model that parbank can train, score and pack. Any `nn.Module` whose forward takes token ids and returns
-    logits is one; nothing needs to be inherited or registered.
+    """A language model that parbank did not write, to be trained on banks, scored, sampled and packed.
 
-    - To train: `named_parameters()`. `split_parameters(model)` says which optimizer each parameter gets, `bank(model)`
-      moves weights of one shape into one tensor, and `ParallelMuon` steps them.
-    - To score and to sample: the call below, with a vocabulary of the tokenizer's size. A position must not see the
-      positions after it: parbank cannot check that, and a model that does scores far too well.
-    - To pack: `state_dict()`. Weights become integers; buffers of integers and bools are kept exactly.
+    It is a `torch.nn.Module`: `Model`, `pack` and `split_parameters` refuse anything else, since the types of layers show
+    the roles of weights. This protocol lists what parbank reads of it; nothing more is read. A module has all of it but
+    the call, so `forward` is all that you write.
+
+    - To train: `bank(model)` moves weights of one shape into one tensor, `split_parameters(model)` says which optimizer
+      each parameter gets, and `ParallelMuon` steps them. If the model has `get_input_embeddings`,
+      `get_output_embeddings` or `get_classifier`, as in transformers and timm, they say what is an embedding or a head.
+    - To score and to sample: `Model(model, tokenizer, context=...)`. The call must give one logit for each token of the
+      tokenizer. A position must not see the positions after it: parbank cannot check that, and a model that does scores
+      far too well.
+    - To pack: `pack(model, max_bytes=..., calibration=...)`. Weights become integers; buffers of integers and bools are
+      kept exactly.
     """
 
     training: bool
@@ -26,13 +32,23 @@ class LanguageModel(Protocol):
     def __call__(self, ids: Tensor, /) -> Any:
         """ids (B, T) int64 -> logits (B, T, vocabulary), or an object that has them as `.logits`."""
 
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
     def train(self, mode: bool = True) -> Any: ...
 
     def eval(self) -> Any: ...
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any: ...
 
 
 class PlainModel(nn.Module):

@@ -24,7 +24,7 @@ from torch import Tensor
 from parbank import ops
 from parbank.graphs import Graphs, addresses
 from parbank.model.attention import Context, pad_lengths
-from parbank.model.gpt import GPT, Dense, Skips, _of_layer
+from parbank.model.gpt import GPT
 from parbank.ops import flash
 from parbank.ops.window_attention import takes
 
@@ -175,23 +175,16 @@ class Stream:
         x, extras = _embed(model, ids, first_of_text, dtype)
         cos, sin = _rotations(start, length, c.rope_dims, c.rope_base)
         reach = Reach.spread(queries, keys, length)
-        matrices = model.matrices(x)
-        x0, first = x, None
-        skips, dense = Skips(model.skip_gains, c.layers), Dense(model.dense_gains)
-        for layer in range(c.layers):
-            x = dense.mix(x)
-            skip = skips.take(layer, x)
-            past = self.carry.take(layer)
-            if past is None:
-                past = self._nothing(dtype, device)
-            weights = _of_layer(matrices, layer)
-            shared = (cos, sin, reach, self.window, count if padded else None)
-            skips.keep(layer, x)
-            x, values, past = _layer(model, layer, (x, skip, x0), weights, extras.get(layer), first, past, shared)
-            self.carry.give(layer, past)
-            first = values if first is None and c.value_residual else first
+
+        def attend_here(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            past = self.carry.take(layer) or self._nothing(dtype, device)
+            y = attend_window(q, past, (k, v), min(self.window, c.window_of(layer) or self.window), reach)
+            self.carry.give(layer, keep_last(past, (k, v), count if padded else None))
+            return y
+
+        x = model.run_blocks(x, extras, Context(cos, sin, attend=attend_here), model.matrices(x))
         x = x[:, -1:] if last else x
-        return _read_out(model, x, None if targets is None else targets[None])[0]
+        return model.read_out(ops.rms_norm(x), None if targets is None else targets[None], "none")[0]
 
     def _nothing(self, dtype: torch.dtype, device: torch.device) -> Past:
         """The carry before the text: as many keys as always, so that shapes stay; `Reach.low` masks them."""
@@ -212,27 +205,9 @@ def _embed(model: GPT, ids: Tensor, first: Tensor, dtype: torch.dtype) -> tuple[
     return x[:, BEFORE:], model.value_embedding(own, dtype) if model.value_embedding is not None else {}
 
 
-def _layer(
-    model: GPT,
-    layer: int,
-    before: tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor],
-    weights: dict[str, Tensor],
-    extra: Tensor | None,
-    first: Tensor | None,
-    past: Past,
-    shared: tuple[Tensor, Tensor, Reach, int, Tensor | None],
-) -> tuple[Tensor, Tensor | None, Past]:
-    """One block, on carried and own keys and values. Returns the next x, the values, and the next carry."""
-    cos, sin, reach, window, count = shared
-    left: list[Past] = []
-
-    def attend_here(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        left.append((_keep(past[0], k, count), _keep(past[1], v, count)))
-        return attend_window(q, past, (k, v), min(window, model.config.window_of(layer) or window), reach)
-
-    context = Context(cos, sin, attend=attend_here)
-    x, _, values = model.blocks[layer](*before, weights, context, extra, first, False)
-    return x, values, left[0]
+def keep_last(past: Past, own: Past, count: Tensor | None = None) -> Past:
+    """The last keys and values of both, as many as were carried: the next carry. See `_keep` for `count`."""
+    return _keep(past[0], own[0], count), _keep(past[1], own[1], count)
 
 
 def _keep(past: Tensor, own: Tensor, count: Tensor | None) -> Tensor:
@@ -246,10 +221,6 @@ def _keep(past: Tensor, own: Tensor, count: Tensor | None) -> Tensor:
     if length < carried:
         return torch.cat([past[:, length:], own], dim=1)
     return own[:, length - carried :].clone(memory_format=torch.contiguous_format)
-
-
-def _read_out(model: GPT, x: Tensor, targets: Tensor | None) -> Tensor:
-    return model.read_out(ops.rms_norm(x), targets, "none")
 
 
 def _rotations(start: Tensor, length: int, dims: int, base: float) -> tuple[Tensor, Tensor]:

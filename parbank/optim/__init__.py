@@ -1,4 +1,4 @@
-"""ParallelMuon (Muon on batches of matrices, AdamW for the rest), learning-rate schedules, and weight averages."""
+"""ParallelMuon (Muon on batches of matrices, AdamW for the rest), and learning-rate schedules."""
 
 from parbank.optim.banking import Bank, bank
 from parbank.optim.newton_schulz import orthogonalize

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from parbank.config import choose, require
+from parbank.config import choose, named, require
 from parbank.optim.algorithm import ALGORITHMS, ElementwiseAlgorithm
 from parbank.optim.schedules import SCHEDULES, ramp
 
@@ -22,9 +22,9 @@ class Rates:
 class OptimConfig:
     """Muon for matrices, AdamW for everything else, unless other algorithms are named."""
 
-    matrix_algorithm: str = "muon"
-    """Algorithm of the banks' matrices: muon, adamw, or another one in parbank.optim.algorithm.ALGORITHMS."""
-    other_algorithm: str = "adamw"
+    matrix_algorithm: str = named(ALGORITHMS, "muon")
+    """Algorithm of the banks' matrices."""
+    other_algorithm: str = named(ALGORITHMS, "adamw")
     """Algorithm of everything else; it must be element-wise, as adamw is."""
     matrix_lr: float = 0.025
     """Muon's learning rate, before the factor for a matrix's shape."""
@@ -69,8 +69,8 @@ class OptimConfig:
     """Largest global gradient norm, over all parameters and ranks; 0 does not clip."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from zero."""
-    schedule: str = "linear"
-    """How the learning rate falls over the warmdown: linear or cosine."""
+    schedule: str = named(SCHEDULES, "linear")
+    """How the learning rate falls over the warmdown."""
     warmdown: float = 0.5
     """Last share of the budget over which the learning rate falls."""
     final_lr: float = 0.0

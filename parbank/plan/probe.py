@@ -32,7 +32,6 @@ from parbank.cores import LoadMeter, count_cores
 from parbank.files import default_cache, write_json
 from parbank.model import GPT, ModelConfig
 from parbank.ops.rehearsal import can_rehearse, rehearsal
-from parbank.optim.averaging import AverageConfig, Averages
 from parbank.optim.config import OptimConfig
 from parbank.optim.parallel_muon import ParallelMuon
 from parbank.plan.machine import RATES, Costs, Machine, step_features
@@ -40,6 +39,7 @@ from parbank.precision import autocast, training_precision
 from parbank.recipes import GOLF_MODEL
 from parbank.runtime import Runtime, versions
 from parbank.threads import use_threads
+from parbank.training.averaging import AverageConfig, Averages
 from parbank.training.groups import parameter_groups
 from parbank.training.memory import free_memory
 from parbank.training.passes import Passes

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from parbank.config import choose, require
+from parbank.config import choose, named, require
 from parbank.quant.coders import CODERS
 from parbank.quant.roles import Role, Shape, Storage, role
 
@@ -36,8 +36,8 @@ class QuantConfig:
     """Bits of a matrix weight at the coarsest setting a byte cap may force; every level count between is tried."""
     embedding_bits: int = 8
     """Bits of an embedding weight, 2 to 8. A cap does not change it."""
-    coder: str = "ans"
-    """How integers become bytes: ans, an entropy coder with models fitted to each tensor; lzma, for comparison."""
+    coder: str = named(CODERS, "ans")
+    """How integers become bytes. ans is an entropy coder with models fitted to each tensor; lzma is for comparison."""
     qat_share: float = 0.0
     """The last share of the training budget in which the model sees its matrices as integers per row; 0 never."""
     qat_bits: int = 6

@@ -251,10 +251,8 @@ class _Search:
 def describe_uncalibrated(names: tuple[str, ...]) -> str:
     """One line that names the uncalibrated tensors."""
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return (
-        f"calibration found no Hessian for {len(names)} tensors, which are packed as if every error in them mattered alike: "
-        f"{shown}"
-    )
+    tensors = "1 tensor, which is" if len(names) == 1 else f"{len(names)} tensors, which are"
+    return f"calibration found no Hessian for {tensors} packed as if every error mattered alike: {shown}"
 
 
 def _stack_banks(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parbank.errors import ArtifactError
-from parbank.quant.coders import CODERS, READERS, ans
+from parbank.errors import ArtifactError, ConfigError
+from parbank.quant.coders import CODERS, ans, find_reader
 from parbank.quant.coders.fixed import FIXED, fixed_size
 from parbank.quant.integers import Halves, Integers, Quantised
 
@@ -59,9 +59,12 @@ def encode_integers(tensors: Sequence[tuple[Integers, int]], coder: str = "ans")
 
     Fixed width makes the size a promise: no weights can exceed it.
     """
-    packed = CODERS[coder].encode(tensors)
+    chosen = CODERS[coder]
+    if find_reader(chosen.tag) is not chosen:
+        raise ConfigError(f"another coder than {coder!r} has the tag {chosen.tag}; give each coder in CODERS its own")
+    packed = chosen.encode(tensors)
     if packed is not None and 1 + len(packed) < fixed_bytes([(values.size, q) for values, q in tensors]):
-        return bytes([CODERS[coder].tag]) + packed
+        return bytes([chosen.tag]) + packed
     packed = FIXED.encode(tensors)
     assert packed is not None
     return bytes([FIXED.tag]) + packed
@@ -73,9 +76,10 @@ def decode_integers(
     """Undoes `encode_integers` for (rows, cols, q) of each, with the bits each one takes of the stream. `source` names the
     place in errors."""
     coding, body = _open(stream, source)
-    if coding not in READERS:
+    reader = find_reader(coding)
+    if reader is None:
         raise ArtifactError.damaged(source, "its integers are not in a known coding")
-    return READERS[coding].decode(body, shapes, source=source)
+    return reader.decode(body, shapes, source=source)
 
 
 def encode_scales(tensors: Sequence[Halves]) -> bytes:

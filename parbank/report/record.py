@@ -11,8 +11,9 @@ from typing import Any
 from parbank.config import to_dict
 from parbank.errors import ConfigError
 from parbank.files import is_running
-from parbank.recipes import RECIPES, get_recipe
+from parbank.recipes import RECIPES
 from parbank.report.text import is_number
+from parbank.training.configure import configure_run
 from parbank.training.folder import HOLDER
 
 Values = dict[str, Any]
@@ -83,7 +84,7 @@ class Record:
         """Settings that differ from the recipe's: (the recipe's, the run's)."""
         if not self.knows_recipe:
             return {}
-        recipe, mine = flatten(to_dict(get_recipe(self.recipe))), flatten(self.config)
+        recipe, mine = flatten(to_dict(configure_run(RECIPES[self.recipe]))), flatten(self.config)
         return {k: (was, mine[k]) for k in mine if k in recipe and (was := _plain(recipe[k])) != mine[k]}
 
 

@@ -5,16 +5,16 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from parbank.config import choose, from_dict, require
+from parbank.config import choose, from_dict, named, require
 from parbank.data.orders import ORDERS
 from parbank.data.sources import remembered_spec
 from parbank.data.tokenizer import TokenizerConfig
 from parbank.model.config import ModelConfig
 from parbank.ops.fp8 import MULTIPLE, Parts
-from parbank.optim.averaging import AverageConfig
 from parbank.optim.config import OptimConfig
 from parbank.precision import Choice
 from parbank.quant.config import QuantConfig
+from parbank.training.averaging import AverageConfig
 from parbank.training.loggers import LOGGERS
 
 
@@ -92,7 +92,7 @@ class BatchConfig:
     stages: tuple[tuple[float, int | tuple[int, ...], int], ...] = ()
     """Stages before the main one, each [share of the budget, sequence_length, batch_tokens], e.g. [[0.3, 512, 196608]]. A list
     of lengths is mixed, as in mixed_lengths: [[0.5, [512, 2048], 196608]]."""
-    order: str = "shuffled"
+    order: str = named(ORDERS, "shuffled")
     """Order of the windows within an epoch: shuffled, contiguous as they lie in the text, packed (windows of whole
     documents, shuffled; for documents shorter than a window, with model.isolate_documents), or hard_first: shuffled within
     64 parts of the text, of which the hardest come first."""
@@ -222,7 +222,7 @@ class TrainConfig:
     """Steps run before the clock starts, so that everything is compiled and captured, and then undone completely."""
     log_every: int = 10
     """Steps between rows of metrics."""
-    loggers: tuple[str, ...] = ("jsonl", "tensorboard")
+    loggers: tuple[str, ...] = named(LOGGERS, ("jsonl", "tensorboard"))
     """Where rows of metrics are written: jsonl (metrics.jsonl), tensorboard (event files) and wandb (Weights & Biases)."""
     validate_every: str = "off"
     """Score a sample of the validation text during training: off, or an interval such as 30s or 200steps. The time counts in the

@@ -20,9 +20,9 @@ WRITTEN = ("config.json", "metrics.jsonl", "model.pbk", "details.json", "summary
 
 
 def load_run_config(out: Path, *assignments: str) -> RunConfig:
-    """The config of an earlier run, with changes."""
+    """The config of an earlier run, with changes, from its folder or its config.json."""
     try:
-        values = json.loads((out / "config.json").read_text(encoding="utf-8"))
+        values = json.loads((out / "config.json" if out.is_dir() else out).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{out} holds no run to resume ({error}); give --out the folder of an earlier run, or add --recipe to start one there"

@@ -81,7 +81,7 @@ def load_trained(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, "Run
 
 def _rebuild(state: dict[str, Any], device: torch.device) -> tuple[GPT, Tokenizer, "RunConfig"]:
     # The config of a run and its averages import all of optim. An artifact needs none of it, and is scored sooner.
-    from parbank.optim.averaging import Averages
+    from parbank.training.averaging import Averages
     from parbank.training.config import read_config
 
     config = read_config(state["config"])

@@ -11,7 +11,7 @@ from parbank.artifact.container import check_target, is_artifact
 from parbank.artifact.model import pack_model
 from parbank.artifact.pack import Packed, unpack_tensors
 from parbank.config import override
-from parbank.data.dataset import open_dataset
+from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.progress import Say
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
@@ -140,9 +140,18 @@ def _training_tokens(data: str | None, config: RunConfig, tokenizer: Tokenizer, 
 
 
 def open_training_tokens(spec: str, tokenizer: Tokenizer, *, context: int, count: int, say: Say) -> TokenSet:
-    """The training part of a data spec in the tokens of `tokenizer`: at least `context` of them, and enough for `count`."""
-    size, operators = tokenizer.vocab_size, tokenizer.case_operators
-    dataset = open_dataset(spec, vocab_size=size, case_operators=operators, sequence_length=context, say=say)
+    """The training part of a data spec in the tokens of `tokenizer`: more than `context` of them, and enough for `count`."""
+    dataset = open_dataset(spec, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.config, say=say)
+    tokens = _encode_again(dataset, tokenizer, count)
+    if len(tokens) <= context:
+        raise DataError(
+            f"{spec} is too short to calibrate on: its training part has {len(tokens)} tokens, and a window needs "
+            f"{context + 1}; give more text"
+        )
+    return tokens
+
+
+def _encode_again(dataset: Dataset, tokenizer: Tokenizer, count: int) -> TokenSet:
     if dataset.tokenizer.fingerprint == tokenizer.fingerprint:
         return dataset.train
     # of text cut by another tokenizer twice the tokens are enough: tokens differ in length, but not by that much

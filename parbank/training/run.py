@@ -273,7 +273,7 @@ def _open_data(config: RunConfig, runtime: Runtime, display: Display, resume: bo
         dataset = open_dataset(
             config.data,
             vocab_size=config.model.vocab_size,
-            case_operators=config.tokenizer.case_operators,
+            tokenizer=config.tokenizer,
             sequence_length=length,
             say=say,
             apart=apart,

@@ -41,6 +41,7 @@ def summarise(
         "val_tokens": after.tokens,
         "text": dataset.text,
         "val_overlap": dataset.overlap,
+        "skipped_bad": dataset.skipped_bad,
         "dataset": dataset.fingerprint,
         "max_bytes": config.budget.max_bytes,
         "steps": trainer.step,

@@ -27,10 +27,10 @@ from parbank.data.prefetch import Prefetcher
 from parbank.errors import CheckpointError, DataError, TrainingError
 from parbank.model import GPT
 from parbank.ops.rehearsal import can_rehearse, rehearsal
-from parbank.optim.averaging import Averages
 from parbank.optim.parallel_muon import ParallelMuon
 from parbank.precision import Precision, autocast, scoring_precision, training_precision
 from parbank.runtime import Runtime, seed_everything, versions
+from parbank.training.averaging import Averages
 from parbank.training.budget import Budget, Clock, suspended_seconds
 from parbank.training.checkpoint import (
     MALFORMED,

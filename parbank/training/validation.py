@@ -10,8 +10,8 @@ from parbank.data.dataset import Dataset
 from parbank.data.shards import TokenSet
 from parbank.eval.windows import score_windows
 from parbank.model import GPT
-from parbank.optim.averaging import Averages
 from parbank.runtime import Runtime
+from parbank.training.averaging import Averages
 from parbank.training.config import RunConfig
 
 

@@ -1,10 +1,11 @@
 """A plain module that parbank did not write: trained on banks, scored in bits per byte, packed, and unpacked.
 
-What it offers is `parbank.model.protocol.LanguageModel`, and nothing more."""
+It is a `parbank.model.protocol.LanguageModel`, and parbank reads nothing of it that the protocol does not list."""
 
 import math
+import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -57,6 +58,22 @@ class Plain(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+HOME = str(Path(parbank.__file__).parent)
+OPTIONAL = {"get_input_embeddings", "get_output_embeddings", "get_classifier"}
+"""Named in the docstring of the protocol: read where a model has them."""
+
+
+class Watched(Plain):
+    """Notes every attribute that parbank's own code reads of it."""
+
+    read: ClassVar[set[str]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        if sys._getframe(1).f_code.co_filename.startswith(HOME) and not name.startswith("__"):
+            Watched.read.add(name)
+        return super().__getattribute__(name)
 
 
 class Trained(NamedTuple):
@@ -122,6 +139,44 @@ def test_it_is_scored_in_bits_per_byte(trained: Trained) -> None:
     assert len(model.sample("def ", tokens=8, seed=1)) > 0
     with pytest.raises(ConfigError, match="export needs a model that parbank built"):
         model.export("x.safetensors")
+
+
+def test_parbank_reads_what_the_protocol_lists_and_no_more(trained: Trained) -> None:
+    module = Watched(320)
+    parbank.bank(module)
+    optimizer = parbank.ParallelMuon(parbank.split_parameters(module, lr=0.02))
+    ids = windows(trained.data, torch.Generator().manual_seed(0), 2)
+    module(ids).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model = parbank.Model(module, trained.data.tokenizer, context=CONTEXT)
+    model.score(TEXT[:80])
+    model.score(TEXT[:80], method="sliding", stride=16)
+    model.sample("def ", tokens=2)
+    model.logits([1, 2, 3])
+    parbank.pack(model, max_bytes=60_000, calibration=[ids])
+    listed = {name for name in (*vars(LanguageModel), *LanguageModel.__annotations__) if not name.startswith("_")}
+    assert Watched.read - OPTIONAL == listed
+
+
+def test_only_a_module_is_taken(trained: Trained) -> None:
+    """Also one with everything that the protocol lists: roles are told by the types of layers."""
+
+    class Alike:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(trained.module, name)
+
+        def __call__(self, ids: Tensor) -> Tensor:
+            return trained.module(ids)
+
+    tokenizer: Any = trained.data.tokenizer
+    for door in (
+        lambda thing: parbank.Model(thing, tokenizer, context=8),
+        lambda thing: parbank.pack(thing, max_bytes=10_000),
+        parbank.split_parameters,
+    ):
+        with pytest.raises(ConfigError, match=r"torch\.nn\.Module.*got a? ?Alike"):
+            door(Alike())  # type: ignore[operator]
 
 
 def test_it_is_packed_and_unpacked(trained: Trained, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import parbank
+from parbank.data.tokenizer import Tokenizer
 
 DOORS = [  # in the order of the story that the examples tell
     "train", "Run", "load", "Model", "pack", "split_parameters", "ParallelMuon", "bank", "orthogonalize", "Prefetcher", "ops",
@@ -18,8 +19,7 @@ def test_the_examples_of_the_doors_run(home: Path, tmp_path: Path, monkeypatch: 
     (tmp_path / "books").symlink_to(home / "books")
     assert {*DOORS, "__version__"} == set(dir(parbank))
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.REPORT_NDIFF)
-    for name in DOORS:
-        door = getattr(parbank, name)
+    for name, door in {**{name: getattr(parbank, name) for name in DOORS}, "Tokenizer": Tokenizer}.items():
         text = inspect.getdoc(door)
         assert text is not None
         example = doctest.DocTestParser().get_doctest(text, {"parbank": parbank}, name, None, None)

@@ -171,7 +171,7 @@ def test_a_checkpoint_is_packed_by_the_door(home: Path, tmp_path: Path, model: p
 def test_what_no_model_is(model: parbank.Model) -> None:
     with pytest.raises(ConfigError, match=r"around a torch\.nn\.Module, got int"):
         parbank.Model(3, model.tokenizer, context=8)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="at least 1 token"):
+    with pytest.raises(ConfigError, match="a whole number of tokens, at least 1; got 0"):
         parbank.Model(nn.Linear(1, 1), model.tokenizer, context=0)
 
 

@@ -9,7 +9,9 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import parbank
 from parbank.api.run import Stopped, configure, read_changes
@@ -28,6 +30,7 @@ def test_a_run_has_its_folder_its_summary_and_its_model(first: parbank.Run, home
     assert again.model is again.model, "read once"
     assert again.model.score().bpb == first.summary["val_bpb"], "the summary's score is this model's, to the last bit"
     assert repr(again) == f"Run({str(folder)!r}, steps=4, val_bpb={first.summary['val_bpb']:.4f})"
+    assert repr(parbank.Run(folder=Path("x"), summary={})) == "Run('x', steps=None, val_bpb=None)"
 
 
 def test_quiet_prints_nothing_and_the_default_prints_lines(
@@ -57,7 +60,7 @@ def test_options_of_the_text_are_parts_of_its_spec(home: Path, tmp_path: Path, m
     (tmp_path / "notes.md").write_text("left out", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     options = {"glob": "*.jsonl", "field": "body", "skip_bad": True}
-    run = parbank.train(recipe="nano", data="text:.", steps=1, out="run", device="cpu", quiet=True, **options)  # type: ignore[arg-type]
+    run = parbank.train(recipe="nano", data=Path(), steps=1, out="run", device="cpu", quiet=True, **options)  # type: ignore[arg-type]
     spec = json.loads((run.folder / "config.json").read_text(encoding="utf-8"))["data"]
     assert spec == f"text:train={tmp_path},glob=*.jsonl,field=body,skip-bad=yes"
 
@@ -70,6 +73,10 @@ def test_options_become_settings() -> None:
     assert config == configure("nano", read_changes(**options, settings=["model.layers=2", "model.value_layers=[]"]))
     clock = configure("nano", read_changes(minutes=0.5)).budget
     assert (clock.minutes, clock.steps) == (0.5, None), "one budget replaces the recipe's"
+    numbers = {"model.layers": np.int64(2), "model.value_layers": np.array([0, 1]), "model.softcap": torch.tensor(3.0)}
+    config = configure("nano", read_changes(steps=np.int64(5), seed=np.int64(3), settings=numbers))  # type: ignore[arg-type]
+    assert (config.budget.steps, config.seed, config.model.layers, config.model.value_layers) == (5, 3, 2, (0, 1))
+    assert config.model.softcap == 3.0
     spec = configure("nano", read_changes(data="text:x.txt")).data
     assert spec == f"text:train={Path('x.txt').absolute()},glob=*"
     assert configure("nano").model == get_recipe("nano").model
@@ -79,11 +86,24 @@ def test_options_become_settings() -> None:
     ("options", "message"),
     [
         ({"minutes": 1, "steps": 2}, "give one of"),
-        ({"resume": True}, "give its folder by --out"),
-        ({"resume": True, "recipe": "nano"}, "give its folder by --out"),
+        ({"resume": True}, "resume=True continues an earlier run: give its folder by out="),
+        ({"resume": True, "recipe": "nano"}, "give its folder by out="),
         ({"settings": "model.layers=6"}, "a table or a list"),
         ({"settings": {"model.layrs": 6}}, "did you mean model.layers"),
         ({"recipe": "nan"}, "did you mean nano"),
+        ({"recipe": 3}, "there is no recipe 3; there are demo"),
+        (
+            {"recipe": "nano", "max_bytes": "200kB"},
+            "a whole number, got '200kB'; write the digits alone, such as 200_000",
+        ),
+        ({"recipe": "nano", "minutes": float("nan")}, "budget.minutes must be a number that is finite, got nan"),
+        (
+            {"recipe": "nano", "seed": object()},
+            "seed must be a number, a string, a bool, None or a list of them; got a object",
+        ),
+        ({"recipe": "nano", "settings": [3]}, r"strings such as 'model.layers=6', got \[3\]"),
+        ({"recipe": "nano", "data": 3}, "data is a spec such as text:books, or a Path; got a int"),
+        ({"recipe": "nano", "data": Path("a,b")}, "has a comma, which separates paths"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict, message: str) -> None:
@@ -110,7 +130,7 @@ def test_one_command_starts_a_run_and_continues_it(
 
     assert f"no checkpoint in {out} to resume from; the run starts at its beginning" in train(1)
     assert "at step 1" in train(2)
-    with pytest.raises(ConfigError, match="has the recipe nano, not demo; choose another --out"):
+    with pytest.raises(ConfigError, match="has the recipe nano, not demo; choose another out="):
         train(2, recipe="demo")
     forget(".unfinished")  # as a run that was killed before its first checkpoint leaves it
     assert "the run starts at its beginning" in train(1)

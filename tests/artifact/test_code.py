@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ import pytest
 from parbank import program
 from parbank.artifact import code
 from parbank.artifact.code import code_bytes, collect, find_imports, is_left_out, strip
+from parbank.config import override, to_dict
+from parbank.errors import ConfigError
 from parbank.ops.backend import use_backend
+from parbank.recipes import get_recipe
 from parbank.runtime import Runtime, pick_device
 
 # Runs the archive in a process where nothing else offers parbank. The archive's own folder goes when it is done, so a module
@@ -59,8 +63,10 @@ def test_the_archive_trains_and_scores_alone(archive: Path, tmp_path: Path, text
     out, short = tmp_path / "run", tmp_path / "short.txt"
     short.write_text("It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 4)
     settings = ("budget.steps=3", "budget.count_code=true", "budget.max_bytes=500000")
-    summary = run_bare(archive, "train", "recipe=nano", f"out={out}", f"data={text_spec}", *settings)
-    assert summary["steps"] == 3
+    planned = tmp_path / "config.json"  # a plan is no recipe: its config alone says what it was
+    planned.write_text(json.dumps(to_dict(override(get_recipe("nano"), "recipe=auto", "batch.batch_tokens=512"))))
+    summary = run_bare(archive, "train", f"config={planned}", f"out={out}", f"data={text_spec}", *settings)
+    assert (summary["recipe"], summary["steps"], summary["tokens"]) == ("auto", 3, 3 * 512)
     assert summary["code_bytes"] == archive.stat().st_size  # the archive, packed from inside itself, is the same again
     assert summary["artifact_bytes"] == (out / "model.pbk").stat().st_size
 
@@ -71,6 +77,22 @@ def test_the_archive_trains_and_scores_alone(archive: Path, tmp_path: Path, text
     scored = run_bare(archive, "score", *words, TRITON_INTERPRET="1", PARBANK_OPS="triton")
     with use_backend("triton"):
         assert program.score(here, **given) == scored
+
+
+def test_the_archive_trains_a_recipe_or_the_config_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(program, "run", lambda config, place, out: SimpleNamespace(summary=to_dict(config)))
+    here, asked = (
+        Runtime(device=pick_device("cpu")),
+        to_dict(override(get_recipe("nano"), "batch.batch_tokens=512", "seed=7")),
+    )
+    (tmp_path / "config.json").write_text(json.dumps(asked))
+    assert program.train(here, out="x", recipe="nano", **{"batch.batch_tokens": "512", "seed": "7"}) == asked
+    for given in (tmp_path, tmp_path / "config.json"):
+        assert program.train(here, out="x", config=str(given)) == asked
+        assert program.train(here, out="x", config=str(given), seed="8") == {**asked, "seed": 8}
+    for wrong in ({}, {"recipe": "nano", "config": str(tmp_path)}):
+        with pytest.raises(ConfigError, match="recipe=NAME, or config=PATH"):
+            program.train(here, out="x", **wrong)
 
 
 def test_documentation_costs_nothing() -> None:
@@ -84,9 +106,12 @@ class A:
     """A field."""
     def f(self):
         """A method with nothing else."""
-def g(y: Any):  # another
+def g(y: Any, *z: int, k: str = "k") -> str:  # another
     """A function."""
     return "# no comment"
+@kernel
+def h(y: Any) -> str:
+    return y
 '''
     bare = """
 from typing import TYPE_CHECKING, Any
@@ -94,16 +119,20 @@ class A:
     x: int = 1
     def f(self):
         pass
-def g(y: Any):
+def g(y, *z, k="k"):
     return "# no comment"
+@kernel
+def h(y: Any) -> str:
+    return y
 """
     assert ast.unparse(strip(documented)) == ast.unparse(ast.parse(bare))
 
 
 def test_stripped_source_means_the_same(counted: dict[str, ast.Module]) -> None:
-    """Writing a tree out and reading it again gives the tree: no f-string and no operator is lost on the way."""
+    """Writing a tree out and reading it again gives the tree: no f-string and no operator is lost on the way. Nothing is
+    left to strip: the archive packs itself to the same bytes."""
     for name, tree in counted.items():
-        assert ast.dump(ast.parse(ast.unparse(tree))) == ast.dump(tree), name
+        assert ast.dump(strip(ast.unparse(tree))) == ast.dump(tree), name
 
 
 def module_name(path: str) -> str:

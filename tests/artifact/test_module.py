@@ -166,3 +166,57 @@ def test_one_vector_is_an_input_too_and_no_weights_are_nothing_to_measure() -> N
     found = calibrate_module(module, [x], weights(module), loss=lambda out, batch: out.sum())
     torch.testing.assert_close(found.hessians["weight"], torch.outer(x, x) / found.tokens)
     assert calibrate_module(module, [x], {}, loss=lambda out, batch: out.sum()).hessians == {}
+
+
+class Attending(nn.Module):
+    """Attention by PyTorch's own module, or by the same weights and linear layers that can be seen."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table, self.head = nn.Embedding(30, 16), nn.Linear(16, 30)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.plain = plain
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, own = self.table(ids), self.attention
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        if not self.plain:
+            return self.head(own(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0])
+        parts = F.linear(x, own.in_proj_weight, own.in_proj_bias).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head(F.linear(y, own.out_proj.weight, own.out_proj.bias))
+
+
+def test_attention_of_pytorch_is_measured_like_its_linear_layers() -> None:
+    linear = F.linear
+    inside, plain = (calibrate_module(m, batches(), weights(m)) for m in (Attending(False), Attending(True)))
+    assert {"attention.in_proj_weight", "attention.out_proj.weight"} < inside.hessians.keys()
+    for name in plain.hessians:
+        torch.testing.assert_close(inside.hessians[name], plain.hessians[name])
+        torch.testing.assert_close(inside.sensitivity[name], plain.sensitivity[name])
+    assert F.linear is linear
+
+
+def test_attention_over_another_text_is_named_as_not_measured() -> None:
+    """Its packed projection reads two inputs, each with some of its rows."""
+
+    class Across(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.attention(x, y, y)[0].square().sum()
+
+    module = Across()
+    found = calibrate_module(module, [(torch.randn(2, 5, 16), torch.randn(2, 7, 16))], weights(module))
+    assert set(found.hessians) == {"attention.out_proj.weight"}
+
+
+def test_an_error_inside_attention_leaves_pytorch_as_it_was() -> None:
+    linear, module = F.linear, Attending(False)
+    with pytest.raises((RuntimeError, AssertionError)):  # of PyTorch's own checks
+        calibrate_module(module, [torch.zeros(2, 3, 4, dtype=torch.int64)], weights(module))
+    assert F.linear is linear

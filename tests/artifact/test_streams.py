@@ -4,6 +4,7 @@ import contextlib
 import lzma
 import tracemalloc
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from hypothesis.extra import numpy as hnp
 from parbank.artifact.pack import pack_tensors, unpack_tensors
 from parbank.artifact.streams import decode_bytes, decode_halves, encode_bytes, encode_halves
 from parbank.compress import FILTERS
+from parbank.config import walk
 from parbank.errors import ArtifactError, ConfigError
-from parbank.quant.coders import CODERS, READERS
+from parbank.quant.coders import CODERS, find_reader
 from parbank.quant.coders.base import FREE_WEIGHTS, MAX_WEIGHTS_PER_BYTE, Coder, entropy_bits
 from parbank.quant.config import QuantConfig
 from parbank.quant.integers import quantise_rows
@@ -185,9 +187,10 @@ def test_the_writer_keeps_to_the_expansion_limit_of_the_reader(coder, q, count, 
 
 
 def test_no_two_coders_share_a_tag():
-    assert sorted(READERS) == [1, 2, 3], "the tags of docs/reference/artifact.md; a new coder gets a new one"
-    assert len(READERS) == len(CODERS) + 1
-    assert all(READERS[coder.tag] is coder for coder in CODERS.values())
+    known = {tag: coder for tag in range(256) if (coder := find_reader(tag)) is not None}
+    assert sorted(known) == [1, 2, 3], "the tags of docs/reference/artifact.md; a new coder gets a new one"
+    assert len(known) == len(CODERS) + 1
+    assert all(known[coder.tag] is coder for coder in CODERS.values())
 
 
 def test_a_new_coder_is_an_object_and_a_name(monkeypatch):
@@ -204,7 +207,6 @@ def test_a_new_coder_is_an_object_and_a_name(monkeypatch):
 
     coder = Coder(name="zlib", tag=200, margin=1.1, encode=encode, decode=decode)
     monkeypatch.setitem(CODERS, "zlib", coder)
-    monkeypatch.setitem(READERS, 200, coder)
     state = {"blocks.0.mlp.up.weight": torch.randn(64, 32, generator=torch.Generator().manual_seed(0))}
     packed = pack_tensors(state, QuantConfig(coder="zlib"))
     assert packed.artifact.sections["weights/integers"][0] == 200
@@ -215,3 +217,10 @@ def test_a_new_coder_is_an_object_and_a_name(monkeypatch):
     )
     with pytest.raises(ConfigError, match=r"quant\.coder must be one of ans, lzma, zlib, got 'huffman'"):
         QuantConfig(coder="huffman")
+    docs = {path: doc for path, _, doc in walk(QuantConfig())}
+    assert docs["coder"].endswith("There are: ans, lzma, zlib."), "`parbank recipes` lists it"
+    monkeypatch.setitem(CODERS, "zlib", replace(coder, tag=CODERS["ans"].tag))
+    with pytest.raises(
+        ConfigError, match=r"another coder than 'zlib' has the tag 3; give each coder in CODERS its own"
+    ):
+        pack_tensors(state, QuantConfig(coder="zlib"))

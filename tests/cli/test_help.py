@@ -12,6 +12,7 @@ import typer
 
 from parbank import __version__
 from parbank.cli import main as cli
+from parbank.cli.terminal import describe_registered
 from tests.cli.calls import Answer, Call
 
 ROOT = Path(__file__).parents[2]
@@ -105,3 +106,15 @@ def test_every_example_is_a_command_that_parses(call: Call, monkeypatch: pytest.
             )
     groups = {"", "data", "study"}
     assert seen - groups == found.keys() - groups, "every command shows an example of itself"
+
+
+def test_help_lists_the_methods_and_adapters_that_are_registered(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are read from the source, so that help need not import them: they must be those of the tables."""
+    from parbank.eval.adaptation import ADAPTERS
+    from parbank.eval.methods import METHODS
+
+    monkeypatch.setenv("COLUMNS", "4000")
+    for folder, table in (("eval/methods", METHODS), ("eval/adaptation", ADAPTERS)):
+        told = describe_registered(folder)
+        assert told == " ".join(f"{name}: {table[name].help}." for name in sorted(table))
+        assert told in " ".join(call("eval", "--help").out.split())

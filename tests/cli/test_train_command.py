@@ -94,6 +94,7 @@ def test_a_cap_with_a_unit_and_options_of_the_data_are_remembered(call: Call, tm
     assert config["budget"]["max_bytes"] == 204_800
     assert config["data"] == f"text:train={docs},glob=*.md,skip-bad=yes"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["skipped_bad"] == 1
     result = json.loads(call("eval", tmp_path / "run", "--json", "--device", "cpu").out)
     assert result["text_sha256"] == summary["val_text_sha256"]
     assert call("train", "--resume", "--out", tmp_path / "run", "--steps", 3, "--device", "cpu").code == 0

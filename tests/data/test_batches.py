@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parbank.data.batches import BatchStream
-from parbank.data.orders import ORDERS
+from parbank.data.orders import ORDERS, Visits
 from parbank.data.shards import TokenSet
+from parbank.data.windows import CircleWindows, PackedWindows
 from parbank.errors import ConfigError, DataError
 
 
@@ -289,9 +290,9 @@ def test_windows_read_across_the_edges_of_shards():
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("windows", [1, 2, 97])
 def test_every_order_is_a_permutation_and_the_same_again(name, windows):
-    order = ORDERS[name](windows, 3, 1)
-    assert sorted(order.tolist()) == list(range(windows))
-    assert np.array_equal(order, ORDERS[name](windows, 3, 1))
+    first, again = (ORDERS[name](counting(80), 8, 1).permute(windows, 3, 1) for _ in range(2))
+    assert sorted(first.tolist()) == list(range(windows))
+    assert np.array_equal(first, again)
 
 
 def test_contiguous_windows_come_as_they_lie():
@@ -302,9 +303,23 @@ def test_contiguous_windows_come_as_they_lie():
 
 
 def test_a_registered_order_is_used(monkeypatch):
-    monkeypatch.setitem(ORDERS, "backwards", lambda windows, seed, epoch: np.arange(windows)[::-1])
-    options = {"sequence_length": 4, "batch_sequences": 5, "micro_sequences": 5, "order": "backwards"}
-    assert take(BatchStream(counting(20), **options))[:, 0].tolist() == [16, 12, 8, 4, 0]
+    """Also one that cuts windows of its own, and one that reads the text: nothing outside its function knows of it."""
+
+    def by_documents(tokens, length, bos_id):
+        text = tokens.read(0, len(tokens))
+        return Visits(
+            PackedWindows(tokens, length, bos_id), lambda windows, seed, epoch: np.argsort(text[:windows])[::-1]
+        )
+
+    def backwards(tokens, length, bos_id):
+        return Visits(CircleWindows(tokens, length), lambda windows, seed, epoch: np.arange(windows)[::-1])
+
+    monkeypatch.setitem(ORDERS, "backwards", backwards)
+    monkeypatch.setitem(ORDERS, "by documents", by_documents)
+    options = {"sequence_length": 4, "batch_sequences": 5, "micro_sequences": 5}
+    assert take(BatchStream(counting(20), **options, order="backwards"))[:, 0].tolist() == [16, 12, 8, 4, 0]
+    found = take(BatchStream(counting(20), **options, order="by documents", bos_id=10))
+    assert 10 in found[:, 0].tolist(), "a window begins with the second document"
 
 
 def test_a_state_of_another_order_is_refused_and_one_without_a_name_is_shuffled():

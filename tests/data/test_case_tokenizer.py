@@ -17,12 +17,13 @@ from parbank.data.dataset import open_dataset
 from parbank.data.prepare import prepare_text
 from parbank.data.proof import check_tokens
 from parbank.data.shards import TokenSet
-from parbank.data.tokenizer import MARK, SPACE, DecodeState, Tokenizer
+from parbank.data.tokenizer import MARK, SPACE, DecodeState, Tokenizer, TokenizerConfig
 from parbank.data.validation import open_validation
 from parbank.errors import DataError
 from tests.data.attacks import Change, edit, find_piece, train_rewriting
 from tests.data.test_tokenizer import NASTY, SOURCES, train_foreign, with_bos
 
+OPERATORS = TokenizerConfig(case_operators=True)
 signs = st.sampled_from([*NASTY, CAPITAL, WORD, SPACE, "A", "b", " ", "HTTP", "The ", "self", "\n", f"{WORD} ab"])
 texts = st.one_of(st.text(max_size=60), st.lists(st.one_of(signs, st.text(max_size=5)), max_size=12).map("".join))
 
@@ -32,7 +33,7 @@ def silent(line: str) -> None: ...
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.train(SOURCES, 512, case_operators=True)
+    return Tokenizer.train(SOURCES, 512, OPERATORS)
 
 
 @pytest.fixture(scope="module")
@@ -212,12 +213,12 @@ def test_a_reader_that_knows_no_operators_refuses_the_file(tokenizer: Tokenizer)
 
 
 def test_the_same_text_gives_the_same_model_and_plain_ones_have_no_operators(tokenizer: Tokenizer) -> None:
-    assert Tokenizer.train(iter(SOURCES), 512, case_operators=True).model_bytes == tokenizer.model_bytes
+    assert Tokenizer.train(iter(SOURCES), 512, OPERATORS).model_bytes == tokenizer.model_bytes
     plain = Tokenizer.train(SOURCES, 512)
     assert not plain.case_operators
     assert plain.name_operator(2) is None
     with pytest.raises(DataError, match="no text to train"):
-        Tokenizer.train([f"{CAPITAL}{WORD}"], 512, case_operators=True)
+        Tokenizer.train([f"{CAPITAL}{WORD}"], 512, OPERATORS)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +232,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_data_with_and_without_operators_lie_side_by_side(folder: Path, tmp_path: Path) -> None:
     spec, said = f"text:train={folder}/argparse.py,val={folder}/calendar.py", list[str]()
     plain = open_dataset(spec, vocab_size=320, cache=tmp_path, say=said.append)
-    with_case = open_dataset(spec, vocab_size=320, case_operators=True, cache=tmp_path, say=said.append)
+    with_case = open_dataset(spec, vocab_size=320, tokenizer=OPERATORS, cache=tmp_path, say=said.append)
     assert plain.folder != with_case.folder
     assert with_case.text == plain.text == "proved"
     assert with_case.val_text() == plain.val_text() == Path(calendar.__file__).read_bytes()
@@ -240,24 +241,28 @@ def test_data_with_and_without_operators_lie_side_by_side(folder: Path, tmp_path
     manifests = [(data.folder / "manifest.json").read_text() for data in (plain, with_case)]
     assert ["case_operators" in text for text in manifests] == [False, True]
     said.clear()
-    assert open_dataset(spec, vocab_size=320, case_operators=True, cache=tmp_path, say=said.append).text == "proved"
+    assert open_dataset(spec, vocab_size=320, tokenizer=OPERATORS, cache=tmp_path, say=said.append).text == "proved"
     assert said == []
     found = open_validation(spec, with_case.tokenizer, say=silent)
     assert found.sha256 == open_validation(spec, plain.tokenizer, say=silent).sha256
     shards = f"shards:{with_case.folder}"
     assert open_validation(shards, with_case.tokenizer, say=silent).sha256 == found.sha256
-    assert open_dataset(shards, vocab_size=320, case_operators=True, say=silent).val_bytes == plain.val_bytes
-    with pytest.raises(DataError, match=r"has case operators.*--set tokenizer\.case_operators=true"):
+    assert open_dataset(shards, vocab_size=320, tokenizer=OPERATORS, say=silent).val_bytes == plain.val_bytes
+    with pytest.raises(
+        DataError, match=r"has tokenizer.case_operators=true, .* add --set tokenizer\.case_operators=true"
+    ):
         open_dataset(shards, vocab_size=320, say=silent)
-    with pytest.raises(DataError, match=r"has no case operators.*--set tokenizer\.case_operators=false"):
-        open_dataset(f"shards:{plain.folder}", vocab_size=320, case_operators=True, say=silent)
+    with pytest.raises(DataError, match=r"asks for true; add --set tokenizer\.case_operators=false"):
+        open_dataset(f"shards:{plain.folder}", vocab_size=320, tokenizer=OPERATORS, say=silent)
 
 
 def test_a_folder_is_prepared_again_where_the_other_kind_is_asked_for(folder: Path, tmp_path: Path) -> None:
-    def prepare(case_operators: bool) -> list[str]:
+    def prepare(operators: bool) -> list[str]:
         said: list[str] = []
         out = tmp_path / "out"
-        prepare_text([str(folder)], out, vocab_size=320, case_operators=case_operators, say=said.append)
+        prepare_text(
+            [str(folder)], out, vocab_size=320, tokenizer=TokenizerConfig(case_operators=operators), say=said.append
+        )
         return said
 
     assert prepare(True)
@@ -269,7 +274,7 @@ def test_a_folder_is_prepared_again_where_the_other_kind_is_asked_for(folder: Pa
 
 def test_preparing_in_another_process_gives_the_same(folder: Path, tmp_path: Path) -> None:
     spec, there, here = f"text:{folder}", tmp_path / "there", tmp_path / "here"
-    apart = open_dataset(spec, vocab_size=320, case_operators=True, cache=there, say=silent, apart=True)
-    alone = open_dataset(spec, vocab_size=320, case_operators=True, cache=here, say=silent)
+    apart = open_dataset(spec, vocab_size=320, tokenizer=OPERATORS, cache=there, say=silent, apart=True)
+    alone = open_dataset(spec, vocab_size=320, tokenizer=OPERATORS, cache=here, say=silent)
     assert apart.tokenizer.case_operators
     assert apart.fingerprint == alone.fingerprint

@@ -47,6 +47,17 @@ def test_text_is_prepared_into_the_cache_once(source: Path, data: Dataset) -> No
     assert other.val_text_sha256 == data.val_text_sha256  # the same text, however it is tokenised
 
 
+def test_skipped_files_are_said_at_every_use(source: Path, tmp_path: Path) -> None:
+    text = Path(shutil.copytree(source, tmp_path / "text"))
+    (text / "latin.txt").write_bytes(b"caf\xe9")
+    for ending in (f"; the first: {text}/latin.txt", ", when the text was prepared"):
+        said: list[str] = []
+        found = open_dataset(f"text:{text},skip-bad=yes", vocab_size=320, cache=tmp_path / "cache", say=said.append)
+        assert [line for line in said if line.startswith(f"skipped bad files and lines: 1{ending}")], said
+        assert found.skipped_bad == 1
+    assert open_shards(found.folder).skipped_bad == 1
+
+
 def test_counts_and_hashes_describe_the_text(source: Path, data: Dataset) -> None:
     assert data.train_bytes + data.val_bytes == sum(path.stat().st_size for path in source.iterdir())
     assert len(data.val_text()) == data.val_bytes

@@ -5,7 +5,7 @@ import pytest
 
 from parbank.data.batches import BatchStream
 from parbank.data.difficulty import PARTS, rank_parts
-from parbank.data.orders import hard_first
+from parbank.data.orders import shuffle_parts
 from parbank.data.shards import TokenSet
 
 LENGTH = 16
@@ -33,14 +33,14 @@ def test_parts_are_ranked_by_what_a_bigram_cannot_tell() -> None:
 @pytest.mark.parametrize("windows", [1, 5, 64, 1000])
 def test_an_epoch_visits_every_window_once_part_by_part(windows: int) -> None:
     parts = np.array([2, 0, 3, 1])
-    order = hard_first(windows, 3, 1, parts=parts)
+    order = shuffle_parts(windows, 3, 1, parts)
     assert sorted(order) == list(range(windows))
     visited = order * 4 // windows
     turns = [part for n, part in enumerate(visited) if n == 0 or part != visited[n - 1]]
     assert turns == [part for part in parts if part in visited]
     if windows == 1000:
         assert not np.array_equal(order, np.sort(order)), "shuffled inside a part"
-        assert not np.array_equal(order, hard_first(windows, 3, 2, parts=parts)), "each epoch anew"
+        assert not np.array_equal(order, shuffle_parts(windows, 3, 2, parts)), "each epoch anew"
 
 
 def test_batches_begin_with_the_hardest_part_and_resume() -> None:

@@ -362,6 +362,8 @@ def test_a_refused_rewind_changes_nothing(depth):
 
 
 def test_a_negative_depth_is_refused():
+    with pytest.raises(ConfigError, match="a list has no shape, fill, state_dict, load_state_dict"):
+        Prefetcher([1, 2], device="cpu")
     with pytest.raises(ConfigError, match="got -1"):
         Prefetcher(open_stream(), device=CPU, depth=-1)
 

@@ -13,7 +13,7 @@ import torch
 
 import parbank
 from parbank.data.dataset import open_dataset
-from parbank.data.tokenizer import Tokenizer
+from parbank.data.tokenizer import Tokenizer, TokenizerConfig
 from parbank.errors import ConfigError, DataError
 from tests.data.attacks import letters_to_a
 
@@ -182,7 +182,9 @@ def test_a_token_across_the_border_does_not_lend_its_characters(model: parbank.M
 def test_with_case_operators_both_texts_stay_what_they_are(
     model: parbank.Model, text_spec: str, context: str, continuation: str
 ) -> None:
-    tokenizer = open_dataset(text_spec, vocab_size=320, case_operators=True, say=lambda line: None).tokenizer
+    tokenizer = open_dataset(
+        text_spec, vocab_size=320, tokenizer=TokenizerConfig(case_operators=True), say=lambda line: None
+    ).tokenizer
     ids, first = ParbankLM(parbank.Model(model.module, tokenizer, context=64))._encode_pair(context, continuation)
     assert tokenizer.decode(ids) == context + continuation
     assert tokenizer.decode(ids[:first]) == context.rstrip()

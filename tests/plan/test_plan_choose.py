@@ -113,6 +113,19 @@ def test_a_narrow_choice_is_counted_with_its_settings() -> None:
     assert wide.best.tokens_per_second < free.best.tokens_per_second or free.best.config.model.width >= 384
 
 
+def test_code_that_counts_is_left_out_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = 190_000
+    monkeypatch.setattr("parbank.plan.choose.code_bytes", lambda: code)
+    counted = ("budget.count_code=true",)
+    plain = Request(minutes=30, max_bytes=400_000, text=STDLIB)
+    best = make_plan(plain, GPU, LAWS).best
+    wider = replace(plain, max_bytes=plain.max_bytes + code)
+    assert make_plan(replace(wider, settings=counted), GPU, LAWS).best.config.model == best.config.model
+    assert make_plan(wider, GPU, LAWS).best.parameters > best.parameters
+    with pytest.raises(ConfigError, match="the smallest needs about"):
+        make_plan(replace(plain, max_bytes=code, settings=counted), GPU, LAWS)
+
+
 def test_too_small_a_cap_or_memory_is_refused_with_the_smallest_size() -> None:
     with pytest.raises(ConfigError, match=r"the smallest needs about [\d,]+ bytes: raise --max-bytes"):
         make_plan(Request(minutes=3, max_bytes=20_000, text=STDLIB), CPU, LAWS)

@@ -80,6 +80,19 @@ def test_the_numbers_are_those_of_the_summary(page: Page, folder: Path) -> None:
         assert value in page.text
 
 
+def test_the_head_counts_code_and_names_the_best_compressor(tmp_path: Path) -> None:
+    values = {"artifact_bytes": 12_000_000, "code_bytes": 2_000_000, "max_bytes": 16_000_000}
+    others = {"zlib -9": 1.69, "xz -9": 1.46, "zstd -19": 1.50}
+    head = Page(write_run_page(make_run(tmp_path / "run", **values, compressors_bpb=others))).text.partition(
+        "Training"
+    )[0]
+    assert "87.5% of 16.00 MB, with 2.00 MB of code" in head
+    assert "xz -9: 1.4600" in head
+    assert "zlib" not in head
+    without = make_run(tmp_path / "without", **(values | {"code_bytes": 0}))
+    assert "75.0% of 16.00 MB" in Page(write_run_page(without)).text
+
+
 def test_curves_have_every_row(page: Page, folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     loss = page.chart("Loss by clock")

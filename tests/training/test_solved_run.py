@@ -10,6 +10,7 @@ from parbank.artifact.container import decode_artifact
 from parbank.artifact.pack import pack_solved, pack_tensors, unpack_tensors
 from parbank.config import override
 from parbank.data.dataset import open_dataset
+from parbank.data.tokenizer import Tokenizer
 from parbank.errors import DataError
 from parbank.eval.windows import score_chunked
 from parbank.quant.calibration import Calibration
@@ -19,7 +20,7 @@ from parbank.runtime import Runtime
 from parbank.training.checkpoint import load_checkpoint, save_checkpoint
 from parbank.training.display import Display
 from parbank.training.load import load_trained
-from parbank.training.pack import pack_checkpoint
+from parbank.training.pack import open_training_tokens, pack_checkpoint
 from parbank.training.run import run
 
 CPU = Runtime(device=torch.device("cpu"))
@@ -81,3 +82,17 @@ def test_packing_without_the_training_text_says_so_and_with_other_text_works(
     assert not any("cannot calibrate" in line for line in lines.lines)
     with pytest.raises(DataError):
         pack_checkpoint(lost, 30_000, tmp_path / "c.pbk", data=f"text:{tmp_path / 'gone'}")
+
+
+def test_calibration_needs_training_text_alone(tmp_path: Path) -> None:
+    text = "".join(f"Line {i} says that the square of {i} is {i * i}.\n" for i in range(300))
+    (tmp_path / "long.txt").write_text(text)
+    (tmp_path / "short.txt").write_text("Line 1.")
+    spec = f"text:train={tmp_path}/long.txt,val={tmp_path}/short.txt"
+    tokenizer = Tokenizer.train([text], vocab_size=300)
+    tokens = open_training_tokens(spec, tokenizer, context=64, count=256, say=lambda line: None)
+    assert len(tokens) > 64, "validation text is shorter than a window, and is not read"
+    with pytest.raises(
+        DataError, match=r"short to calibrate on: its training part has \d+ tokens, and a window needs 100001"
+    ):
+        open_training_tokens(spec, tokenizer, context=100_000, count=256, say=lambda line: None)

@@ -79,6 +79,10 @@ class FileRequest:
                 raise DataError(f"no file of {', '.join(asked)} can be read; check their permissions")
         if self.field != FIELD and not any(map(self.kind.fielded, train + val)):
             raise DataError(f"no file of {self.spec} has fields, so field={self.field} picks nothing; leave it out")
+        if self.globs not in (self.kind.globs, self.kind.earlier_globs) and not found.folders:
+            raise DataError(
+                f"no path of {self.spec} is a folder, so glob={self.globs[0]} picks nothing; leave it out, or give the folder"
+            )
         found.report(say)
         return Corpus(
             name=self.kind.name,
@@ -144,6 +148,8 @@ class _Search:
     def __init__(self, request: FileRequest) -> None:
         self._request = request
         self._passed_over: dict[str, list[str]] = {}
+        self.folders = 0
+        """Folders that were searched."""
 
     def find_all(self, patterns: Iterable[str]) -> tuple[Path, ...]:
         return tuple(sorted({path for pattern in patterns for path in self._find(pattern)}))
@@ -163,6 +169,7 @@ class _Search:
     def _take(self, path: Path) -> list[Path]:
         """A file that was asked for is taken as it is; of a folder, its files that hold text."""
         if path.is_dir():
+            self.folders += 1
             return self._search(path)
         if not path.is_file():
             raise DataError(f"{path} is a pipe, a device or a broken link; give a file")

@@ -24,8 +24,9 @@ from parbank.eval.adaptation.factors import Adapted, Factors
 from parbank.eval.score import IGNORED
 from parbank.graphs import Graphs
 from parbank.model import GPT
-from parbank.model.gpt import Dense, Skips, _matrix_shapes, _of_layer
-from parbank.model.stream import BEFORE, Past, Reach, _embed, _layer, _rotations
+from parbank.model.attention import Context
+from parbank.model.gpt import matrix_shapes
+from parbank.model.stream import BEFORE, Past, Reach, _embed, _rotations, attend_window, keep_last
 from parbank.ops.backend import use_backend
 from parbank.precision import autocast
 from parbank.runtime import Runtime
@@ -80,7 +81,7 @@ class DocumentReader:
         self._model, self._device, self._temperatures = model, runtime.device, temperatures
         self._rows, self._chunk, self._window, self._decay = rows, chunk, window, decay
         c = model.config
-        shapes = {name: shape for name, shape in _matrix_shapes(c).items() if name.split(".")[-2] in LEARNING}
+        shapes = {name: shape for name, shape in matrix_shapes(c).items() if name.split(".")[-2] in LEARNING}
         self._factors = Factors(shapes, rows, rank, runtime.device)
         with autocast(runtime.device):
             dtype = model._compute_dtype(runtime.device)
@@ -157,18 +158,13 @@ class DocumentReader:
         matrices: dict[str, Any] = dict(model.matrices(x))
         for name, own in left.items():
             matrices[name] = Adapted(matrices[name], own.to(dtype), self._factors.right[name].to(dtype))
-        x0, value = x, None
-        skips, dense = Skips(model.skip_gains, c.layers), Dense(model.dense_gains)
-        for layer in range(c.layers):
-            x = dense.mix(x)
-            skip = skips.take(layer, x)
-            weights = _of_layer(matrices, layer)
+
+        def attend_here(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             past = (self._past[layer][0][:rows], self._past[layer][1][:rows])
-            shared = (cos, sin, reach, self._window, None)
-            skips.keep(layer, x)
-            x, values, kept = _layer(model, layer, (x, skip, x0), weights, extras.get(layer), value, past, shared)
+            y = attend_window(q, past, (k, v), min(self._window, c.window_of(layer) or self._window), reach)
             with torch.no_grad():  # no gradient goes through the past
-                for old, new in zip(past, kept):
+                for old, new in zip(past, keep_last(past, (k, v))):
                     old.copy_(new)
-            value = values if value is None and c.value_residual else value
-        return ops.rms_norm(x)
+            return y
+
+        return ops.rms_norm(model.run_blocks(x, extras, Context(cos, sin, attend=attend_here), matrices))

@@ -6,5 +6,8 @@ from parbank.quant.coders.fixed import FIXED
 from parbank.quant.coders.lzma import LZMA
 
 CODERS: dict[str, Coder] = {coder.name: coder for coder in (ANS, LZMA)}
-READERS: dict[int, Coder] = {coder.tag: coder for coder in (*CODERS.values(), FIXED)}
-"""Readers by the first byte of a stream. `FIXED` cannot be selected: it is the fallback of a stream."""
+
+
+def find_reader(tag: int) -> Coder | None:
+    """The coder of a stream by its first byte. `FIXED` cannot be selected: it is the fallback of a stream."""
+    return next((coder for coder in (FIXED, *CODERS.values()) if coder.tag == tag), None)

@@ -123,14 +123,14 @@ class Training(Kind):
     def _open(self, config: RunConfig) -> Dataset:
         """The data of a config, opened once for each spec and tokenizer. The first time, kernels are compiled beside
         it."""
-        vocabulary, operators = config.model.vocab_size, config.tokenizer.case_operators
-        key = ("dataset", config.data, vocabulary, operators)
+        vocabulary, tokenizer = config.model.vocab_size, config.tokenizer
+        key = ("dataset", config.data, vocabulary, tokenizer)
         if key not in self.kept:
             use_compile_cache()
             say = self.display.say
             with compile_aside(config, self.runtime, say) as kernels:
                 self.kept[key] = open_dataset(
-                    config.data, vocab_size=vocabulary, case_operators=operators, say=say, apart=kernels.compiles
+                    config.data, vocab_size=vocabulary, tokenizer=tokenizer, say=say, apart=kernels.compiles
                 )
         dataset: Dataset = self.kept[key]
         dataset.require_length(config.batch.sequence_length)

@@ -225,7 +225,10 @@ def test_a_glob_narrows_folders_and_nothing_else(folder: Path) -> None:
     ):
         corpus = open_corpus(f"text:{folder},{parts}")
         assert sorted(names(corpus), key=str.lower) == sorted(expected, key=str.lower), parts
-    assert names(open_corpus(f"text:{folder}/a.txt,glob=*.md")) == ["a.txt"]
+    assert "a.txt" in names(open_corpus(f"text:{folder}/a.txt,{folder},glob=*.md")), "a file beside a folder is taken"
+    assert names(open_corpus(f"text:{folder}/a.txt,glob=*")) == ["a.txt"]
+    for paths in ("a.txt", "*.txt"):
+        refused(r"is a folder, so glob=\*\.md picks nothing; leave it out", f"{folder}/{paths}", "glob=*.md")
     refused(r"texts holds no text: of 6 files there, 0 match \*\.rst", str(folder), "glob=*.rst")
     refused(r"texts holds no text: of 6 files there, 1 match \*\.png", str(folder), "glob=*.png")
 

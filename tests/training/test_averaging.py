@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from parbank.errors import ConfigError
-from parbank.optim.averaging import AverageConfig, Averages
+from parbank.training.averaging import AverageConfig, Averages
 
 
 def walk_of(steps: int, seed: int = 0) -> list[torch.Tensor]:
