@@ -10,13 +10,13 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-DEMO_OUT ?= runs/demo
+# a second demo gets a name of its own: no run is deleted, and `train` refuses a folder that is in use
+DEMO_OUT ?= $(if $(wildcard runs/demo),,runs/demo)
 
 .PHONY: demo test integrations browser check claims docs install dev clean
 
 demo: install
-	rm -rf $(DEMO_OUT)
-	$(BIN)/parbank train --recipe demo --minutes 3 --out $(DEMO_OUT)
+	$(BIN)/parbank train --recipe demo --minutes 3 $(if $(DEMO_OUT),--out $(DEMO_OUT))
 
 # two at a time: files go whole to one of two processes, so that what a file sets up is set up once
 test: dev check
@@ -79,4 +79,4 @@ $(VENV)/installed-timm: $(VENV)/torch
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info runs
+	rm -rf $(VENV) build *.egg-info

@@ -226,12 +226,13 @@ def bound_ms(flops: float, bytes_: float) -> float:
 
 
 def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Adds --out, reads the command line, and notes the load of the machine before the benchmark adds its own. Warns of
-    other processes on the GPU: the result lists them."""
+    """Adds --out, reads the command line, and notes the code and the load of the machine before the benchmark adds its own.
+    Warns of other processes on the GPU: the result lists them."""
     parser.add_argument(
         "--out", type=Path, default=RESULTS, help="results go into <out>/<claim>/<date>-<hardware>-<commit>/"
     )
     arguments = parser.parse_args()
+    provenance.code_at_start()
     for process in provenance.load_at_start().get("other_gpu_processes", ()):
         print(f"warning: {process} on the GPU; its work slows what is measured here", file=sys.stderr)
     return arguments
@@ -268,7 +269,7 @@ def write(
 
     `measured` names the files and folders whose change makes the result stale. `peers` says where others' code came from.
     """
-    about = provenance.describe()
+    about = provenance.describe() | provenance.read_code()
     folder = out / claim / provenance.folder_name(about)
     folder.mkdir(parents=True, exist_ok=True)
     result = {"claim": claim, **about, "settings": settings, "seeds": list(seeds), "measured": sorted(measured)}

@@ -152,6 +152,21 @@ def load_at_start() -> dict[str, Any]:
 
 
 @functools.cache
+def code_at_start() -> tuple[dict[str, Any], str]:
+    """The commit and the digest of the code when this was first asked for. `harness.start` asks before anything is measured:
+    a run takes minutes, and commits may be made meanwhile."""
+    return read_commit(), code_digest()
+
+
+def read_code() -> dict[str, Any]:
+    """What a result says of the code: the commit at the start, dirty if a file of the code has changed since."""
+    commit, digest = code_at_start()
+    if code_digest() == digest:
+        return commit
+    return commit | {"dirty": True, "source": f"{commit['source']}; the code changed while it was measured"}
+
+
+@functools.cache
 def describe() -> dict[str, Any]:
     """What every result of this process says: when and how it began, with which code, on which machine."""
     from parbank.ops import flash
@@ -159,7 +174,7 @@ def describe() -> dict[str, Any]:
 
     now = datetime.datetime.now(datetime.UTC)
     return {
-        **read_commit(),
+        **code_at_start()[0],
         "date": now.date().isoformat(),
         "time": now.strftime("%H:%M UTC"),
         "command": command_line(),

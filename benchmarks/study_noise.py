@@ -25,8 +25,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import harness  # noqa: E402
 import torch  # noqa: E402
-from provenance import describe as describe_provenance  # noqa: E402
-from provenance import without_folders  # noqa: E402
+from provenance import read_code, without_folders  # noqa: E402
 
 from parbank.config import override  # noqa: E402
 from parbank.recipes import get_recipe  # noqa: E402
@@ -149,7 +148,6 @@ def main() -> None:
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--file", type=Path)
     arguments = harness.start(parser)
-    describe_provenance()  # the code as it is now: a run takes minutes
     torch.set_num_threads(1)
     pairs = train_pairs(arguments.recipe, arguments.data, arguments.steps, arguments.pairs)
     path = harness.write(
@@ -162,7 +160,7 @@ def main() -> None:
         extra={"bpb": pairs},
     )
     if arguments.file is not None:
-        made = {name: describe_provenance()[name] for name in ("commit", "dirty", "source")}
+        made = read_code()
         about = {"recipe": arguments.recipe, "steps": arguments.steps, "data": without_folders(arguments.data)}
         found = {"made_by": "benchmarks/study_noise.py", **about, **made, "versions": versions(), "bpb": pairs}
         arguments.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -4,6 +4,7 @@ Each message says what was wrong, what was given, what is allowed, and what to d
 a traceback. Any other exception is a bug in parbank and keeps its traceback.
 """
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -51,9 +52,14 @@ class TrainingError(ParbankError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that this machine's memory is used up. Threads that cannot start are a sign of it, too: each
-    needs memory for its stack."""
+    needs memory for its stack. So are libraries that cannot be loaded."""
+    text = str(error)
+    if isinstance(error, ImportError):  # where the system forbids to map a library, the reason comes after these words
+        return text.endswith(("failed to map segment from shared object", "annot allocate memory"))
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+        isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
     )
 
 

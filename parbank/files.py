@@ -100,6 +100,15 @@ def _lock(file: BinaryIO) -> bool | None:
     return True
 
 
+def move_into_place(source: Path, target: Path) -> None:
+    """Gives a finished file of the same file system its name, as `writing` does: every byte is on the disk before. Raises
+    OSError."""
+    with open(source, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(source, target)
+    sync_folder(target.parent)
+
+
 def write_json(path: str | Path, value: Any) -> int:
     """Writes a value as indented JSON, as `write_file` does."""
     return write_file(path, (json.dumps(value, indent=2) + "\n").encode("utf-8"))

@@ -358,13 +358,14 @@ def _check_picture(path: Path) -> None:
 
 
 def _draw(found: Any, title: str, picture: Path) -> None:
+    from parbank.data.progress import say_on_stderr
     from parbank.eval.breakdown import draw
 
     try:
         draw(found, title, picture)
-        print(f"wrote {picture}", file=sys.stderr)
+        say_on_stderr(f"wrote {picture}")
     except ConfigError as error:  # no matplotlib: the tables are worth having without the picture
-        print(f"note: {error}", file=sys.stderr)
+        say_on_stderr(f"note: {error}")
 
 
 def _parse_settings(assignments: list[str]) -> dict[str, Any]:

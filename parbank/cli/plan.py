@@ -53,18 +53,17 @@ def plan(
     The plan rests on laws fitted to measured runs, which parbank ships, and on a probe of this machine that takes some seconds,
     once. It says where it goes beyond those runs. Nothing is trained. `parbank train` without --recipe trains the plan.
     """
-    import sys
-
     ahead.begin(device)
     from parbank import runtime
     from parbank.api.run import read_changes
+    from parbank.data.progress import say_on_stderr
     from parbank.plan.describe import describe_plan, plan_table
     from parbank.plan.plan import plan_run
 
     spec = read_data(data, glob, field, skip_bad)
     changes = read_changes(data=spec, minutes=minutes, max_bytes=max_bytes, settings=settings or ())
     with runtime.start(device) as place:
-        found = plan_run(changes, place, threads=threads, say=lambda line: print(line, file=sys.stderr))
+        found = plan_run(changes, place, threads=threads, say=say_on_stderr)
     if as_json:
         print(json.dumps(plan_table(found), indent=1))
         return

@@ -101,6 +101,7 @@ def _score_model(
     beside: "_Beside",
     kernels: "KernelsAside",
 ) -> dict[str, Any] | None:
+    from parbank.config import to_dict
     from parbank.data.validation import open_validation
     from parbank.eval.audit import POSITIONS, audited
     from parbank.eval.breakdown import break_down, compare_with_plain
@@ -126,6 +127,12 @@ def _score_model(
     about = method.describe() | validation.describe()
     if theirs is not None:
         refuse_unlike(about, theirs, "the result to compare with")
+    if place.world > 1:  # its import takes a second
+        from parbank.training.agreement import compare_scoring
+
+        same = {f"model.{name}": value for name, value in to_dict(loaded.model.config).items()}
+        same |= {"tokenizer_sha256": loaded.tokenizer.fingerprint, "--audit": request.audit}
+        compare_scoring(loaded.model, same | about, place)
     laps.mark("text")
     if place.is_main:
         beside.begin(loaded.tokenizer, validation.tokens)

@@ -152,7 +152,7 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
             "speed": f"{summary['tokens_per_second']:,.0f} tokens/s; {wait:.2f}% of the time waiting for data",
             "artifact": f"{bytes_used:,} bytes{code}, {share:.1f}% of the cap {summary['max_bytes']:,}",
             "val bpb": f"{summary['val_bpb']:.4f} ({summary['val_bpb_before_packing']:.4f} before packing)",
-            "compressors": others + " bpb on the same text",
+            **({"compressors": f"{others} bpb on the same text"} if others else {}),
             "folder": str(folder),
             **({"page": f"{folder / PAGE}, to open in a browser"} if (folder / PAGE).exists() else {}),
         }

@@ -12,12 +12,13 @@ import numpy as np
 
 from parbank.config import to_dict
 from parbank.data.apart import prepare_apart
-from parbank.data.manifest import count_skipped, hash_shards, read_manifest, verify_folder
+from parbank.data.manifest import count_skipped, hash_shards, read_manifest, verify_fetched, verify_folder
 from parbank.data.prepare import ensure_prepared
 from parbank.data.progress import Say, say_on_stderr
 from parbank.data.proof import NOT_PROVED, PROVED
 from parbank.data.shards import TokenSet, read_shards
 from parbank.data.sources import find_source, parse_spec
+from parbank.data.sources.pins import Pins
 from parbank.data.tokenizer import PLAIN, DecodeState, Tokenizer, TokenizerConfig
 from parbank.errors import DataError
 from parbank.files import default_cache
@@ -153,8 +154,10 @@ def _open(spec: str, vocab_size: int, tokenizer: TokenizerConfig, cache: Path, s
 def open_shards(folder: Path, *, vocab_size: int | None = None, name: str | None = None) -> Dataset:
     """Opens a folder of `*_train_*.bin`, `*_val_*.bin` and one SentencePiece `.model`, checking every token.
 
-    If parbank prepared the folder, every file must be the one that the manifest lists.
+    If parbank prepared or fetched the folder, every file must be the one that the manifest, or the record of the fetch,
+    lists.
     """
+    manifest = read_manifest(folder) or {}
     tokenizer = Tokenizer.load(_find_model(folder))
     if vocab_size is not None and tokenizer.vocab_size != vocab_size:
         raise DataError(
@@ -163,9 +166,10 @@ def open_shards(folder: Path, *, vocab_size: int | None = None, name: str | None
         )
     paths = [_find_shards(folder, split) for split in ("train", "val")]
     train, val = (read_shards(own, vocab_size=tokenizer.vocab_size) for own in paths)
-    manifest = read_manifest(folder) or {}
     if manifest:
         verify_folder(folder, manifest)
+    elif (pins := Pins.read(folder)).source:
+        verify_fetched(folder, pins)
     measured = manifest.get("overlap")
     return Dataset(
         train=train,

@@ -17,7 +17,7 @@ import numpy as np
 from parbank.data.overlap import Overlap
 from parbank.data.shards import ShardInfo
 from parbank.data.spool import Document, Spool
-from parbank.files import write_json
+from parbank.files import write_json, writing
 
 JOURNAL, DOCUMENTS = "journal.json", "documents.npy"
 # Less text than this is not worth continuing: it is read and tokenised again within seconds.
@@ -60,7 +60,8 @@ class Journal:
         table["start"] = [entry.start for entry in train + val]
         table["size"] = [entry.size for entry in train + val]
         table["train"] = np.arange(len(table)) < len(train)
-        np.save(self._folder / DOCUMENTS, table, allow_pickle=False)
+        with writing(self._folder / DOCUMENTS) as file:  # on the disk before the journal, which relies on it
+            np.save(file, table, allow_pickle=False)
         self._state |= {"left_out": left_out, "splits": {}}
         write_json(self._folder / JOURNAL, self._state)
 

@@ -1,4 +1,5 @@
-"""manifest.json of a prepared folder: read as a foreign file would be, and held against the files it lists.
+"""manifest.json of a prepared folder: read as a foreign file would be, and held against the files it lists. So is
+fetched.json of a fetched folder.
 
 Every shard must have the tokens that were written, by their sha256. A hash takes a pass over the file, so a side file
 in the cache remembers which file had which hash, by size, times and inode. A second open of an unchanged folder reads
@@ -8,29 +9,67 @@ no tokens.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from parbank.data.progress import Say
 from parbank.data.shards import HEADER_BYTES, shard_length
+from parbank.data.sources.pins import Pins
 from parbank.errors import DataError, FileError
 from parbank.files import default_cache, write_json
 
 FORMAT = 1  # of manifest.json and of everything that affects the tokens: raised when either changes
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.model"
+_WRITTEN = re.compile(rf".+_(train|val)_[0-9]{{6}}\.bin|{re.escape(TOKENIZER)}")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder that was prepared here, or None. A manifest that is ours but malformed counts as none."""
+    """The manifest of a folder that parbank prepared. None if there is none, or if it is of another program. A damaged one
+    is an error: without it no shard can be checked."""
+    path = folder / MANIFEST
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        manifest = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return manifest if _is_sound(manifest) else None
+    except OSError as error:
+        raise _unreadable(path, error.strerror or error) from error
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(path, "it is not JSON") from error
+    if isinstance(manifest, dict) and manifest and not _is_ours(manifest):
+        return None
+    if not _is_sound(manifest):
+        raise _unreadable(path, "a field is missing or of another type")
+    return cast(dict[str, Any], manifest)
+
+
+def _is_ours(manifest: dict[str, Any]) -> bool:
+    """Whether parbank wrote a manifest, which may be damaged since."""
+    return manifest.get("made_by") == "parbank" or "dropped_duplicates" in manifest
+
+
+def _unreadable(path: Path, reason: object) -> DataError:
+    return DataError(
+        f"{path} is damaged ({reason}), and the shards beside it cannot be checked; prepare them again (`parbank data "
+        "prepare`), or delete that file if they are to be trusted as they are"
+    )
+
+
+def find_written(folder: Path) -> list[str]:
+    """The files of a preparation in a folder: those of its manifest, or, where that is damaged, those with the names that
+    a preparation gives."""
+    try:
+        manifest = read_manifest(folder)
+    except DataError:
+        names = [path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
+        return [*filter(_WRITTEN.fullmatch, names), *(name for name in names if name == MANIFEST)]
+    if manifest is None:
+        return []
+    return [*listed_files(manifest), MANIFEST]
 
 
 def listed_files(manifest: dict[str, Any]) -> list[str]:
@@ -86,10 +125,25 @@ def same_inputs(known: list[dict[str, Any]], files: Sequence[Path]) -> bool:
     return True
 
 
-def hash_shards(paths: Sequence[Path]) -> list[str]:
-    """sha256 of the tokens of each shard of a folder, from the side file where the shard is unchanged."""
+def verify_fetched(folder: Path, pins: Pins) -> None:
+    """Refuses a folder of fetched data whose files are not those of the fetch."""
+    again = f"fetch it again (`parbank data fetch fineweb --out {folder}`)"
+    found = sorted(path.name for pattern in ("*.bin", "*.model") for path in folder.glob(pattern))
+    for name in found:
+        if name not in pins.files:
+            raise DataError(f"{folder / name} was not fetched: {pins.path} does not name it; move it away, or {again}")
+    missing = [name for name in pins.files if "_val_" in name and name not in found]
+    if missing:  # training shards may be left out: less is trained on, and the same is scored
+        raise DataError(f"{folder / missing[0]} is missing, and {pins.path} names it; {again}")
+    for name, digest in zip(found, hash_shards([folder / name for name in found], whole=True)):
+        if digest != pins.files[name]:
+            raise DataError(f"{folder / name} is not the file that was fetched (by the sha256 in {pins.path}); {again}")
+
+
+def hash_shards(paths: Sequence[Path], *, whole: bool = False) -> list[str]:
+    """sha256 of the tokens of each shard of a folder, or of each whole file, from the side file where it is unchanged."""
     folder = paths[0].parent.resolve()
-    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:24] + ("-whole" if whole else "")
     side = default_cache() / "verified" / f"{name}.json"
     try:
         known = json.loads(side.read_bytes())
@@ -98,7 +152,7 @@ def hash_shards(paths: Sequence[Path]) -> list[str]:
         known = {}
     states = [_state(path) for path in paths]
     with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-        digests = list(pool.map(lambda path, state: _known_digest(known, state) or _hash(path), paths, states))
+        digests = list(pool.map(lambda path, state: _known_digest(known, state) or _hash(path, whole), paths, states))
     fresh = dict(zip(states, digests))
     if any(known.get(state) != digest for state, digest in fresh.items()):
         with suppress(FileError):  # a cache that cannot be written costs time on the next open, nothing else
@@ -120,10 +174,10 @@ def _state(path: Path) -> str:
     return f"{path.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
 
 
-def _hash(path: Path) -> str:
+def _hash(path: Path, whole: bool) -> str:
     try:
         with open(path, "rb") as file:
-            file.seek(HEADER_BYTES)
+            file.seek(0 if whole else HEADER_BYTES)
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"cannot read the shard {path}: {error.strerror or error}") from error

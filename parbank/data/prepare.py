@@ -29,7 +29,7 @@ from parbank.data.manifest import (
     MANIFEST,
     TOKENIZER,
     describe_input,
-    listed_files,
+    find_written,
     read_manifest,
     report_skipped,
     same_inputs,
@@ -152,7 +152,10 @@ def matching_manifest(
     corpus: Corpus, folder: Path, *, vocab_size: int, tokenizer: TokenizerConfig = PLAIN
 ) -> dict[str, Any] | None:
     """The manifest in `folder`, if it was made from exactly this corpus in its current state and its files are complete."""
-    manifest = read_manifest(folder)
+    try:
+        manifest = read_manifest(folder)
+    except DataError:  # damaged: prepared again
+        return None
     if manifest is None:
         return None
     asked = _describe_request(corpus, vocab_size, tokenizer)
@@ -447,18 +450,10 @@ def _take_place(place: Path, folder: Path) -> None:
 
 def _remove_prepared(folder: Path) -> None:
     """Deletes the files of preparation, then the folder if it is empty."""
-    for path in _written_files(folder):
-        path.unlink(missing_ok=True)
+    for name in find_written(folder):  # the manifest last, so that a kill in between leaves it readable
+        (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
-
-
-def _written_files(folder: Path) -> list[Path]:
-    """The files of an earlier preparation, by its manifest; the manifest last, so that a kill in between leaves it readable."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return []
-    return [folder / name for name in (*listed_files(manifest), MANIFEST)]
 
 
 def _sweep(folder: Path, own: Path) -> None:
@@ -485,7 +480,7 @@ def _check_place(folder: Path) -> None:
         return
     if Path.cwd().is_relative_to(folder.resolve()):
         raise DataError(f"{folder} is or holds the current folder, and would be replaced; choose a folder inside it")
-    foreign = sorted({path.name for path in folder.iterdir()} - {path.name for path in _written_files(folder)})
+    foreign = sorted({path.name for path in folder.iterdir()} - set(find_written(folder)))
     if foreign:
         some = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         raise DataError(

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -11,8 +12,17 @@ Say = Callable[[str], None]
 _SECONDS_BETWEEN_LINES = 5.0
 
 
+_LOST = (
+    OSError,
+    ValueError,
+)  # a stream that cannot be written: a full disk, a terminal that is gone; or that is closed
+
+
 def say_on_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Says a line. If it cannot be written, the work goes on without it."""
+    if sys.stderr is not None:  # print would take standard output instead
+        with suppress(*_LOST):
+            print(line, file=sys.stderr, flush=True)
 
 
 def say_nothing(line: str) -> None:
@@ -29,11 +39,17 @@ class Meter:
 
     def __enter__(self) -> "Meter":
         self._began = self._spoke = time.monotonic()
-        if sys.stderr.isatty() and self._say is not say_nothing:
-            self._bar = _bar()
-            self._bar.start()
-            self._task = self._bar.add_task(self._label, total=self._total)
+        if self._say is not say_nothing and sys.stderr is not None:
+            with suppress(*_LOST):
+                self._show_bar()
         return self
+
+    def _show_bar(self) -> None:
+        if sys.stderr.isatty():
+            bar = _bar()
+            self._task = bar.add_task(self._label, total=self._total)
+            bar.start()
+            self._bar = bar
 
     def advance(self, count: int) -> None:
         self._done += count
@@ -55,7 +71,8 @@ class Meter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with suppress(*_LOST):
+                self._bar.stop()
         if kind is None:
             self._say(f"{self._label}: {self._done / 1e6:.1f} MB in {time.monotonic() - self._began:.1f} s")
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from parbank.data.progress import Say, say_on_stderr
 from parbank.errors import FileError
 from parbank.files import default_cache, write_json
 
@@ -19,16 +20,16 @@ LEAST_KEPT = 1 << 20
 Compress = Callable[[bytes], bytes]
 
 
-def compressor_bpb(text: bytes) -> dict[str, float]:
-    """Bits per byte of zlib -9, xz -9 and zstd -19 over the whole text at once. zstd is left out where it is missing. Kept
-    in the cache for this text and these versions."""
+def compressor_bpb(text: bytes, say: Say = say_on_stderr) -> dict[str, float]:
+    """Bits per byte of zlib -9, xz -9 and zstd -19 over the whole text at once. zstd is left out where it is missing, and a
+    compressor that fails, with a note. Kept in the cache for this text and these versions."""
     compressors, versions = _find_compressors()
     key = hashlib.sha256(json.dumps([hashlib.sha256(text).hexdigest(), *versions]).encode()).hexdigest()[:24]
     path = default_cache() / "compressors" / f"{key}.json" if len(text) >= LEAST_KEPT else None
     found = None if path is None else _read(path, set(compressors))
     if found is None:
-        found = _compress(text, compressors)
-        if path is not None:
+        found = _compress(text, compressors, say)
+        if path is not None and found.keys() == compressors.keys():
             with suppress(OSError, FileError):  # a cache that cannot be written costs seconds the next time
                 write_json(path, found)
     return found
@@ -44,16 +45,23 @@ def _find_compressors() -> tuple[dict[str, Compress], list[str]]:
     with suppress(ImportError):
         import zstandard
 
-        compressors["zstd -19"] = zstandard.ZstdCompressor(level=19).compress
+        compressors["zstd -19"] = lambda data: zstandard.ZstdCompressor(level=19).compress(data)
         versions.append(str(zstandard.ZSTD_VERSION))
     return compressors, versions
 
 
-def _compress(text: bytes, compressors: dict[str, Compress]) -> dict[str, float]:
+def _compress(text: bytes, compressors: dict[str, Compress], say: Say) -> dict[str, float]:
+    def measure(name: str) -> float | None:
+        try:
+            return 8 * len(compressors[name](text)) / max(1, len(text))
+        except Exception as error:  # a side matter; most often too little memory: xz -9 takes 700 MB
+            say(f"note: {name} could not compress the text for comparison ({type(error).__name__}: {error})")
+            return None
+
     # They release Python's lock, so in parallel they take as long as the slowest.
     with ThreadPoolExecutor() as pool:
-        sizes = pool.map(lambda compress: len(compress(text)), compressors.values())
-        return {name: 8 * size / max(1, len(text)) for name, size in zip(compressors, sizes)}
+        found = zip(compressors, pool.map(measure, compressors))
+        return {name: bpb for name, bpb in found if bpb is not None}
 
 
 def _read(path: Path, names: set[str]) -> dict[str, float] | None:

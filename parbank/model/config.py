@@ -12,6 +12,7 @@ Activation = Literal["leaky_relu_squared", "relu_squared", "gelu"]
 # Far more than any model has. A damaged config must not build layers for ever, or tensors whose bytes overflow 64 bits:
 # 2 * 10^4 layers of 2^22 x 2^22 float32 weights are 2^61 bytes.
 MAX_LAYERS, MAX_CHANNELS, MAX_BUCKETS = 10_000, 1 << 22, 1 << 31
+MAX_VOCAB = 1 << 16  # shards hold 16 bits a token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,8 @@ class ModelConfig:
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads"):
             require(getattr(self, name) >= 1, f"model.{name} must be at least 1, got {getattr(self, name)}")
         require(self.layers <= MAX_LAYERS, f"model.layers must be at most {MAX_LAYERS}, got {self.layers}")
-        for name in ("vocab_size", "width", "bigram_width", "value_width"):
+        require(self.vocab_size <= MAX_VOCAB, f"model.vocab_size must be at most {MAX_VOCAB}, got {self.vocab_size}")
+        for name in ("width", "bigram_width", "value_width"):
             value = getattr(self, name)
             require(value <= MAX_CHANNELS, f"model.{name} must be at most {MAX_CHANNELS}, got {value}")
         require(

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parbank.errors import ConfigError, DeviceError, ParbankError
+from parbank.errors import ConfigError, DeviceError, ParbankError, is_out_of_memory
 
 BACKENDS = ("auto", "triton", "reference")
 GLUON_VERSIONS = ("3.6", "3.7")
@@ -91,10 +91,10 @@ else:
     try:
         triton, tl, TensorDescriptor, gdc_wait, gdc_launch_dependents, INTERPRETED = _load_triton()
     except Exception as error:
-        _missing = (
-            f"the installed Triton cannot be used ({type(error).__name__}: {error}); the kernels need 3.6 or later "
-            "(pip install --upgrade 'parbank[triton]')"
-        )
+        remedy = "the kernels need 3.6 or later (pip install --upgrade 'parbank[triton]')"
+        if is_out_of_memory(error):
+            remedy = "this machine has too little memory: end other programs"
+        _missing = f"the installed Triton cannot be used ({type(error).__name__}: {error}); {remedy}"
 HAS_TRITON = not _missing
 if HAS_TRITON:
     try:

@@ -1,17 +1,19 @@
-"""Ranks that train together must have the same settings, software, data and weights, or the result is wrong.
+"""Ranks that train or score together must have the same settings, software, data and weights, or the result is wrong.
 
 Each rank sends its facts, short texts by name, to all others. `compare_settings` does so first of all: ranks with
 batches or models of different shapes would hang or abort in a later collective. `compare_state` does so before the
-first step, when data and weights are loaded. All ranks hold the same facts then, so all raise the same error.
+first step, when data and weights are loaded, and `compare_scoring` before a score. All ranks hold the same facts then,
+so all raise the same error.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import parbank
 from parbank.config import walk
@@ -44,6 +46,14 @@ def compare_state(trainer: Trainer, checkpoint: Path | None) -> None:
     facts["checkpoint"] = hash_file(checkpoint) if checkpoint is not None else "none"
     facts["starting weights"] = hash_tensors(trainer.model.state_dict().items())
     compare(facts, trainer.runtime)
+
+
+def compare_scoring(model: nn.Module, about: Mapping[str, Any], runtime: Runtime) -> None:
+    """Compares the model, the text and the method of a score: each rank scores a share of one text."""
+    if runtime.world == 1:
+        return
+    facts = {name: json.dumps(value) for name, value in about.items()}
+    compare(facts | {"weights": hash_tensors(model.state_dict().items()), "code": hash_code()}, runtime)
 
 
 def compare(facts: Facts, runtime: Runtime) -> None:

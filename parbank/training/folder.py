@@ -21,13 +21,20 @@ WRITTEN = ("config.json", "metrics.jsonl", "model.pbk", "details.json", "summary
 
 def load_run_config(out: Path, *assignments: str) -> RunConfig:
     """The config of an earlier run, with changes, from its folder or its config.json."""
+    path = out / "config.json" if out.is_dir() else out
     try:
-        values = json.loads((out / "config.json" if out.is_dir() else out).read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{out} holds no run to resume ({error}); give --out the folder of an earlier run, or add --recipe to start one there"
         ) from error
-    return override(read_config(values), *assignments)
+    try:
+        config = read_config(values)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{path} is not the config of a run: {error}; put back the file that the run wrote, or start another run"
+        ) from error
+    return override(config, *assignments)
 
 
 @dataclass

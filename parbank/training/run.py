@@ -195,7 +195,7 @@ def finish(
     # xz takes seconds on one core: it runs in parallel with everything below.
     with ThreadPoolExecutor(1) as aside, trainer.averages.applied():
         text = dataset.val_text() if runtime.is_main else b""
-        compressed = aside.submit(compressor_bpb, text) if runtime.is_main else None
+        compressed = aside.submit(compressor_bpb, text, display.say) if runtime.is_main else None
         before = _examine(trainer, display, "scoring").score
         laps.end("scoring")
         display.say(f"val bpb {before.bpb:.4f} before packing; packing")
@@ -255,7 +255,7 @@ def _write_page(write: WritePage, out: Path, summary: dict[str, Any], display: D
 
 
 def _wait_for(compressed: Future[dict[str, float]], display: Display) -> dict[str, float]:
-    """Waits for the compressors. They may fail (xz -9 takes 700 MB) without failing the run."""
+    """Waits for the compressors, whose failure is a side matter."""
     try:
         return compressed.result()
     except (MemoryError, OSError, lzma.LZMAError) as error:

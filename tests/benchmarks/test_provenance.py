@@ -1,10 +1,12 @@
 """A result says which code made it, also where git is missing, and never calls changed code clean."""
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -58,6 +60,35 @@ def test_without_git_and_stamp_nothing_is_claimed(provenance: ModuleType, monkey
     found = provenance.read_commit()
     assert found["commit"] == "unknown"
     assert found["dirty"]
+
+
+def test_a_result_names_the_code_that_it_began_with(
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Commits may be made while a benchmark runs, and files changed."""
+    harness = benchmark("harness")
+    provenance = harness.provenance
+    for cached in (provenance.code_at_start, provenance.describe):
+        cached.cache_clear()
+    monkeypatch.setattr(provenance, "STAMP", tmp_path / "STAMP.json")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--out", str(tmp_path)])
+    monkeypatch.setattr(provenance, "read_git", lambda: {"commit": "a" * 40, "dirty": False})
+    arguments = harness.start(argparse.ArgumentParser())
+    monkeypatch.setattr(provenance, "read_git", lambda: {"commit": "b" * 40, "dirty": False})
+
+    def write() -> dict[str, Any]:
+        path = harness.write("claim", [], out=arguments.out, settings={}, measured=["benchmarks/harness.py"])
+        return json.loads(path.read_text())
+
+    try:
+        assert (write()["commit"], write()["dirty"]) == ("a" * 40, False)
+        monkeypatch.setattr(provenance, "code_digest", lambda: "0" * 64)
+        found = write()
+        assert (found["commit"], found["dirty"]) == ("a" * 40, True)
+        assert found["source"] == "git; the code changed while it was measured"
+    finally:
+        for cached in (provenance.code_at_start, provenance.describe):
+            cached.cache_clear()
 
 
 def test_the_digest_covers_what_is_measured(provenance: ModuleType) -> None:

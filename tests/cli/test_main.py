@@ -1,5 +1,6 @@
 """Errors that say what to do, and output that can be piped."""
 
+import errno
 import io
 import os
 import re
@@ -153,7 +154,18 @@ def test_a_narrow_output_encoding_is_no_crash(trained: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     "error",
-    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError("can't start new thread")],
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object: Cannot allocate memory"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
 )
 def test_too_little_memory_is_a_sentence(error: Exception) -> None:
     assert "this machine has too little memory" in (cli._explain(error) or "")
+
+
+def test_a_library_that_may_not_be_loaded_is_no_lack_of_memory() -> None:
+    assert cli._explain(ImportError("x.so: failed to map segment from shared object: Operation not permitted")) is None

@@ -20,3 +20,10 @@ def test_code_counts_towards_the_cap(capsys: pytest.CaptureFixture[str]) -> None
     assert "1.2500 (1.2000 before packing)" in said
     assert "1.00% of the time waiting for data" in said
     assert "\x1b" not in said, "a sample must not move the cursor"
+
+
+def test_compressors_that_all_failed_have_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_summary(SUMMARY, Path("runs/one"))
+    assert "xz -9 2.0000 bpb on the same text" in capsys.readouterr().out
+    _print_summary(SUMMARY | {"compressors_bpb": {}}, Path("runs/one"))
+    assert "compressors" not in capsys.readouterr().out

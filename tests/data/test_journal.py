@@ -14,6 +14,7 @@ from parbank.data.dataset import open_shards
 from parbank.data.journal import DOCUMENTS, JOURNAL
 from parbank.data.prepare import prepare_text
 from parbank.data.shards import ShardWriter
+from parbank.data.spool import Spool
 from parbank.errors import DataError
 
 # Prepares with small batches and shards, and notes its position after every batch. At a line with the given start it kills
@@ -174,3 +175,29 @@ def test_a_writer_goes_on_where_another_ended(tmp_path: Path) -> None:
         writer.append(tokens[130:])
         assert writer.close() == expected
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+def test_the_list_of_documents_is_on_the_disk_before_the_journal_that_relies_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    fsync, write_json = os.fsync, journal.write_json
+
+    def watch(handle: int) -> None:
+        fsync(handle)
+        synced.add(os.fstat(handle).st_ino)
+
+    def check(path: Path, state: dict) -> int:
+        needed = {(tmp_path / name).stat().st_ino for name in (DOCUMENTS, "spool")} | {tmp_path.stat().st_ino}
+        assert needed <= synced
+        return write_json(path, state)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    monkeypatch.setattr(journal, "write_json", check)
+    monkeypatch.setattr(journal, "LEAST_BYTES", 0)
+    with Spool(tmp_path / "spool") as spool:
+        entries = [spool.add(b"one document"), spool.add(b"another")]
+        spool.seal()
+        written = journal.Journal(tmp_path, {"a": 1})
+        written.save_documents(spool, entries[:1], entries[1:], {})
+    assert written.load_documents()[:2] == (entries[:1], entries[1:])

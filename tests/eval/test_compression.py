@@ -35,7 +35,7 @@ def test_a_result_is_kept_for_its_text(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(compression, "LEAST_KEPT", 100)
     calls: list[int] = []
     real = compression._compress
-    monkeypatch.setattr(compression, "_compress", lambda text, by: calls.append(len(text)) or real(text, by))
+    monkeypatch.setattr(compression, "_compress", lambda text, *more: calls.append(len(text)) or real(text, *more))
     found = compressor_bpb(TEXT)
     assert [compressor_bpb(TEXT), compressor_bpb(TEXT[:50]), compressor_bpb(TEXT[:-1])][0] == found
     assert calls == [len(TEXT), 50, len(TEXT) - 1], "one short text, which is not kept, and one other"
@@ -43,3 +43,17 @@ def test_a_result_is_kept_for_its_text(tmp_path: Path, monkeypatch: pytest.Monke
     for path in (tmp_path / "compressors").iterdir():
         path.write_text('{"zlib -9": 1}')
     assert compressor_bpb(TEXT) == found, "a damaged file is measured anew"
+
+
+def test_one_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(data: bytes, preset: int) -> bytes:
+        raise MemoryError("no room")
+
+    monkeypatch.setenv("PARBANK_CACHE", str(tmp_path))
+    monkeypatch.setattr(compression, "LEAST_KEPT", 100)
+    said: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(lzma, "compress", fail)
+        assert list(compressor_bpb(TEXT, said.append)) == ["zlib -9", "zstd -19"]
+    assert said == ["note: xz -9 could not compress the text for comparison (MemoryError: no room)"]
+    assert list(compressor_bpb(TEXT)) == ["zlib -9", "xz -9", "zstd -19"], "a part of the result is not kept"

@@ -157,7 +157,7 @@ def test_a_second_open_hashes_nothing(text: Path, tmp_path: Path, monkeypatch: p
     prepare(text, out)
     open_shards(out)
     hashed: list[Path] = []
-    monkeypatch.setattr("parbank.data.manifest._hash", lambda path: hashed.append(path) or "")
+    monkeypatch.setattr("parbank.data.manifest._hash", lambda path, whole: hashed.append(path) or "")
     open_shards(out)
     assert hashed == []
     (out / "text_val_000000.bin").touch()
@@ -184,17 +184,54 @@ def test_a_second_open_hashes_nothing(text: Path, tmp_path: Path, monkeypatch: p
         {"tokenizer": 3},
     ],
 )
-def test_a_malformed_manifest_is_none_or_an_error_of_ours(change: bytes | dict, text: Path, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_named_and_the_folder_prepared_again(
+    change: bytes | dict, text: Path, tmp_path: Path
+) -> None:
+    """Without its manifest no shard can be checked: replaced tokens would be scored without a word."""
     out = tmp_path / "out"
     prepare(text, out)
     whole = json.loads((out / MANIFEST).read_bytes())
-    (out / MANIFEST).write_bytes(change if isinstance(change, bytes) else json.dumps(whole | change).encode())
     before = contents(out)
+    (out / MANIFEST).write_bytes(change if isinstance(change, bytes) else json.dumps(whole | change).encode())
+    replace_a_token(out)
+    for look in (open_shards, describe):
+        with pytest.raises(DataError, match=r"out/manifest\.json is damaged .*prepare them again"):
+            look(out)
+    (out / "thesis.txt").write_text("years of work")
+    with pytest.raises(ParbankError, match=r"holds other files \(thesis\.txt\)"):
+        prepare(text, out)
+    (out / "thesis.txt").unlink()
+    prepare(text, out)
+    assert contents(out) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a_folder_with_the_name_of_the_manifest_is_the_users(text: Path, tmp_path: Path) -> None:
+    own = tmp_path / "out" / MANIFEST / "thesis.txt"
+    own.parent.mkdir(parents=True)
+    own.write_text("years of work")
+    with pytest.raises(ParbankError, match=r"holds other files \(manifest\.json\)"):
+        prepare(text, tmp_path / "out")
+    assert own.exists()
+
+
+def test_a_damaged_manifest_in_the_cache_costs_one_preparation(text: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = open_dataset(f"text:{text}", vocab_size=300, cache=cache, say=lambda line: None)
+    (first.folder / MANIFEST).write_bytes(b"{")
+    again = open_dataset(f"text:{text}", vocab_size=300, cache=cache, say=lambda line: None)
+    assert again.fingerprint == first.fingerprint
+    assert [path.name for path in cache.iterdir()] == [first.folder.name]
+
+
+def test_a_manifest_of_another_program_says_nothing_of_shards(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(text, out)
+    (out / MANIFEST).write_text('{"train": ["text_train_000000.bin"], "tokenizer": "ours"}')
     assert read_manifest(out) is None
     assert describe(out)["spec"] is None
     with pytest.raises(ParbankError, match="holds other files"):
         prepare(text, out)
-    assert contents(out) == before
 
 
 SLOW = """

@@ -17,10 +17,11 @@ from parbank.artifact.container import read_artifact, write_artifact
 from parbank.artifact.safetensors import export_model, import_model
 from parbank.cli.main import app
 from parbank.config import override
+from parbank.data import tokenizer
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, CheckpointError, ConfigError, DataError, FileError
 from parbank.model import GPT, ModelConfig
-from parbank.model.config import MAX_BUCKETS, MAX_CHANNELS, MAX_LAYERS
+from parbank.model.config import MAX_BUCKETS, MAX_CHANNELS, MAX_LAYERS, MAX_VOCAB
 from parbank.recipes import get_recipe
 from parbank.report.write import write_pages
 from parbank.runtime import Runtime
@@ -96,6 +97,31 @@ def test_a_config_that_cannot_be_read_is_named(content: bytes, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{}", "budget is missing"),
+        (b"[1, 2]", r"RunConfig must be a table of fields, got \[1, 2\]"),
+        (b'{"bogus": 1}', "bogus is not a setting"),
+    ],
+)
+def test_a_config_of_another_program_is_named(content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"config\.json is not the config of a run: .*{reason}.*; put back"):
+        load_run_config(tmp_path)
+
+
+def test_a_setting_of_the_user_is_not_blamed_on_the_file(finished: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^bogus is not a setting"):
+        load_run_config(finished, "bogus=1")
+
+
+def test_a_vocabulary_that_no_tokenizer_has_is_refused_before_a_model_is_made() -> None:
+    with pytest.raises(ConfigError, match=r"model\.vocab_size must be at most 65536, got 65537"):
+        ModelConfig(vocab_size=MAX_VOCAB + 1)
+    assert MAX_VOCAB == tokenizer.MAX_VOCAB
+
+
+@pytest.mark.parametrize(
     "setting",
     [
         "model.width=1073741824",
@@ -115,7 +141,7 @@ def test_numbers_that_no_machine_can_hold_are_refused_by_name(setting: str) -> N
 
 def test_the_largest_model_that_is_allowed_can_be_described() -> None:
     sizes = {"width": MAX_CHANNELS, "mlp_multiple": 1.0, "layers": 1, "heads": 1, "kv_heads": 1, "rope_dims": 0}
-    largest = ModelConfig(**sizes, vocab_size=MAX_CHANNELS, bigram_buckets=MAX_BUCKETS, bigram_width=MAX_CHANNELS)
+    largest = ModelConfig(**sizes, vocab_size=MAX_VOCAB, bigram_buckets=MAX_BUCKETS, bigram_width=MAX_CHANNELS)
     with torch.device("meta"):
         found = GPT(largest).state_dict()
     bytes_of_a_layer = sum(4 * tensor.numel() for name, tensor in found.items() if "blocks.0" in name)

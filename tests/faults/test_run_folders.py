@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,3 +180,24 @@ def test_a_resumed_run_has_no_summary_until_it_ends(text_spec: str, tmp_path: Pa
         again.kill()
     assert not (out / "summary.json").exists()
     assert (out / "model.pbk").exists()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_deletes_no_run(tmp_path: Path) -> None:
+    """A second demo is trained in a folder of its own; `make clean` deletes what make can build again."""
+
+    def commands(target: str) -> list[str]:
+        makefile = Path(__file__).parents[2] / "Makefile"
+        command = ["make", "--dry-run", "--always-make", "--file", str(makefile), target]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "DEMO_OUT"))}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    for name in ("pyproject.toml", "README.md"):  # what the targets depend on
+        (tmp_path / name).touch()
+    assert commands("demo")[-1].split()[-2:] == ["--out", "runs/demo"]
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    assert "--out" not in commands("demo")[-1]
+    deleted = [line for target in ("demo", "clean") for line in commands(target) if line.startswith("rm ")]
+    assert deleted
+    assert not any("runs" in line for line in deleted)

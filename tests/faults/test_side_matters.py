@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from parbank.config import override
 from parbank.data.dataset import open_dataset
+from parbank.data.progress import Meter, say_on_stderr
 from parbank.errors import CheckpointError
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
@@ -43,6 +45,31 @@ def test_a_full_standard_output_costs_nothing_but_the_words(text_spec: str, tmp_
     assert json.loads((out / "summary.json").read_text())["steps"] == 2
 
 
+def test_a_full_standard_error_costs_a_preparation_nothing_but_the_words(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"The sea was calm on day {day}.\n" for day in range(400)))
+    command = [sys.executable, "-m", "parbank", "data", "prepare", "a.txt", "--vocab", "300", "--out", "shards"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=full, timeout=300, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "shards" / "manifest.json").exists()
+
+
+def test_progress_goes_on_where_the_terminal_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    other, own = os.openpty()
+    reached = False
+    with suppress(OSError), open(own, "w") as terminal:  # what is left to write when it is closed
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with Meter("reading", say_on_stderr, total=4) as meter:
+            os.close(other)
+            meter.advance(4)
+        with Meter("comparing", say_on_stderr, total=4) as meter:
+            meter.advance(4)
+        reached = True
+    assert reached
+    with Meter("tokenising", say_on_stderr, total=4) as meter:  # the stream is closed
+        meter.advance(4)
+
+
 def test_closed_standard_streams_cost_nothing_but_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import os, sys; from parbank.cli.main import _replace_closed_streams\n"
@@ -54,6 +81,9 @@ def test_closed_standard_streams_cost_nothing_but_the_words(monkeypatch: pytest.
     assert done.returncode >= 3, "a file must not get the descriptor of a standard stream"
     monkeypatch.setattr(sys, "stdout", None)
     Display().say("unheard")
+    monkeypatch.setattr(sys, "stderr", None)
+    with Meter("reading", say_on_stderr, total=4) as meter:
+        meter.advance(4)
 
 
 def test_files_that_cannot_be_written_warn_and_the_result_is_the_same(text_spec: str, tmp_path: Path) -> None:

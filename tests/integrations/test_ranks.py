@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import parbank
 from parbank import watch
 from parbank.data.dataset import open_dataset
 from parbank.training.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
@@ -260,3 +261,25 @@ def test_real_processes_that_differ_say_so_once_each(text_spec: str, tmp_path: P
     assert first[0].startswith("error: rank 1 differs from rank 0: seed 7 instead of 0; start all ranks")
     assert second[0] == first[0].replace("error:", "error on rank 1:")
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_other_models_or_texts_have_no_score(text_spec: str, tmp_path: Path) -> None:
+    """Stale copies on two machines: the sum of their shares would be the score of neither."""
+    for seed in (0, 1):
+        out = tmp_path / str(seed)
+        parbank.train(recipe="nano", data=text_spec, steps=1, seed=seed, out=out, device="cpu", quiet=True)
+    for name, size in (("a.txt", 40), ("b.txt", 50)):
+        (tmp_path / name).write_text("The sea was calm. " * size)
+
+    def score(*pairs: tuple[str, str]) -> tuple[list[int], list[str], str]:
+        asked = [["eval", str(tmp_path / run), "--data", f"text:val={tmp_path / text}"] for run, text in pairs]
+        with start_ranks(tmp_path / "log", [[*one, "--device", "cpu", "--json"] for one in asked]) as ranks:
+            return join(ranks, LONGEST), ranks[0].complained(), ranks[0].out.read_text()
+
+    codes, _, printed = score(("0", "a.txt"), ("0", "a.txt"))
+    assert codes == [0, 0]
+    assert json.loads(printed)["val_bpb"] > 0
+    for other, fact in ((("1", "a.txt"), "weights"), (("0", "b.txt"), "text_sha256")):
+        codes, said, printed = score(("0", "a.txt"), other)
+        assert (codes, printed) == ([2, 2], "")
+        assert said[-1].startswith(f"error: rank 1 differs from rank 0: {fact} ")

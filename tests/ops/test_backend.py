@@ -44,19 +44,20 @@ def test_a_lesser_machine_runs_the_reference_and_says_so_once(prelude: str) -> N
 
 
 @pytest.mark.parametrize(
-    "prelude",
+    ("prelude", "remedy"),
     [
-        "import sys\nsys.path.insert(0, {broken!r})\n",
-        "import sys\nsys.modules['triton.tools.tensor_descriptor'] = None\n",
+        ("import sys\nsys.path.insert(0, {broken!r})\n", "too little memory: end other programs"),
+        ("import sys\nsys.modules['triton.tools.tensor_descriptor'] = None\n", "the kernels need 3.6 or later"),
     ],
-    ids=["fails to import", "has no descriptors"],
+    ids=["cannot be loaded", "has no descriptors"],
 )
-def test_a_broken_triton_is_warned_of_once_and_the_reference_runs(prelude: str, tmp_path: Path) -> None:
-    (tmp_path / "triton.py").write_text('raise RuntimeError("half an upgrade")')
+def test_a_broken_triton_is_warned_of_once_and_the_reference_runs(prelude: str, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / "triton.py").write_text('raise ImportError("libtriton.so: failed to map segment from shared object")')
     quiet = CALL.replace("logging.basicConfig", "dict")  # nobody has set up logging: a warning shows all the same
     result = run(prelude.format(broken=str(tmp_path)) + quiet)
     assert result.stdout.strip() == "reference True (2, 6, 4)", result.stderr
     assert result.stderr.count("the installed Triton cannot be used") == 1
+    assert remedy in result.stderr
 
 
 def test_the_interpreter_is_on_where_triton_has_it_on() -> None:

@@ -16,6 +16,7 @@ import parbank
 from parbank.config import override
 from parbank.data.dataset import open_dataset
 from parbank.errors import RankError
+from parbank.model import GPT
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime, seed_everything, versions
 from parbank.training import agreement
@@ -66,7 +67,17 @@ def start_differently(folder: Path, spec: str, other: str) -> dict[str, str]:
             out = folder / "older"
         with fault(way, folder) if odd else nullcontext():
             said[way] = start(config, place, out, resume=way == "checkpoint" or (odd and way == "resume"))
-    return said
+    return said | {f"score: {way}": score(place, way) for way in ("none", "weights", "method")}
+
+
+def score(place: Runtime, way: str) -> str:
+    odd = place.rank == 1
+    seed_everything(int(odd and way == "weights"))
+    try:
+        agreement.compare_scoring(GPT(get_recipe("nano").model), {"method": str(odd and way == "method")}, place)
+    except RankError as error:
+        return str(error)
+    return ""
 
 
 def start(config: RunConfig, place: Runtime, out: Path, *, resume: bool = False) -> str:
@@ -114,6 +125,16 @@ def said(text_spec: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
 
 def test_equal_ranks_start(said: list[dict[str, str]]) -> None:
     assert [rank["none"] for rank in said] == ["", ""]
+    assert [rank["score: none"] for rank in said] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("way", "named"), [("weights", f"weights {DIGESTS}"), ("method", 'method "True" instead of "False"')]
+)
+def test_a_difference_between_ranks_that_score_is_named(way: str, named: str, said: list[dict[str, str]]) -> None:
+    first, second = (rank[f"score: {way}"] for rank in said)
+    assert first == second
+    assert re.match(f"rank 1 differs from rank 0: {named}; start all ranks", first), first
 
 
 @pytest.mark.parametrize("way", WAYS)

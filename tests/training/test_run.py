@@ -455,7 +455,7 @@ def test_torchrun_on_two_processes_gives_the_losses_of_one(
 def test_a_compressor_that_fails_costs_no_summary(
     text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(text: bytes) -> dict[str, float]:
+    def fail(text: bytes, say: object) -> dict[str, float]:
         raise MemoryError("no room")
 
     monkeypatch.setattr("parbank.training.run.compressor_bpb", fail)

@@ -21,7 +21,7 @@ from parbank.data.progress import Meter, Say, say_on_stderr
 from parbank.data.sources.pins import Pins, hash_file
 from parbank.data.sources.source import Source
 from parbank.errors import ConfigError, DataError
-from parbank.files import locked
+from parbank.files import locked, move_into_place
 
 # The public parameter-golf data set, and where in it the 1024-token export lies.
 REPOSITORY = "willdepueoai/parameter-golf"
@@ -44,7 +44,7 @@ class _Source(Protocol):
     def files(self) -> list[str]: ...
 
     def fault(self, file: str, path: Path) -> str:
-        """A sentence if a fetched file differs from the hash that the source lists; empty if not, or without a hash."""
+        """A phrase if a file differs from the source's, by its hash; empty if not."""
 
     def fetch(self, file: str, place: Path, say: Say) -> Path:
         """Fetches one file to a path under `place` and returns the path. Resumes an interrupted download."""
@@ -62,13 +62,14 @@ def fetch_fineweb(
     out = Path(out)
     if shards < 1:
         raise DataError(f"{shards} shards cannot be fetched; ask for 1 or more")
-    origin = _open_source(source)
+    origin, is_new = _open_source(source), not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / _LOCK, out, wait=say):
             pins = Pins.read(out)
             commit = origin.resolve(pins.agree(origin.name, revision))
             wanted = _choose(origin, shards)
+            _refuse_foreign(origin, wanted, out, pins)
             pins.start(origin.name, commit)
             fetched = [_fetch_file(origin, file, out, pins, say) for file in wanted]
             shutil.rmtree(out / _HALF_WAY, ignore_errors=True)
@@ -77,8 +78,9 @@ def fetch_fineweb(
             f"cannot write to {out}: {error.strerror or error}; choose another folder, or make room"
         ) from error
     finally:
-        with suppress(OSError):  # a folder that was made for nothing is empty
-            out.rmdir()
+        if is_new:
+            with suppress(OSError):  # a folder that was made for nothing is empty
+                out.rmdir()
     return fetched
 
 
@@ -100,7 +102,10 @@ class FinewebRequest:
         """The folder in the cache, fetched when it is not there."""
         folder = fineweb_folder(cache)
         have = len(list(folder.glob("*_train_*.bin")))
-        complete = any(folder.glob("*.model")) and any(folder.glob("*_val_*.bin")) and not (folder / _HALF_WAY).exists()
+        known = Pins.read(folder)
+        whole = not known.source or all(path.name in known.files for path in folder.glob("*.bin"))
+        parts = any(folder.glob("*.model")) and any(folder.glob("*_val_*.bin"))
+        complete = parts and whole and not (folder / _HALF_WAY).exists()
         needed = max(1, have) if self.shards is None else self.shards
         if not complete or have < needed:
             fetch_fineweb(folder, shards=needed, source=source, say=say)
@@ -127,10 +132,26 @@ def _choose(origin: _Source, shards: int) -> list[str]:
     return [TOKENIZER_AT, *val, *train[:shards]]
 
 
+def _refuse_foreign(origin: _Source, wanted: list[str], out: Path, pins: Pins) -> None:
+    """Refuses files that lie where fetched files would go, and are not among them: nothing of the user's is overwritten, or
+    taken for the data set."""
+    if not pins.source and os.path.lexists(out / _HALF_WAY):
+        raise DataError(f"{out / _HALF_WAY} exists, and would be deleted; move it away, or choose another folder")
+    for file in wanted:
+        target = out / Path(file).name
+        if target.name not in pins.files and os.path.lexists(target):
+            fault = origin.fault(file, target) if target.is_file() else "it is no file"
+            if fault:
+                raise DataError(
+                    f"{target} exists and is not the file of {origin.name} ({fault}); it stays as it is: move it away, or choose "
+                    "another folder"
+                )
+
+
 def _fetch_file(origin: _Source, file: str, out: Path, pins: Pins, say: Say) -> Path:
     target = out / Path(file).name
     if target.exists() and (_fault(target, out) or pins.check(target, target.name)) is None:
-        if target.name not in pins.files:  # fetched by a parbank that kept no hashes
+        if target.name not in pins.files:  # the same file, from elsewhere or before hashes were kept
             pins.add(target)
         return target
     arrived = origin.fetch(file, out / _HALF_WAY, say)
@@ -143,7 +164,7 @@ def _fetch_file(origin: _Source, file: str, out: Path, pins: Pins, say: Say) -> 
     if changed := pins.check(arrived, target.name):
         arrived.unlink()
         raise DataError(f"{origin.name} has changed: {changed}; give the source it came from, or use another folder")
-    os.replace(arrived, target)
+    move_into_place(arrived, target)
     pins.add(target)
     return target
 
@@ -175,7 +196,8 @@ class _Folder:
         return ""
 
     def fault(self, file: str, path: Path) -> str:
-        return ""
+        found, promised = hash_file(path), hash_file(self._root / file)
+        return "" if found == promised else f"its sha256 is {found}, the folder's file has {promised}"
 
     def files(self) -> list[str]:
         return [path.relative_to(self._root).as_posix() for path in self._root.rglob("*") if path.is_file()]

@@ -15,7 +15,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from parbank.data.dataset import open_shards
 from parbank.data.sources.fineweb import REPOSITORY, SHARDS_AT, fetch_fineweb
+from parbank.data.sources.pins import Pins
 from parbank.errors import DataError
 from parbank.files import locked
 
@@ -51,6 +53,88 @@ def test_a_changed_file_is_replaced_and_a_changed_source_is_refused(hub: Path, t
     assert not (out / TRAIN).exists()
     fetch(out, hub)  # a mirror with the right files will do
     assert (out / TRAIN).read_bytes() == before
+
+
+def test_files_of_the_user_are_not_overwritten(hub: Path, tmp_path: Path) -> None:
+    """Of other programs, under the names of the data set: a valid shard with another token, and a text."""
+    for name in (TRAIN, "fineweb_val_000000.bin", "fineweb_1024_bpe.model"):
+        out = tmp_path / name
+        out.mkdir()
+        if name == TRAIN:
+            shutil.copy(hub / SHARDS_AT / TRAIN, out)
+            change_a_token(out / TRAIN)
+        else:
+            (out / name).write_bytes(b"years of work")
+        before = (out / name).read_bytes()
+        with pytest.raises(
+            DataError, match=rf"{name} exists and is not the file of .*hub\d+ \(its sha256 .*it stays as it is"
+        ):
+            fetch(out, hub)
+        assert [path.name for path in out.iterdir()] == [name], "nothing was fetched beside it"
+        assert (out / name).read_bytes() == before
+
+
+def test_files_that_are_those_of_the_source_are_taken_over(hub: Path, tmp_path: Path) -> None:
+    """As after a kill between the file and its record, or by a parbank that kept none."""
+    shutil.copy(hub / SHARDS_AT / TRAIN, tmp_path)
+    inode = (tmp_path / TRAIN).stat().st_ino
+    fetch(tmp_path, hub)
+    assert (tmp_path / TRAIN).stat().st_ino == inode
+    assert TRAIN in json.loads((tmp_path / "fetched.json").read_text())["files"]
+
+
+def test_a_folder_of_the_user_stays_where_nothing_could_be_fetched(hub: Path, tmp_path: Path) -> None:
+    own, work = tmp_path / "own", tmp_path / "work" / ".fetching"
+    own.mkdir()
+    with pytest.raises(DataError, match="has 3 training shards, 9 were asked for"):
+        fetch(own, hub, shards=9)
+    assert own.is_dir()
+    work.mkdir(parents=True)
+    (work / "thesis.txt").write_text("years of work")
+    with pytest.raises(DataError, match=r"\.fetching exists, and would be deleted; move it away"):
+        fetch(work.parent, hub)
+    assert (work / "thesis.txt").exists()
+
+
+def test_what_was_fetched_is_what_is_opened(hub: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    fetch(out, hub, shards=2)
+    whole = open_shards(out).fingerprint
+    (out / "fineweb_train_000001.bin").unlink()  # the user needs room
+    assert open_shards(out).fingerprint != whole
+    shutil.copy(hub / SHARDS_AT / TRAIN, out / "other_train_000000.bin")
+    with pytest.raises(DataError, match=r"other_train_000000\.bin was not fetched: .*fetched\.json does not name it"):
+        open_shards(out)
+    (out / "other_train_000000.bin").unlink()
+    change_a_token(out / "fineweb_val_000000.bin")
+    with pytest.raises(DataError, match=r"fineweb_val_000000\.bin is not the file that was fetched .*data fetch"):
+        open_shards(out)
+    (out / "fineweb_val_000000.bin").unlink()
+    shutil.copy(hub / SHARDS_AT / "fineweb_val_000000.bin", out / "fineweb_val_000001.bin")
+    with pytest.raises(DataError, match="fineweb_val_000001"):
+        open_shards(out)
+    (out / "fineweb_val_000001.bin").unlink()
+    fetch(out, hub)
+    assert len(open_shards(out).val) > 0
+
+
+def test_what_was_fetched_is_on_the_disk_before_its_record(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    fsync, add = os.fsync, Pins.add
+
+    def watch(handle: int) -> None:
+        fsync(handle)
+        synced.add(os.fstat(handle).st_ino)
+
+    def check(self: Pins, file: Path) -> None:
+        assert {file.stat().st_ino, file.parent.stat().st_ino} <= synced, "the file, and the folder with its name"
+        add(self, file)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    monkeypatch.setattr(Pins, "add", check)
+    fetch(tmp_path / "out", hub)
 
 
 def test_a_record_that_cannot_be_read_is_named(hub: Path, tmp_path: Path) -> None:
