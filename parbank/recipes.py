@@ -75,9 +75,8 @@ def sprint() -> RunConfig:
 def demo() -> RunConfig:
     """Three minutes on two CPU cores: from text to scored artifact, on text that every machine has.
 
-    The shape, the vocabulary and the batch are those that `parbank plan` chose when the recipe was made. A larger
-    table of bigrams costs bytes under the cap, but no time: 12,288 rows of 64 instead of 1,536 of 128 gave -0.07 bits per
-    byte after 262,144 tokens (docs/log/2026-11-16-cpu.md).
+    The shape, the vocabulary, the table of bigrams and the batch are those that `parbank plan` chose when the recipe was made
+    (docs/log/2026-11-18-cpu.md). A larger table costs bytes under the cap, but hardly any time.
     """
     return RunConfig(
         recipe="demo",
@@ -89,16 +88,16 @@ def demo() -> RunConfig:
             width=192,
             heads=4,
             kv_heads=2,
-            bigram_buckets=12_288,
+            bigram_buckets=49_152,
             bigram_width=64,
             value_layers=(1,),
             value_width=64,
             xsa_layers=1,
         ),
         budget=BudgetConfig(minutes=3, max_bytes=2_000_000),
-        batch=BatchConfig(sequence_length=256, batch_tokens=2048, micro_batch_tokens=2048),
+        batch=BatchConfig(sequence_length=512, batch_tokens=4096, micro_batch_tokens=4096),
         optim=OptimConfig(momentum=0.95, momentum_start=0.85, momentum_steps=100, warmdown=0.6),
-        average=AverageConfig(ema_decay=0.984),
+        average=AverageConfig(ema_decay=0.989),
         train=TrainConfig(warmup_steps=1, log_every=50, validate_every="20s", validate_tokens=4096),
         quant=QuantConfig(calibration_tokens=32_768),  # ten seconds of this CPU
     )

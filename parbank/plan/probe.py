@@ -45,7 +45,7 @@ from parbank.training.memory import free_memory
 from parbank.training.passes import Passes
 from parbank.training.threads import is_busy
 
-VERSION = 2
+VERSION = 3
 """Of the file that a probe is kept in: an older one is measured anew."""
 LOOK_SECONDS = 0.5
 """How long a plan looks at the load: some time slices."""
@@ -58,6 +58,9 @@ usual ones. The formula itself is off by a tenth."""
 DOUBLING = 1.4
 """How much faster twice the threads are, where it cannot be measured: 213 ms of CPU time a step with one thread, 13,568
 tokens/s with two (benchmarks/results/cpu)."""
+SUSTAINED = 0.79
+"""What whole runs on a CPU have of the speed that a probe's short steps promise: their batches fit no cache. 0.73 to 0.85 for two
+shapes, plain and compiled (docs/log/2026-11-18-cpu.md)."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ def _probe_cpu(place: Runtime) -> dict[str, Any]:
         calm, others = not _is_busy(beside), max(others, beside)
         gain = min(float(threads), measured) if calm else gain
     rates = fit_cpu_rates(timings, error=CALM_ERROR if calm else BUSY_ERROR)
-    return {"rates": rates, "memory_factor": 1.0, "gain": gain, "calm": calm, "others": others}
+    return {"rates": rates, "memory_factor": 1.0, "gain": SUSTAINED * gain, "calm": calm, "others": others}
 
 
 def rehearse_shape(shape: int, device: str, threads: int) -> None:

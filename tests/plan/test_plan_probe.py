@@ -132,7 +132,7 @@ def test_the_gain_of_threads_is_measured_only_while_the_machine_is_calm(
     monkeypatch.setattr(probe, "_Bench", FakeBench)
     with use_threads(2):
         found = probe._probe(PLACE, lambda line: None)
-    assert (found["gain"], found["calm"]) == (pytest.approx(gain), calm)
+    assert (found["gain"], found["calm"]) == (pytest.approx(probe.SUSTAINED * gain), calm)
     assert found["others"] == (0.0 if calm else 5.0)
 
 
