@@ -24,10 +24,10 @@ from parbank.data.dataset import describe
 from parbank.data.manifest import MANIFEST, TOKENIZER
 from parbank.data.sources.pins import PINS, Pins
 from parbank.data.tokenizer import Tokenizer
+from parbank.display import Display
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from parbank.training.checks import check_settings, check_size
-from parbank.training.display import Display
 from parbank.training.folder import load_run_config
 from parbank.training.load import load_model, load_trained
 from parbank.training.run import run as train

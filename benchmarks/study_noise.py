@@ -28,12 +28,12 @@ import torch  # noqa: E402
 from provenance import read_code, without_folders  # noqa: E402
 
 from parbank.config import override  # noqa: E402
+from parbank.display import Display  # noqa: E402
 from parbank.recipes import get_recipe  # noqa: E402
 from parbank.runtime import Runtime, pick_device, versions  # noqa: E402
 from parbank.statistics import ALPHA, POWER, Comparison, compare, smallest_difference  # noqa: E402
 from parbank.study.kinds.training import Training  # noqa: E402
 from parbank.study.study import BASE, Job, Study  # noqa: E402
-from parbank.training.display import Display  # noqa: E402
 
 MEASURED = ("parbank/statistics.py", "benchmarks/study_noise.py")
 STUDIES = 1000

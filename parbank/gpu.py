@@ -1,4 +1,4 @@
-"""What nvidia-smi says of a GPU: other processes on it, and samples of its clock and power.
+"""The current GPU, and what nvidia-smi says of one: other processes on it, and samples of its clock and power.
 
 A process left over from an earlier run takes memory and time: runs were 2 to 3 times slower.
 """
@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,11 @@ import torch
 
 _FIELDS = "pid,process_name,used_memory"
 _SECONDS = 20  # nvidia-smi takes several where no process keeps the driver loaded
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes it the current device. Triton launches and captures use that one; a tensor may live on another."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True)

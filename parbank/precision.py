@@ -38,3 +38,8 @@ def autocast(device: torch.device, precision: Precision | None = None) -> Abstra
     """Casts products to `precision`; None: to that of scoring."""
     reduced = (precision or scoring_precision(device)) == "bfloat16"
     return torch.autocast(device.type, torch.bfloat16) if reduced else nullcontext()
+
+
+def as_they_are(device: torch.device) -> AbstractContextManager[object]:
+    """Disables autocast inside an op: it would change the dtype of the op's products."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

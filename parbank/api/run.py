@@ -17,6 +17,7 @@ from parbank import runtime
 from parbank.api.model import Model, load
 from parbank.api.words import in_python_words
 from parbank.data.sources import read_data
+from parbank.display import Display
 from parbank.errors import CheckpointError, ConfigError
 from parbank.plan.choose import NAME
 from parbank.plan.plan import introduce, plan_run
@@ -25,7 +26,6 @@ from parbank.report.write import write_run_page
 from parbank.runtime import Runtime
 from parbank.training.config import RunConfig
 from parbank.training.configure import configure_run
-from parbank.training.display import Display
 from parbank.training.run import Result, run
 
 Settings = Mapping[str, object] | Iterable[str]

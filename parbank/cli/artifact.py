@@ -56,8 +56,8 @@ def pack(
       parbank pack step_00000200.pt --max-bytes 1MB --data text:my_folder --set quant.method=rows
     """
     from parbank import runtime
+    from parbank.display import Display
     from parbank.threads import compute_with
-    from parbank.training.display import Display
     from parbank.training.pack import pack_checkpoint
 
     data = read_data(data, glob, field, skip_bad)

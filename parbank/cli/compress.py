@@ -49,12 +49,12 @@ def compress(
     """
     ahead.begin(device)
     from parbank import runtime
+    from parbank.display import Display
     from parbank.eval.compressor.archive import compress as write
     from parbank.eval.compressor.archive import name_files, refuse_existing
     from parbank.eval.compressor.coder import check_lanes
     from parbank.threads import compute_with
     from parbank.training.compiled import use_compile_cache
-    from parbank.training.display import Display
     from parbank.training.load import load_model
 
     check_lanes(segments)
@@ -109,11 +109,11 @@ def decompress(
     """
     ahead.begin(device)
     from parbank import runtime
+    from parbank.display import Display
     from parbank.eval.compressor.archive import check_targets
     from parbank.eval.compressor.archive import decompress as write
     from parbank.threads import compute_with
     from parbank.training.compiled import use_compile_cache
-    from parbank.training.display import Display
     from parbank.training.load import load_model
 
     use_compile_cache()

@@ -58,10 +58,10 @@ def score_models(paths: dict[str, Path], request: Request, laps: Laps) -> list[d
     """The results in the order of the models, on the first rank; the first one also has the other compressors. Settings
     that cannot be run or compared are refused before the work."""
     from parbank import runtime
+    from parbank.display import Display
     from parbank.eval.aside import KernelsAside
     from parbank.threads import compute_with
     from parbank.training.compiled import use_compile_cache
-    from parbank.training.display import Display
 
     use_compile_cache()
     found: list[dict[str, Any]] = []

@@ -361,8 +361,8 @@ def work(
 
       parbank study work /shared/study --device cuda:1
     """
+    from parbank.display import Display
     from parbank.study import worker
-    from parbank.training.display import Display
 
     count = worker.work(folder, device=device, display=Display(enabled=not quiet))
     if not quiet:

@@ -196,10 +196,10 @@ def warmup(
     ahead.begin(device)
     from parbank import runtime
     from parbank.config import override
+    from parbank.display import Display
     from parbank.errors import ConfigError
     from parbank.recipes import get_recipe
     from parbank.training.compiled import use_compile_cache
-    from parbank.training.display import Display
     from parbank.training.portable import check_export, export_warmed, import_kept
     from parbank.training.warmup import warm_up
 

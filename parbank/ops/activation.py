@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ParbankError
+from parbank.gpu import on_device
 from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
-from parbank.ops.checks import fake, on_device, refuse_double_backward, takes_kernel
+from parbank.ops.checks import fake, refuse_double_backward, takes_kernel
 from parbank.ops.configs import ANY, Launch
 
 # 16 (forward) and 8 (backward) elements a thread: two 16-byte loads in flight each, and registers for full occupancy.

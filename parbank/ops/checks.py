@@ -1,6 +1,5 @@
 """Helpers that several ops share: dispatch to a kernel, tensors as rows, persistent programs, refused derivatives."""
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -37,18 +36,6 @@ def as_vector(x: Tensor | None) -> Tensor | None:
 def persistent_programs(device: torch.device, per_multiprocessor: int, tiles: int) -> int:
     """How many programs share `tiles` tiles: a fixed number per multiprocessor, so that sums have a fixed order."""
     return max(1, min(tiles, per_multiprocessor * _multiprocessors(device)))
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device; a tensor may live on another one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def as_they_are(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Disables autocast inside an op: it would change the dtype of the op's products."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
 
 
 def takes_kernel(*tensors: Tensor | None) -> bool:

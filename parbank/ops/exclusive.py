@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ParbankError
+from parbank.gpu import on_device
 from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
 from parbank.ops.checks import (
     check_floating,
     fake,
     next_power_of_2,
-    on_device,
     refuse_double_backward,
     same_device,
     takes_kernel,

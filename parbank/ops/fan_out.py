@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ParbankError
+from parbank.gpu import on_device
 from parbank.ops import reference
 from parbank.ops.backend import tl, triton
-from parbank.ops.checks import check_floating, on_device, takes_kernel
+from parbank.ops.checks import check_floating, takes_kernel
 
 BLOCK, WARPS = 1024, 4  # one 16-byte load a thread and gradient: twelve in flight are enough
 MOST = 16  # gradients added by one launch: each is a pointer, and 16 of them leave registers for two blocks in flight

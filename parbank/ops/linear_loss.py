@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ParbankError
+from parbank.gpu import on_device
 from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
-from parbank.ops.checks import as_rows, fake, on_device, refuse_double_backward, same_device, takes_kernel
+from parbank.ops.checks import as_rows, fake, refuse_double_backward, same_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
 from parbank.ops.loss import (
     _exp,

@@ -26,23 +26,23 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ParbankError
+from parbank.gpu import on_device
 from parbank.ops import backend, configs, mlp_hopper, reference
 from parbank.ops.backend import TensorDescriptor, tl, triton
 from parbank.ops.checks import (
     TILE_SIDE,
     as_rows,
-    as_they_are,
     differentiate_once,
     fake,
     is_near,
     near,
-    on_device,
     persistent_programs,
     refuse_double_backward,
     same_device,
     takes_kernel,
 )
 from parbank.ops.configs import ANY, Launch
+from parbank.precision import as_they_are
 
 GROUP = 64  # columns whose signs share 8 bytes: bit i of byte c is column 8*i + c, which one thread of a product holds
 

@@ -57,8 +57,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parbank.gpu import on_device
 from parbank.ops.backend import HAS_GLUON, INTERPRETED, gl, gluon, gluon_descriptor, hopper
-from parbank.ops.checks import on_device, persistent_programs
+from parbank.ops.checks import persistent_programs
 from parbank.ops.configs import Launch, architecture
 
 SIDE = 128  # of a tile

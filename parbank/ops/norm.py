@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ParbankError
+from parbank.gpu import on_device
 from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
 from parbank.ops.checks import (
@@ -32,7 +33,6 @@ from parbank.ops.checks import (
     as_vector,
     check_floating,
     fake,
-    on_device,
     persistent_programs,
     refuse_double_backward,
     same_device,

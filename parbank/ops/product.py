@@ -32,9 +32,11 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ParbankError
+from parbank.gpu import on_device
 from parbank.ops import cublaslt
-from parbank.ops.checks import as_they_are, check_floating, fake, on_device, same_device
+from parbank.ops.checks import check_floating, fake, same_device
 from parbank.ops.cublaslt import CublasError, Matmul, Operand
+from parbank.precision import as_they_are
 
 ENABLED = True
 """If False, torch.mm and torch.addmm run every product: for benchmarks and tests. Compiled and captured graphs ignore it."""

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ParbankError
+from parbank.gpu import on_device
 from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
 from parbank.ops.checks import (
@@ -36,7 +37,6 @@ from parbank.ops.checks import (
     check_floating,
     fake,
     next_power_of_2,
-    on_device,
     persistent_programs,
     refuse_double_backward,
     same_device,

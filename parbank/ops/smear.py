@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ParbankError
+from parbank.gpu import on_device
 from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
-from parbank.ops.checks import as_rows, as_vector, fake, on_device, refuse_double_backward, takes_kernel
+from parbank.ops.checks import as_rows, as_vector, fake, refuse_double_backward, takes_kernel
 from parbank.ops.norm import backward_rows, check_channels, choose_launch, forward_rows
 from parbank.ops.sums import sum_lines
 

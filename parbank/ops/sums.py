@@ -8,8 +8,8 @@ is fixed.
 import torch
 from torch import Tensor
 
+from parbank.gpu import on_device
 from parbank.ops.backend import tl, triton
-from parbank.ops.checks import on_device
 
 BLOCK_LINES, BLOCK_COLS = 256, 16
 

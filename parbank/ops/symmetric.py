@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ParbankError
+from parbank.gpu import on_device
 from parbank.ops import configs, reference
 from parbank.ops.backend import TensorDescriptor, gdc_launch_dependents, gdc_wait, tl, triton
-from parbank.ops.checks import TILE_SIDE, check_floating, fake, is_near, near, on_device, takes_kernel
+from parbank.ops.checks import TILE_SIDE, check_floating, fake, is_near, near, takes_kernel
 from parbank.ops.configs import ANY, Launch
 
 # --- kernel ----------------------------------------------------------------------------------------------------------

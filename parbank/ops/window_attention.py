@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ParbankError
+from parbank.gpu import on_device
 from parbank.ops import backend, configs, reference
 from parbank.ops.backend import TensorDescriptor, tl, triton
-from parbank.ops.checks import check_floating, fake, near, on_device, same_device, takes_kernel, unit_channels
+from parbank.ops.checks import check_floating, fake, near, same_device, takes_kernel, unit_channels
 from parbank.ops.configs import ANY, Launch
 
 LOW_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -28,8 +28,8 @@ from torch import Tensor
 from parbank.errors import ConfigError
 from parbank.ops import ax_plus_bx, ba_plus_caa, symmetric_product, xxt
 from parbank.ops.backend import use_triton
-from parbank.ops.checks import as_they_are
 from parbank.optim.coefficients import Triple, resolve_coefficients
+from parbank.precision import as_they_are
 
 METHODS = ("auto", "plain", "symmetric", "gram")
 RESTART = 3  # in float16, 3 steps are as accurate as 2 on every spectrum tried, and 5 lose digits even in float32

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parbank.config import require
 from parbank.errors import ConfigError
-from parbank.ops.checks import on_device
+from parbank.gpu import on_device
 from parbank.optim import backward, loading, state, step
 from parbank.optim.agreement import Agreement
 from parbank.optim.algorithm import MatrixAlgorithm, find_algorithm

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from parbank.config import override, parse_value, require
 from parbank.data.sources import absolute_spec
+from parbank.display import Display
 from parbank.errors import ConfigError
 from parbank.plan.apart import compile_probe
 from parbank.plan.candidates import Request
@@ -22,7 +23,6 @@ from parbank.runtime import Runtime
 from parbank.threads import use_threads
 from parbank.training.checks import check_size
 from parbank.training.compiled import use_compile_cache
-from parbank.training.display import Display
 from parbank.training.inductor import LEAST_MINUTES, find_compiler, wants_inductor
 
 Say = Callable[[str], None]

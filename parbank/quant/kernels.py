@@ -8,8 +8,8 @@ says, and products are not fused with sums.
 
 from torch import Tensor
 
+from parbank.gpu import on_device
 from parbank.ops.backend import tl, triton
-from parbank.ops.checks import on_device
 
 BLOCK = 64  # columns; a power of two
 ROWS = 32  # a program's: with 4 warps a thread holds 16 weights and 16 errors

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from parbank.display import Display, format_seconds
 from parbank.errors import ConfigError, TrainingError
 from parbank.files import write_file, write_json
 from parbank.runtime import pick_device
@@ -23,7 +24,6 @@ from parbank.study.queue import Queue
 from parbank.study.report import Report, count, make_report, smallest_shown
 from parbank.study.study import STUDY, TRAINED, Study, describe_budget, read_study, write_study
 from parbank.study.worker import work
-from parbank.training.display import Display, format_seconds
 from parbank.training.signals import watch_signals
 
 BEYOND = 6.0  # seconds that a run is expected to take beyond its clock, until one has been measured

@@ -4,10 +4,10 @@ import math
 import statistics
 from pathlib import Path
 
+from parbank.display import Display, format_seconds
 from parbank.study.queue import Queue
 from parbank.study.report import Report, make_report
 from parbank.study.study import BASE, Job
-from parbank.training.display import Display, format_seconds
 
 
 class Progress:

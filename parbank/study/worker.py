@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parbank import runtime
+from parbank.display import Display
 from parbank.errors import DeviceError, ParbankError, TrainingError
 from parbank.study.kinds import KINDS
 from parbank.study.kinds.base import Kind
@@ -23,7 +24,6 @@ from parbank.study.progress import Progress
 from parbank.study.queue import Claim, Queue
 from parbank.study.study import Study, read_study
 from parbank.threads import compute_with
-from parbank.training.display import Display
 
 DEVICE_LOST = 75  # exit code of a process whose GPU cannot be used any more; EX_TEMPFAIL of sysexits.h
 GRACE = 5.0  # seconds in which a worker whose parent has ended may give its job back

@@ -3,11 +3,11 @@
 from parbank.artifact.model import check_model
 from parbank.config import require
 from parbank.data.tokenizer import Tokenizer
+from parbank.display import Display
 from parbank.model.gpt import MAX_POSITIONS
 from parbank.ops.fp8 import check_device
 from parbank.runtime import Runtime, check_seed
 from parbank.training.config import RunConfig
-from parbank.training.display import Display
 from parbank.training.inductor import find_compiler
 from parbank.training.load import describe_run
 from parbank.training.loggers import check_loggers

@@ -15,6 +15,7 @@ from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.progress import Say
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
+from parbank.display import Display
 from parbank.errors import ConfigError, DataError
 from parbank.eval.windows import score_chunked
 from parbank.model import GPT
@@ -22,7 +23,6 @@ from parbank.quant.calibration import Calibration
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint
 from parbank.training.config import RunConfig
-from parbank.training.display import Display
 from parbank.training.load import describe_run, load_trained
 
 _MEASURED_TOKENS = 1 << 14  # two passes over them take a second for the golf model on a CPU

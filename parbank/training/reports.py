@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
-from parbank.training.display import Display, format_seconds
+from parbank.display import Display, format_seconds
 from parbank.training.metrics import Metrics
 from parbank.training.telemetry import Reading
 from parbank.training.trainer import Report, Trainer

@@ -19,6 +19,7 @@ from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.progress import say_nothing
 from parbank.data.proof import NOT_PROVED
 from parbank.data.sources import absolute_spec
+from parbank.display import Display
 from parbank.errors import ConfigError, DataError
 from parbank.eval.compression import compressor_bpb
 from parbank.eval.details import Examined, examine
@@ -32,7 +33,6 @@ from parbank.training.checks import check_memory, check_settings, check_size
 from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.details import describe_place
-from parbank.training.display import Display
 from parbank.training.folder import open_folder
 from parbank.training.metrics import Metrics
 from parbank.training.pack import calibrate_model, pack_run

@@ -333,15 +333,9 @@ class Trainer:
 
     def _record(self, loss: Tensor, share: float) -> None:
         mean = self.runtime.sum(loss / self.runtime.world)
-        optimizer = self.optimizer
+        last = self.optimizer.buffers  # as they are: `record` copies them, and the optimizer's properties would, too
         self.telemetry.record(
-            self.step,
-            share,
-            mean,
-            optimizer.last_grad_norm,
-            optimizer.last_skipped,
-            optimizer.skipped_in_a_row,
-            tokens=self.tokens,
+            self.step, share, mean, last.grad_norm, last.skipped, last.skipped_in_a_row, tokens=self.tokens
         )
 
     def _report(self, readings: list[Reading], report: Report) -> None:

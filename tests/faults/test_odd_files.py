@@ -19,6 +19,7 @@ from parbank.cli.main import app
 from parbank.config import override
 from parbank.data import tokenizer
 from parbank.data.tokenizer import Tokenizer
+from parbank.display import Display
 from parbank.errors import ArtifactError, CheckpointError, ConfigError, DataError, FileError
 from parbank.model import GPT, ModelConfig
 from parbank.model.config import MAX_BUCKETS, MAX_CHANNELS, MAX_LAYERS, MAX_VOCAB
@@ -26,7 +27,6 @@ from parbank.recipes import get_recipe
 from parbank.report.write import write_pages
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
-from parbank.training.display import Display
 from parbank.training.folder import load_run_config
 from parbank.training.load import load_model, load_trained
 from parbank.training.pack import pack_checkpoint

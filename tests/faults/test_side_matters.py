@@ -16,13 +16,13 @@ import torch
 from parbank.config import override
 from parbank.data.dataset import open_dataset
 from parbank.data.progress import Meter, say_on_stderr
+from parbank.display import Display
 from parbank.errors import CheckpointError
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.budget import Budget, Clock
 from parbank.training.checkpoint import list_checkpoints, save_checkpoint
 from parbank.training.config import BudgetConfig, RunConfig
-from parbank.training.display import Display
 from parbank.training.folder import UNFINISHED
 from parbank.training.run import run
 from parbank.training.seal import SealingWriter

@@ -31,9 +31,9 @@ def read_lanes(model: GPT) -> Tensor:
 
 
 def read_documents(model: GPT) -> Tensor:
-    reader = DocumentReader(model, CPU, rows=1, rank=1, chunk=8, window=WINDOW, lr=0.01, decay=1, graphed=False)
+    reader = DocumentReader(model, CPU, rows=1, rank=1, chunk=8, window=WINDOW, decay=1, graphed=False)
     documents = find_documents(TOKENS.numpy().astype(np.uint16), bos_id=1)
-    return torch.cat([nats for _, nats in reader.read(TOKENS, documents)])
+    return torch.cat([nats for _, nats in reader.read(TOKENS, documents, [0.01])])
 
 
 @pytest.mark.parametrize("read", [read_window, read_stream, read_lanes, read_documents])

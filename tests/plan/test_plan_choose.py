@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parbank.display import Display
 from parbank.errors import ConfigError, DataError
 from parbank.plan.candidates import LEAST_TEXT, TABLES, Request
 from parbank.plan.choose import EXPOSURE, LEAST_BITS, make_plan
@@ -20,7 +21,6 @@ from parbank.plan.plan import introduce, plan_run
 from parbank.plan.texts import Text
 from parbank.runtime import Runtime
 from parbank.training.checks import check_size
-from parbank.training.display import Display
 from tests.plan.machines import CPU, GPU, H200
 
 LAWS = load_laws()

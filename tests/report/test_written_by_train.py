@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import parbank
 from parbank.cli.main import app
+from parbank.display import Display
 from parbank.report.write import write_run_page
-from parbank.training.display import Display
 from parbank.training.run import DETAILS, PAGE, _write_page
 from parbank.training.trainer import Trainer
 from tests.report.test_run_page import Page

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parbank.data.tokenizer import Tokenizer
+from parbank.data.tokenizer import Tokenizer, TokenizerConfig
 from parbank.errors import ArtifactError, ConfigError, DataError
 from parbank.eval.sampling import draw_tokens, sample_tokens
 from parbank.eval.surprise import score_pieces
@@ -105,7 +105,7 @@ def test_only_a_token_that_is_text_can_be_taken(player: Player) -> None:
 
 
 def test_a_case_operator_cannot_be_taken_and_the_letter_after_it_is_a_capital() -> None:
-    tokenizer = Tokenizer.train(["The sea and the ship. " * 200], 292, case_operators=True)
+    tokenizer = Tokenizer.train(["The sea and the ship. " * 200], 292, TokenizerConfig(case_operators=True))
     operator, *rest = map(int, tokenizer.encode("The"))
     assert tokenizer.name_operator(operator)
     pieces = Pieces(tokenizer)

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parbank.data.shards import TokenSet
+from parbank.display import Display
 from parbank.errors import ArtifactError, ConfigError, DeviceError, ParbankError
 from parbank.eval.methods import make_method
 from parbank.eval.score import Scored
@@ -24,7 +25,6 @@ from parbank.study.noise import Noise
 from parbank.study.report import Report, correlate, make_report
 from parbank.study.ship import make_study
 from parbank.study.study import BASE, Arm, Job, Study
-from parbank.training.display import Display
 from parbank.training.load import load_trained
 from parbank.training.pack import pack_checkpoint
 

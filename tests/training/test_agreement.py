@@ -15,13 +15,13 @@ import torch.distributed as dist
 import parbank
 from parbank.config import override
 from parbank.data.dataset import open_dataset
+from parbank.display import Display
 from parbank.errors import RankError
 from parbank.model import GPT
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime, seed_everything, versions
 from parbank.training import agreement
 from parbank.training.config import RunConfig
-from parbank.training.display import Display
 from parbank.training.run import run
 from tests.distributed import run_distributed_test
 

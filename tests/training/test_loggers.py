@@ -14,10 +14,10 @@ import torch
 import parbank
 from parbank.config import override
 from parbank.data.dataset import Dataset
+from parbank.display import Display
 from parbank.errors import ConfigError
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
-from parbank.training.display import Display
 from parbank.training.loggers import LOGGERS, PACKAGES, check_loggers
 from parbank.training.metrics import Metrics, finite, memory_bytes
 from parbank.training.reports import train_with_reports

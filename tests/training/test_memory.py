@@ -8,13 +8,13 @@ import torch
 
 import parbank
 from parbank.config import override
+from parbank.display import Display
 from parbank.errors import ConfigError
 from parbank.recipes import demo, sprint
 from parbank.runtime import Runtime
 from parbank.training import checks
 from parbank.training.checks import check_memory
 from parbank.training.config import RunConfig
-from parbank.training.display import Display
 from parbank.training.memory import activation_bytes, free_host_memory, free_memory
 
 PLACE = Runtime(device=torch.device("cpu"))

@@ -13,11 +13,11 @@ import torch
 from parbank.config import override
 from parbank.data.batches import BatchStream
 from parbank.data.dataset import Dataset
+from parbank.display import Display
 from parbank.errors import CheckpointError
 from parbank.recipes import get_recipe
 from parbank.training.checkpoint import load_checkpoint
 from parbank.training.config import RunConfig
-from parbank.training.display import Display
 from parbank.training.run import run
 from parbank.training.telemetry import Reading
 from parbank.training.trainer import Trainer

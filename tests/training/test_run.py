@@ -19,6 +19,7 @@ from parbank.artifact.container import read_artifact
 from parbank.artifact.pack import describe_tensors
 from parbank.config import override, to_dict
 from parbank.data.validation import open_validation
+from parbank.display import Display
 from parbank.errors import CheckpointError, ConfigError, DataError
 from parbank.eval.windows import score_chunked
 from parbank.recipes import get_recipe
@@ -26,7 +27,6 @@ from parbank.runtime import Runtime
 from parbank.training.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from parbank.training.checks import check_size
 from parbank.training.config import RunConfig
-from parbank.training.display import Display
 from parbank.training.folder import load_run_config
 from parbank.training.load import load_model
 from parbank.training.pack import pack_checkpoint

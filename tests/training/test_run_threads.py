@@ -11,6 +11,7 @@ import torch
 
 from parbank.config import override
 from parbank.data.dataset import Dataset
+from parbank.display import Display
 from parbank.errors import CheckpointError
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
@@ -19,7 +20,6 @@ from parbank.training import run as runs
 from parbank.training import threads as module
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
 from parbank.training.config import RunConfig
-from parbank.training.display import Display
 from parbank.training.threads import Threads, plan_threads
 from parbank.training.trainer import Trainer
 from tests.training.test_trainer import CPU, assert_same_state, losses_of

@@ -11,6 +11,7 @@ from parbank.artifact.pack import pack_solved, pack_tensors, unpack_tensors
 from parbank.config import override
 from parbank.data.dataset import open_dataset
 from parbank.data.tokenizer import Tokenizer
+from parbank.display import Display
 from parbank.errors import DataError
 from parbank.eval.windows import score_chunked
 from parbank.quant.calibration import Calibration
@@ -18,7 +19,6 @@ from parbank.quant.config import QuantConfig
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import load_checkpoint, save_checkpoint
-from parbank.training.display import Display
 from parbank.training.load import load_trained
 from parbank.training.pack import open_training_tokens, pack_checkpoint
 from parbank.training.run import run

@@ -12,12 +12,12 @@ import torch
 from parbank.config import override
 from parbank.data.dataset import Dataset
 from parbank.data.shards import TokenSet
+from parbank.display import Display
 from parbank.errors import ConfigError
 from parbank.eval.windows import score_chunked
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from parbank.training.config import RunConfig, TrainConfig
-from parbank.training.display import Display
 from parbank.training.reports import describe_validation, sparkline, train_with_reports
 from parbank.training.trainer import Trainer
 from parbank.training.validation import spread

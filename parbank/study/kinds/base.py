@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from parbank.display import Display
 from parbank.runtime import Runtime
 from parbank.study.machine import Watch
 from parbank.study.study import Job, Study
 from parbank.training.compiled import count_kernels, count_lookups
-from parbank.training.display import Display
 
 Say = Callable[[str], None]
 

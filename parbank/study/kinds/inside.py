@@ -18,12 +18,12 @@ from statistics import fmean
 from typing import Any, Literal
 
 from parbank.config import from_dict, override, require
+from parbank.display import Display
 from parbank.runtime import check_seed
 from parbank.study.kinds.training import Parts, Training
 from parbank.study.study import Arm, Job, Study, parse_assignment
 from parbank.training.checks import check_size
 from parbank.training.config import BudgetConfig, RunConfig
-from parbank.training.display import Display
 from parbank.training.telemetry import Reading
 from parbank.training.trainer import Trainer
 

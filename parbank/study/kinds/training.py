@@ -17,6 +17,7 @@ from parbank.artifact.pack import read_tensors
 from parbank.config import override
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
+from parbank.display import Display
 from parbank.errors import ConfigError
 from parbank.eval.windows import score_chunked
 from parbank.runtime import check_seed, versions
@@ -25,7 +26,6 @@ from parbank.study.study import BASE, Job, Study
 from parbank.training.checks import check_size
 from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
-from parbank.training.display import Display
 from parbank.training.load import describe_run
 from parbank.training.pack import calibrate_model, pack_run
 from parbank.training.reports import Loop, train_plainly, train_with_reports

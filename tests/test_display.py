@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from parbank.training.display import Display, format_seconds
+from parbank.display import Display, format_seconds
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3725, "62:05")])
@@ -45,7 +45,7 @@ def test_other_ranks_are_silent() -> None:
 
 
 def test_long_work_says_how_far_it_is_when_piped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parbank.training.display._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("parbank.display._SECONDS_BETWEEN_LINES", 0.0)
     stream = io.StringIO()
     with Display(file=stream).progress("scoring") as move:
         move(0.25)
