@@ -2,7 +2,7 @@
 
     python benchmarks/communication.py [--gpus 16 --network Ethernet --per-machine 8] [--out DIR]
 
-`schedule` lists what a rank does after backward, in the order of `parbank.optim.parallel_muon` with a clip: collectives,
+`schedule` lists what a rank does after backward, in the order of `parbank.optim.step` with a clip: collectives,
 waits and work. `play` runs that list against two clocks, the GPU's and the link's: a collective runs beside work until the
 GPU waits for it. The time the GPU waits is exposed. tests/integrations/test_communication_trace.py holds the list against
 real steps over gloo: operations, bytes and order.
@@ -399,7 +399,7 @@ def main() -> None:
         clusters = [Cluster(ranks=arguments.gpus, per_machine=arguments.per_machine, network=arguments.network)]
     rates, sources = read_rates()
     rows = make_rows(clusters, rates)
-    measured = [f"parbank/optim/{name}.py" for name in ("communication", "collect", "layout", "parallel_muon")]
+    measured = [f"parbank/optim/{name}.py" for name in ("communication", "collect", "layout", "parallel_muon", "step")]
     path: Path = harness.write(
         "communication",
         rows,

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parbank.config import override
 from parbank.data.dataset import open_dataset
 from parbank.model import GPT
-from parbank.optim import ParallelMuon, collect, parallel_muon
+from parbank.optim import ParallelMuon, collect, step
 from parbank.optim.algorithms import muon
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
@@ -80,7 +80,7 @@ def _trace_banks(group: Any, merged: bool) -> tuple[list[tuple[str, int]], Tenso
             param.grad = torch.randint(-8, 9, param.shape, generator=generator).float()
         with Trace() as trace, pytest.MonkeyPatch.context() as patch:
             patch.setattr(muon, "iterate_in_parts", trace.note("orthogonalize", muon.iterate_in_parts))
-            patch.setattr(parallel_muon, "wait", trace.note("wait", parallel_muon.wait))
+            patch.setattr(step, "wait", trace.note("wait", step.wait))
             patch.setattr(collect, "wait", trace.note("wait", collect.wait))
             optimizer.step()
     return trace.events, torch.cat([param.detach().flatten() for param in params])

@@ -16,6 +16,8 @@ from parbank.plan.laws import DATA, NAMES, PRIORS, Cases, Packing, load_laws, pr
 from parbank.plan.shapes import count_parameters
 from parbank.recipes import RECIPES
 
+ROOT = Path(__file__).resolve().parents[2]
+
 PRIOR = np.array([mean for mean, _ in PRIORS.values()])
 USUAL = {
     "matrices": 1e6, "vocab": 1024, "bigrams": 12_288, "tokens": 1e6, "bytes_per_token": 2.6, "text_bytes": 3e7,
@@ -36,15 +38,14 @@ def test_the_committed_fit_is_the_fit_of_the_committed_runs() -> None:
 
 def test_every_run_says_where_it_comes_from() -> None:
     """A result or a page of the tree, the script that made it with its commit, or that the row is all there is."""
-    root = DATA.parents[2]
     for path in fitting.RUNS:
         text = path.read_text()
         rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines()]
         for row in rows:
             source = row.get("source") or row["command"].removeprefix("python ")
             script = source.split()[0]
-            made = "commit" in row and (root / script).is_file() and "dirty" not in row["commit"]
-            kept = source.startswith(("benchmarks/results/", "docs/log/")) and (root / source).exists()
+            made = "commit" in row and (ROOT / script).is_file() and "dirty" not in row["commit"]
+            kept = source.startswith(("benchmarks/results/", "docs/log/")) and (ROOT / source).exists()
             assert made or kept or source.endswith("this row is all that was kept"), row["key"]
 
 
@@ -53,7 +54,7 @@ def test_a_run_with_a_result_has_its_figures() -> None:
     rows = [row for row in rows if not row["source"].startswith("benchmarks/plan_runs.py")]
     assert len(rows) > 10
     for row in rows:
-        text = (DATA.parents[2] / row["source"] / "result.json").read_text()
+        text = (ROOT / row["source"] / "result.json").read_text()
         numbers = {float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)}
         assert {row["tokens"], row["steps"]} <= numbers, row["key"]
         assert any(abs(number - row["bpb"]) <= 0.00005 for number in numbers), row["key"]
