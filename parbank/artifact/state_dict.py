@@ -7,8 +7,9 @@ additions cover other models; the meta describes them:
                 and so on; a convolution's filters are stored as rows.
     transposed  matrices of (inputs, outputs), as GPT-2 has them, are stored as (outputs, inputs).
     shared      names of one tensor, such as a head tied to an embedding: it is stored once.
-    exact       a section for tensors that float16 cannot hold: integers, bools, and numbers that are infinite or above
-                65,504, as in masks. It is a safetensors file.
+    exact       a section for tensors that float16 cannot hold: integers, bools, numbers that are infinite or above
+                65,504, as in masks, and tensors whose values all lie below its full precision (6.1e-5), where a scale
+                would have few digits or be 0. It is a safetensors file.
 """
 
 import math
@@ -31,6 +32,8 @@ from parbank.quant.roles import Role, role
 KIND = "state dict"
 EXACT = "exact"
 _LARGEST_HALF = 65504.0
+_LEAST_HALF = 2.0**-14
+"""Of the numbers that float16 has with all of its digits."""
 _NARROW = 16  # the least side of a matrix that is stored as integers (quant/roles.py)
 
 
@@ -142,7 +145,8 @@ def _needs_exactness(name: str, tensor: Tensor) -> bool:
         return True
     if tensor.isnan().any():
         raise ArtifactError(f"{name} holds values that are not numbers (NaN); pack weights from before it diverged")
-    return bool(tensor.numel()) and float(tensor.abs().max()) > _LARGEST_HALF
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    return largest > _LARGEST_HALF or 0 < largest < _LEAST_HALF
 
 
 def _parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:

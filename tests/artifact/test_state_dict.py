@@ -215,3 +215,12 @@ def test_a_table_of_integers_under_two_names_is_kept_exactly() -> None:
     )
     assert torch.equal(after["embed.weight"], table)
     assert after["a.weight"] is after["embed.weight"]
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (40,)])
+def test_values_too_small_for_half_precision_are_kept_exactly(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    small, zero = 1e-9 * torch.randn(shape), torch.zeros(16, 16)
+    after = unpack_state_dict(decode_artifact(pack({"small": small, "zero": zero, "w": torch.randn(16, 16)})))
+    assert torch.equal(after["small"], small)
+    assert torch.equal(after["zero"], zero)
