@@ -101,9 +101,15 @@ def _check_order(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]])
 
 def _check_shapes(held: dict[str, Any], param: Tensor, name: str) -> None:
     for key in LIKE_THE_WEIGHT:
-        value = held.get(key)
+        if key not in held:
+            continue
+        value = held[key]
         require(
-            not isinstance(value, Tensor) or value.shape == param.shape,
-            f"{name}: the checkpoint's {key} has shape {tuple(getattr(value, 'shape', ()))}, and the weight has "
+            isinstance(value, Tensor),
+            f"{name}: the checkpoint's {key} is a {type(value).__name__} instead of a tensor; take an earlier checkpoint",
+        )
+        require(
+            value.shape == param.shape,
+            f"{name}: the checkpoint's {key} has shape {tuple(value.shape)}, and the weight has "
             f"{tuple(param.shape)}; the optimizer must have the parameters of the checkpoint in the same order",
         )

@@ -95,6 +95,9 @@ def test_refuses_a_checkpoint_that_does_not_fit() -> None:
         _train(change, theirs, 0, 1)
         with pytest.raises(ConfigError, match=message):
             optimizer.load_state_dict(change.state_dict())
+    broken = torch.optim.AdamW(theirs).state_dict() | {"state": {1: {"step": 1.0, "exp_avg": {}, "exp_avg_sq": {}}}}
+    with pytest.raises(ConfigError, match=r"parameter 1 .*exp_avg is a dict instead of a tensor"):
+        optimizer.load_state_dict(broken)
     assert not optimizer.state
     _train(optimizer, ours, 0, 1)
 
