@@ -116,3 +116,9 @@ class Display:
 def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+def plural(number: float, noun: str) -> str:
+    """1 step, 1,200 steps, 2.5 cores."""
+    shown = f"{number:,}" if isinstance(number, int) else f"{number:.1f}"
+    return f"{shown} {noun}{'' if shown == '1' else 's'}"

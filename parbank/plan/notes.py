@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from parbank.display import plural
 from parbank.plan.choose import Plan
 from parbank.plan.shapes import count_parameters
 
@@ -47,11 +48,11 @@ def _end(plan: Plan) -> Iterator[str]:
     if steps is not None:
         minutes = best.tokens / best.tokens_per_second / 60
         yield (
-            f"the text is small: training ends after {count(steps, 'step')}, about {minutes:.2g} of {plan.minutes:g} minutes; with "
-            "more epochs this model would learn it by heart: give more text"
+            f"the text is small: training ends after {plural(steps, 'step')}, about {minutes:.2g} of {plan.minutes:g} minutes; "
+            "with more epochs this model would learn it by heart: give more text"
         )
     elif best.steps < LEAST_STEPS:
-        yield f"about {count(max(1, round(best.steps)), 'step')} fit the clock, too few to learn much: give more minutes"
+        yield f"about {plural(max(1, round(best.steps)), 'step')} fit the clock, too few to learn much: give more minutes"
     elif plan.less_minutes - best.score < NO_GAIN:
         yield f"half of the minutes would score within {NO_GAIN:g}: give fewer minutes, or a larger --max-bytes"
 
@@ -68,17 +69,11 @@ def _load(plan: Plan) -> Iterator[str]:
     machine = plan.machine
     if machine.others:
         yield (
-            f"other processes want {count(machine.others, 'core')}: this plan is for the machine without them, and a run now would "
-            f"get about {machine.share:.0%} of its steps: end them, or give more minutes"
+            f"other processes want {plural(machine.others, 'core')}: this plan is for the machine without them, and a run now "
+            f"would get about {machine.share:.0%} of its steps: end them, or give more minutes"
         )
     if not machine.calm:
         yield (
-            f"the machine was busy when it was probed: the gain of {count(machine.threads, 'thread')} over one is assumed, and is "
+            f"the machine was busy when it was probed: the gain of {plural(machine.threads, 'thread')} over one is assumed, and is "
             "measured by the next plan that finds it calm"
         )
-
-
-def count(number: float, word: str) -> str:
-    """1 step, 2 steps, 2.5 cores."""
-    shown = f"{number:,}" if isinstance(number, int) else f"{number:.1f}"
-    return f"{shown} {word}{'' if shown == '1' else 's'}"

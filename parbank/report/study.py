@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from parbank.display import plural
 from parbank.report.chart import COLOURS, Axis, Point, Series, line_chart, running_mean
 from parbank.report.dots import Difference, difference_chart
 from parbank.report.page import Section, grid, missing, page, table
 from parbank.report.record import Values, read_rows
 from parbank.report.run import CLOCK, setting
-from parbank.report.text import count, duration, is_number, number, plural, short_spec, shown, signed, size
+from parbank.report.text import count, duration, is_number, number, short_spec, shown, signed, size
 
 BASE = "base"
 GRID = 120  # points of a mean curve

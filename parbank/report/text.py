@@ -48,10 +48,6 @@ def count(value: Any) -> str:
     return f"{value:,.0f}" if is_number(value) else "–"
 
 
-def plural(value: int, name: str) -> str:
-    return f"{value:,} {name}{'' if value == 1 else 's'}"
-
-
 def short_spec(spec: Any) -> str:
     """A data spec with the names of files alone. The settings of a page have their folders."""
     return _FOLDERS.sub("", str(spec))

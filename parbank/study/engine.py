@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from parbank.display import Display, format_seconds
+from parbank.display import Display, format_seconds, plural
 from parbank.errors import ConfigError, TrainingError
 from parbank.files import write_file, write_json
 from parbank.runtime import pick_device
@@ -21,7 +21,7 @@ from parbank.study.kinds import KINDS
 from parbank.study.noise import assume_noise, find_like
 from parbank.study.progress import Progress
 from parbank.study.queue import Queue
-from parbank.study.report import Report, count, make_report, smallest_shown
+from parbank.study.report import Report, make_report, smallest_shown
 from parbank.study.study import STUDY, TRAINED, Study, describe_budget, read_study, write_study
 from parbank.study.worker import work
 from parbank.training.signals import watch_signals
@@ -147,15 +147,15 @@ def introduce(study: Study, folder: Path, workers: int) -> list[str]:
     done = len(queue.results(jobs))
     noise, n = assume_noise(study, folder), len(study.seeds)
     unit = "%" if study.own_baselines else KINDS[study.kind].unit
-    arms = count(len(study.arms), "arm") + ("" if study.own_baselines else " and the base")
+    arms = plural(len(study.arms), "arm") + ("" if study.own_baselines else " and the base")
     budget = f", {describe_budget(study.base)} each" if study.kind in TRAINED else ""
     lines = [
-        f"{study.name}: {arms}, {count(n, 'seed')}{budget}: {count(len(jobs), 'run')}, {done} of them done; in {folder}"
+        f"{study.name}: {arms}, {plural(n, 'seed')}{budget}: {plural(len(jobs), 'run')}, {done} of them done; in {folder}"
     ]
     if study.arms:
         smallest = smallest_shown(study, noise)
         shown = "nothing: two seeds are needed" if math.isinf(smallest) else f"{smallest:.2g} {unit}"
-        why = f"80% power, Holm over {count(len(study.arms), 'arm')}"
+        why = f"80% power, Holm over {plural(len(study.arms), 'arm')}"
         lines.append(
             f"smallest difference it can show: {shown} ({why}), if paired differences have the standard deviation {noise.sd:.2g} "
             f"({noise.source})"
@@ -205,7 +205,7 @@ def check_workers(study: Study, workers: int, device: str) -> None:
         raise ConfigError(f"--workers must be 0 (this process) or more, got {workers}")
     gpus = count_gpus(device)
     if workers > gpus and study.is_timed:
-        where = count(gpus, "GPU") if pick_device(device).type == "cuda" else "a machine without a GPU"
+        where = plural(gpus, "GPU") if pick_device(device).type == "cuda" else "a machine without a GPU"
         what = "kernels are timed" if study.kind == "kernels" else "the budget is a time"
         remedy = "" if study.kind == "kernels" else ", or a budget in steps"
         raise ConfigError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parbank.config import to_dict
+from parbank.display import plural
 from parbank.statistics import Comparison, compare, interval, rank_correlation, smallest_difference
 from parbank.study.kinds import KINDS
 from parbank.study.noise import Noise, Results, assume_noise, differences
@@ -68,17 +69,17 @@ class Report:
     def _describe(self) -> str:
         study = self.study
         unit = KINDS[study.kind].unit
-        arms = f"{count(len(study.arms), 'arm')} against the base" if study.arms else "the base alone"
+        arms = f"{plural(len(study.arms), 'arm')} against the base" if study.arms else "the base alone"
         if study.own_baselines:
-            repeated = count(len(study.seeds), "repetition")
-            return f"{count(len(study.arms), 'arm')}, each against what it would replace, {repeated}; {unit}."
+            repeated = plural(len(study.seeds), "repetition")
+            return f"{plural(len(study.arms), 'arm')}, each against what it would replace, {repeated}; {unit}."
         if study.checkpoints:
             stored = ", ".join(Path(path).name for path in study.checkpoints)
             how = f"{study.kind}, stored: {stored}"
         else:
             scored = "packed" if study.packed else "before packing"
             how = f"{study.base.recipe}, {describe_budget(study.base)} a run, {scored}"
-        return f"{how}; {arms}, {count(len(study.seeds), 'seed')}; {unit}; data `{study.base.data}`."
+        return f"{how}; {arms}, {plural(len(study.seeds), 'seed')}; {unit}; data `{study.base.data}`."
 
     def _table(self) -> list[str]:
         names = [*([] if self.study.own_baselines else [BASE]), *(arm.name for arm in self.study.arms)]
@@ -142,7 +143,7 @@ class Report:
             difference = "arm minus base at the same seed, below zero is better"
             if study.own_baselines:
                 difference = "a share of the time of what the arm would replace, below zero is faster"
-            over = count(len(study.arms), "arm")
+            over = plural(len(study.arms), "arm")
             found.append(
                 f"A difference is {difference}. Intervals are paired t, corrected by Holm over {over}; they alone decide."
             )
@@ -206,10 +207,6 @@ def target_of(study: Study, noise: Noise, results: Results) -> float:
 
 def smallest_shown(study: Study, noise: Noise) -> float:
     return smallest_difference(sd=noise.sd, pairs=len(study.seeds), comparisons=max(1, len(study.arms)))
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
 
 
 def _costs(runs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
