@@ -45,13 +45,18 @@ class Variant(NamedTuple):
     """Where n-grams are counted."""
 
 
-def variants(full: Adaptive, unlearnt: np.ndarray, adapted: np.ndarray) -> dict[str, Variant]:
+def variants(full: Adaptive, unlearnt: np.ndarray, cold: np.ndarray, adapted: np.ndarray) -> dict[str, Variant]:
+    """Nats at every rate and temperature: of the model that learns nothing, of factors that start anew with each document,
+    and of factors that start from what earlier documents taught."""
     change, both = dataclasses.replace, ("document", "text")
     one, step = full.temperatures.index(1.0), len(full.temperatures)
-    plain, learnt = (nats[:, one::step] for nats in (unlearnt, adapted))  # the columns of temperature 1, for each rate
+    plain, anew, learnt = (
+        nats[:, one::step] for nats in (unlearnt, cold, adapted)
+    )  # the columns of temperature 1, for each rate
     return {
         "each document alone": Variant(full, plain, ()),
         "temperatures": Variant(full, unlearnt, ()),
+        "factors that start anew": Variant(full, anew, ()),
         "factors of each document": Variant(full, learnt, ()),
         "factors and temperatures": Variant(full, adapted, ()),
         "n-grams of the document": Variant(full, None, ("document",)),
@@ -88,13 +93,14 @@ def main() -> None:
     text = Text.load(TokenSet([tokens]), place)
     adapted = method.read_documents(loaded.model, text, place, silent)
     seconds = {"streaming": streamed - began, "factors and temperatures": time.perf_counter() - streamed}
+    cold = dataclasses.replace(method, warm=0.0).read_documents(loaded.model, text, place, silent)
     unlearnt = dataclasses.replace(method, lr=0.0).read_documents(loaded.model, text, place, silent)
 
     bos_id, sizes = loaded.model.config.bos_id, Scored(tokens, plain).byte_counts(loaded.tokenizer)
     ngrams = method.count_ngrams(tokens, bos_id)
     starts = np.flatnonzero(tokens[:-1] == bos_id)
     rows = [harness.Row("streaming", "bpb", bits(plain) / sizes.sum(), "bpb")]
-    for name, variant in variants(method, unlearnt, adapted).items():
+    for name, variant in variants(method, unlearnt, cold, adapted).items():
         began = time.perf_counter()
         own = {scope: ngrams[scope] for scope in variant.scopes if scope in ngrams}
         nats = variant.method.mix(tokens, bos_id, sizes, plain, variant.adapted, own)

@@ -3,16 +3,17 @@
     python benchmarks/busy.py [--busy 4] [--seconds 10] [--repeats 3]
 
     torch's defaults      as many threads as cores, which wait by spinning
-    parbank               as `parbank train --minutes` runs: on a busy machine fewer threads, which sleep while they wait
+    parbank               as `parbank train --minutes` runs: on a busy machine threads sleep while they wait, and beyond two
+                          their number is the fair share of the cores
     parbank, by steps     as `parbank train --steps` runs: the same number of threads always, which sleep while they wait
 
 The model is compiled, as the demo's is. Alone, the first two take turns of two seconds within one process: two processes
 differ by more than what is measured. Beside busy processes each has a process of its own. They come after the compiling,
-or before the start: then parbank does not compile, because compiling beside them takes minutes.
+or before the start: then it compiles beside them, from the cache that the cases before have filled.
 
 The bound is the fair share: as many threads as cores, beside so many busy processes, get cores / (cores + busy) of the
-machine. It is a share of what compiled training does alone, also for the run that does not compile. The machine must be
-idle when this starts, and takes about five minutes.
+machine. It is a share of what training does alone. The machine must be idle when this starts, and takes about five
+minutes.
 """
 
 import argparse
@@ -63,7 +64,7 @@ class Turns:
             self._begun = time.perf_counter()
 
 
-def train(seconds: float, names: list[str], compiled: bool) -> dict[str, dict[str, Any]]:
+def train(seconds: float, names: list[str]) -> dict[str, dict[str, Any]]:
     """Trains the demo model in this process: tokens per second, threads and load of each provider. Says when it is ready to
     train, and waits for a line."""
     import torch
@@ -76,7 +77,7 @@ def train(seconds: float, names: list[str], compiled: bool) -> dict[str, dict[st
     from parbank.training.threads import Threads
     from parbank.training.trainer import Trainer
 
-    settings = f"budget.minutes={seconds / 60}", "train.checkpoint_minutes=0", f"train.compile={str(compiled).lower()}"
+    settings = f"budget.minutes={seconds / 60}", "train.checkpoint_minutes=0", "train.compile=true"
     config = override(get_recipe("demo"), *settings)
     place = Runtime(device=torch.device("cpu"))
     with use_threads() as most, tempfile.TemporaryDirectory() as out:
@@ -87,7 +88,7 @@ def train(seconds: float, names: list[str], compiled: bool) -> dict[str, dict[st
         turns = Turns(chosen, trainer)
         try:
             trainer.warm_up()
-            assert trainer.compiled == compiled, "the compiler failed; its message is above"
+            assert trainer.compiled, "the compiler failed; its message is above"
             print(READY, flush=True)
             sys.stdin.readline()
             trainer.train(turns.note)
@@ -104,7 +105,7 @@ def train(seconds: float, names: list[str], compiled: bool) -> dict[str, dict[st
 def measure(seconds: float, names: list[str], *, before: int = 0, later: int = 0) -> dict[str, dict[str, Any]]:
     """`train` in a process of its own. before, later: busy processes that come before its start, or when it is ready."""
     environment = {name: value for name, value in os.environ.items() if name not in WAITING}
-    command = [sys.executable, __file__, "--train", *names, "--seconds", str(seconds), *["--plain"] * bool(before)]
+    command = [sys.executable, __file__, "--train", *names, "--seconds", str(seconds)]
     with (
         busy(before),
         subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child,
@@ -144,15 +145,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of training, for each provider and repeat")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--train", nargs="+", choices=PROVIDERS, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     if "--train" in sys.argv:
         arguments = parser.parse_args()
-        print(json.dumps(train(arguments.seconds, arguments.train, not arguments.plain)))
+        print(json.dumps(train(arguments.seconds, arguments.train)))
         return
     import harness
 
     arguments = harness.start(parser)
-    del arguments.train, arguments.plain
+    del arguments.train
     seconds, repeats, count = arguments.seconds, arguments.repeats, arguments.busy
     alone = repeat(repeats, 2 * seconds, [DEFAULTS, OURS])
     later = {

@@ -155,7 +155,8 @@ class Claims:
                 return self.fill(spec["text"], where)
             except Missing:
                 return ""
-        columns, lines = (self._grid if "grid" in spec else self._table)(spec, where)
+        make = self._lost if "lost" in spec else self._grid if "grid" in spec else self._table
+        columns, lines = make(spec, where)
         lead = f"{spec['lead']}\n\n" if lines and "lead" in spec else ""
         table = [columns, ["---"] * len(columns), *lines] if lines else []
         return lead + "".join(f"| {' | '.join(cells)} |\n" for cells in table)
@@ -186,6 +187,17 @@ class Claims:
 
         lines = [[label, *(cell(case, p) for p in spec["providers"])] for case, label in spec["cases"].items()]
         return [corner, *spec["providers"].values()], [line for line in lines if any(line[1:])]
+
+    def _lost(self, spec: dict[str, Any], where: Path) -> tuple[list[str], list[list[str]]]:
+        """Results whose commit is not in this history, with the first commit that has its code."""
+        lines = []
+        for path in sorted(self._results.glob("*/*/result.json")):
+            commit = json.loads(path.read_text(encoding="utf-8"))["commit"][:9]
+            if commit in self.published:
+                name = path.parents[1].name
+                link = f"[{name}]({relative(path.with_suffix('.md'), where)})"
+                lines.append([link, f"`{commit}`", f"`{self.published[commit]}`"])
+        return spec["lost"], lines
 
     def render(self, text: str, where: Path) -> str:
         """The text with every figure and block as its result has it. `where` is its path."""

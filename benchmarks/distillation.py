@@ -10,6 +10,14 @@ mixture of the text and the teacher's probabilities (Hinton et al. 2015), at tem
     text, fewer steps  the student alone, in the steps that are left beside the larger teacher
     own average        the teacher is the average of the student's own weights (Tarvainen and Valpola 2017), also paid
     free teacher       the larger model after as many steps as the student, at no cost: better than any within the budget
+
+The runs of docs/log/training.md, about 6 minutes of processor time for each text:
+
+    OMP_NUM_THREADS=1 python benchmarks/distillation.py --jobs 3 --name corpus --data text:train=A,val=B \\
+        --set model.vocab_size=512 --set model.width=32 --set model.heads=2 --set model.kv_heads=1 \\
+        --set model.bigram_buckets=512 --set model.bigram_width=16 --set model.value_width=16 \\
+        --set batch.sequence_length=128 --set batch.batch_tokens=512 --set batch.micro_batch_tokens=512 \\
+        --set average.ema_decay=0.98 --set train.precision=float32 --larger model.width=64
 """
 
 import argparse

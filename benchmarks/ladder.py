@@ -34,7 +34,7 @@ MEASURED = ("parbank", "benchmarks/ladder.py")
 PARBANK = (sys.executable, "-m", "parbank")
 AUTO, SPRINT = "auto", "sprint"
 # layers x width, vocabulary, batch, rows of bigrams; the four of 120 s come first. What good hands would try under 16 MB:
-# around the shapes of docs/log/2026-11-16-race.md, with smaller and larger ones, batches and tables.
+# around the shapes of docs/log/training.md, with smaller and larger ones, batches and tables.
 SHAPES = {
     16: (
         (6, 512, 8192, 65_536, 16_384), (8, 512, 8192, 65_536, 16_384), (8, 640, 8192, 65_536, 16_384),

@@ -8,7 +8,6 @@ A lever names its arms in levers.toml. The differences come from the results of 
 
 import argparse
 import json
-import re
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ HEAD = """# Changes considered for plans
 considered for it. `benchmarks/levers.py` writes this page from `benchmarks/levers.toml` and the results of studies.
 
 A difference is arm minus base in bits per byte; below zero is better. Each study has its own base, so differences of
-two studies do not compare. **With one seed, a difference under 0.003 says little.** An empty cell under "measured"
-means that no study has tried the lever.
+two studies do not compare. **With one seed, a difference under 0.003 says little.** Every number is computed from a
+committed result. *log* links an experiment without one. An empty cell under "measured" means that nothing was tried.
 
 | lever | arm | in `auto` | measured | verdict |
 | --- | --- | --- | --- | --- |
@@ -42,8 +41,10 @@ class Lever:
     benchmark: str = ""
     """A script of benchmarks/ that measures it, where it is no setting and no study can."""
     plan: bool = False
-    log: tuple[tuple[str, str, int, float], ...] = ()
-    """Differences that only a log entry has: page of the entry, arm, seeds, difference."""
+    rows: tuple[tuple[str, str, str], ...] = ()
+    """Pairs of rows of a result: its claim, the arm, the base."""
+    log: tuple[str, ...] = ()
+    """Sections of docs/log that tried it without a result: page#section. The table links them and shows no number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +68,8 @@ class Measured:
 
 def read_levers(path: Path = HERE / "levers.toml") -> list[Lever]:
     rows = tomllib.loads(path.read_text(encoding="utf-8"))["lever"]
-    return [
-        Lever(**{**row, "arms": tuple(row.get("arms", ())), "log": tuple(map(tuple, row.get("log", ())))})
-        for row in rows
-    ]
+    lists = ("arms", "rows", "log")
+    return [Lever(**{**row, **{name: tuple(row.get(name, ())) for name in lists}}) for row in rows]
 
 
 def find_measured(results: Path = HERE / "results") -> list[Measured]:
@@ -111,17 +110,29 @@ def find_arms() -> set[str]:
 
 
 def measured_of(lever: Lever, measured: list[Measured]) -> list[Measured]:
-    own = [one for one in measured if one.arm in lever.arms]
-    for page, arm, seeds, difference in lever.log:
-        where = re.sub(r"^\d{4}-\d\d-\d\d-", "", page)
-        own.append(Measured(arm=arm, difference=difference, seeds=seeds, where=where, link=f"../log/{page}.md"))
-    return own
+    return [one for one in measured if one.arm in lever.arms] + [_compare(*row) for row in lever.rows]
+
+
+def _compare(claim: str, arm: str, base: str) -> Measured:
+    """Two providers of a claim's newest result, by their bits per byte."""
+    path = max((HERE / "results").glob(f"{claim}/*/result.json"))
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    values = {(row["case"], row["provider"]): row["value"] for row in result["rows"]}
+    seeds = [case for case, provider in values if provider == arm and case.startswith("bits per byte, seed ")]
+    return Measured(
+        arm=arm,
+        difference=values["bits per byte", arm] - values["bits per byte", base],
+        seeds=len(seeds),
+        where=f"{claim}, {path.parent.name.split('-')[3].upper()}",
+        link=f"../../{path.with_suffix('.md').relative_to(ROOT)}",
+    )
 
 
 def make_page(levers: list[Lever], measured: list[Measured]) -> str:
     rows = []
     for lever in levers:
-        own = "; ".join(one.text() for one in measured_of(lever, measured))
+        logged = (f"[log](../log/{section})" for section in lever.log)
+        own = "; ".join([*(one.text() for one in measured_of(lever, measured)), *logged])
         arms = ", ".join(f"`{arm}`" for arm in lever.arms) or (lever.benchmark and f"`benchmarks/{lever.benchmark}.py`")
         rows.append(f"| {lever.name} | {arms} | {'yes' if lever.plan else ''} | {own} | {lever.verdict} |\n")
     return HEAD + "".join(rows)

@@ -18,7 +18,7 @@ from parbank.ops.exclusive import _remove_own_value, _remove_own_value_backward
 from parbank.ops.mix import _mix_rms_norm, _mix_rms_norm_backward
 from parbank.ops.norm import _add_rms_norm, _add_rms_norm_backward, _rms_norm, _rms_norm_backward
 from parbank.ops.qkv import _split_qkv
-from parbank.ops.rope import Factors, rotate_one_back
+from parbank.ops.rope import HeadFactors, rotate_one_back
 from parbank.ops.smear import _smear, _smear_backward
 
 DTYPE = torch.bfloat16
@@ -268,7 +268,7 @@ def tunables() -> list[Any]:
                 random(8, dtype=torch.float32),
                 random(48, 2048, dtype=torch.float32),
             )
-            (cos, sin), back, factors = angles(2048, 8), random(48, 2048, 16, 64), Factors(inverse, 1.0)
+            (cos, sin), back, factors = angles(2048, 8), random(48, 2048, 16, 64), HeadFactors(inverse, 1.0)
             if parts == 1:
                 dq, x, dx = random(1, 48, 2048, 8, 64), row[:, :, :8], back[:, :, :8]
                 return lambda: (rotate_one_back(dq, x, dx, gain, cos, sin, 1e-6, factors=factors), dx)

@@ -214,6 +214,7 @@ def run(trial: Trial, config: RunConfig, dataset: Dataset, score_share: float) -
         "bigrams": config.model.bigram_buckets,
         "bigram_width": config.model.bigram_width,
         "matrices": matrices,
+        "window": config.batch.sequence_length,
         "bytes_per_token": dataset.train_bytes / len(dataset.train),
         "text_bytes": dataset.train_bytes,
         "scored_bytes": score.bytes,

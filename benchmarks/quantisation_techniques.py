@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parbank.quant.bank import Bank, Contents
+from parbank.quant.bank import Contents, QuantBank
 from parbank.quant.gptq import round_bank
 from parbank.quant.integers import Quantised
 from parbank.quant.low_rank import correct
@@ -16,16 +16,16 @@ from parbank.quant.rotation import block_size, rotate
 
 Q6 = 31
 Parts = tuple[Tensor, Tensor, dict[str, Any]]
-Technique = Callable[[Bank, Contents], Parts]
+Technique = Callable[[QuantBank, Contents], Parts]
 """Integers, scales, and what else a Quantised of these tensors holds (rotation, factors), for one bank."""
 
 
-def scales_of(bank: Bank, contents: Contents) -> Tensor:
+def scales_of(bank: QuantBank, contents: Contents) -> Tensor:
     found = [torch.from_numpy(c.scales) for name in bank.names if isinstance(c := contents[name], Quantised)]
     return torch.stack(found).to(bank.weights.device)
 
 
-def values_of(bank: Bank, contents: Contents) -> Tensor:
+def values_of(bank: QuantBank, contents: Contents) -> Tensor:
     found = [torch.from_numpy(c.values) for name in bank.names if isinstance(c := contents[name], Quantised)]
     return torch.stack(found).to(bank.weights.device)
 
@@ -42,12 +42,12 @@ def full_range(weights: Tensor) -> Tensor:
     return (largest * (1 + 2.0**-10)).clamp(max=65504).half()
 
 
-def gptq(bank: Bank, base: Contents) -> Parts:
+def gptq(bank: QuantBank, base: Contents) -> Parts:
     scales = scales_of(bank, base)
     return round_bank(bank.weights, scales, Q6, bank.factors)[0], scales, {}
 
 
-def rotation(bank: Bank, base: Contents) -> Parts:
+def rotation(bank: QuantBank, base: Contents) -> Parts:
     block = block_size(bank.weights.shape[2])
     turned = rotate(bank.weights, block)
     scales = full_range(turned)
@@ -55,14 +55,14 @@ def rotation(bank: Bank, base: Contents) -> Parts:
 
 
 def prune_at(multiplier: float) -> Technique:
-    def pruning(bank: Bank, base: Contents) -> Parts:
+    def pruning(bank: QuantBank, base: Contents) -> Parts:
         scales, values = scales_of(bank, base), values_of(bank, base)
         return prune_ones(bank.weights, values, scales, bank.hessians, bank.sensitivity, multiplier), scales, {}
 
     return pruning
 
 
-def low_rank(bank: Bank, base: Contents) -> Parts:
+def low_rank(bank: QuantBank, base: Contents) -> Parts:
     scales, values = scales_of(bank, base), values_of(bank, base)
     error = bank.weights - values.float() * scales.float()
     tall, flat = correct(error, bank.hessians, bank.sensitivity, 8)
@@ -72,7 +72,7 @@ def low_rank(bank: Bank, base: Contents) -> Parts:
 TECHNIQUES: dict[str, Technique] = {"GPTQ": gptq, "rotation": rotation, "low rank 8 (LQER)": low_rank}
 
 
-def apply(technique: Technique, banks: list[Bank], base: Contents, roles: dict[str, Any]) -> Contents:
+def apply(technique: Technique, banks: list[QuantBank], base: Contents, roles: dict[str, Any]) -> Contents:
     """The 6-bit rows with one technique on every matrix; embeddings and floats stay as they are."""
     found = dict(base)
     for bank in banks:

@@ -154,7 +154,13 @@ BENCHMARKS = {
 
 def trained(arguments: argparse.Namespace) -> Path:
     """The folder of sprint's run."""
-    return WORK / "sprint" / str(arguments.seed)
+    return _work(arguments) / "sprint" / str(arguments.seed)
+
+
+def _work(arguments: argparse.Namespace) -> Path:
+    """The folder of all runs: gpu_queue.py has its own."""
+    found: Path = getattr(arguments, "work", WORK)
+    return found
 
 
 def artifact(arguments: argparse.Namespace) -> Path:
@@ -165,14 +171,14 @@ def command_of(name: str, arguments: argparse.Namespace) -> list[str]:
     values = {
         "data": arguments.data,
         "seed": arguments.seed,
-        "runs": WORK / "sprint",
-        "auto": WORK / "auto",
+        "runs": _work(arguments) / "sprint",
+        "auto": _work(arguments) / "auto",
         "run": trained(arguments),
         "model": artifact(arguments),
     }
     script, *words = shlex.split(BENCHMARKS[name].command)
     words = [word.format(**values) for word in words]
-    return [sys.executable, str(HERE / script), *words, "--out", str(WORK / "results")]
+    return [sys.executable, str(HERE / script), *words, "--out", str(getattr(arguments, "results", WORK / "results"))]
 
 
 def obstacle(name: str, arguments: argparse.Namespace, left: float) -> str:

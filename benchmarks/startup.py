@@ -249,8 +249,12 @@ def main() -> None:
         model = arguments.model or out / "model.pbk"
         versions = [("", HERE.parent, model)]
         if arguments.before is not None and arguments.only != "train":
-            old = unpack(arguments.before, folder / "before")
-            versions.append((f"{arguments.before}, ", old, strip_defaults(model, old / "model.pbk")))
+            try:
+                old = unpack(arguments.before, folder / "before")
+            except (OSError, subprocess.CalledProcessError) as error:  # a copy of the tree without its history
+                print(f"warning: {arguments.before} is not timed: {error}", file=sys.stderr)
+            else:
+                versions.append((f"{arguments.before}, ", old, strip_defaults(model, old / "model.pbk")))
         for number, method in enumerate(arguments.methods.split(",") if arguments.only != "train" else ()):
             for version, root, own in versions:
                 for start in STARTS if not version or not method.startswith("adaptive") else ():

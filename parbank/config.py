@@ -114,8 +114,8 @@ def require(condition: bool, message: str) -> None:
 
 def choose(table: Mapping[str, T], name: str, setting: str) -> T:
     """The entry of a table under a name. An unknown name is an error that lists the choices."""
-    if name not in table:
-        near = difflib.get_close_matches(name, table, n=1)
+    if not isinstance(name, str) or name not in table:
+        near = difflib.get_close_matches(str(name), table, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{setting} must be one of {', '.join(table)}, got {name!r}{hint}")
     return table[name]
@@ -125,13 +125,23 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads` of a file that may be damaged. A text that is nested too deeply is a ValueError, like any other fault."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def parse_value(text: str) -> Any:
     """The value of an assignment's text: JSON if it parses as JSON, else the text itself."""
     try:
-        return json.loads(text.replace("_", "") if text.replace("_", "").isdigit() else text)
+        return parse_json(text.replace("_", "") if text.replace("_", "").isdigit() else text)
     except json.JSONDecodeError:
         lowered = text.strip().lower()
         return {"none": None, "true": True, "false": False}.get(lowered, text)
+    except ValueError as error:  # too many brackets or digits
+        raise ConfigError(f"a value of {len(text):,} characters cannot be read: {error}; give a shorter one") from None
 
 
 def _raise_unknown(config: Any, key: str) -> typing.NoReturn:

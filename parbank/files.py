@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -82,11 +83,24 @@ def _shorten(name: str) -> str:
 
 
 def remove_leftovers(folder: Path, pattern: str) -> None:
-    """Deletes the temporary files of killed writers of `pattern`: those that no process holds locked."""
+    """Deletes the temporary files of killed writers of `pattern`: those that no process holds locked. A pipe or a link of
+    such a name is no such file, and opening a pipe would wait for ever."""
     for temporary in folder.glob(f".{pattern}.{'[0-9a-f]' * 12}.tmp"):
-        with suppress(OSError), open(temporary, "rb") as file:
-            if _lock(file):
-                temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            if not stat.S_ISREG(os.lstat(temporary).st_mode):
+                continue
+            with open(temporary, "rb") as file:
+                if _lock(file):
+                    temporary.unlink(missing_ok=True)
+
+
+def refuse_link(path: str | Path) -> None:
+    """Refuses to write to a symbolic link, which a new file would replace."""
+    if os.path.islink(path):
+        raise FileError(
+            f"{path} is a symbolic link, and a new file would take its place; name the file it points to "
+            f"({os.path.realpath(path)}), or delete the link yourself"
+        )
 
 
 def _lock(file: BinaryIO) -> bool | None:

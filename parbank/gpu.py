@@ -1,6 +1,7 @@
 """The current GPU, and what nvidia-smi says of one: other processes on it, and samples of its clock and power.
 
-A process left over from an earlier run takes memory and time: runs were 2 to 3 times slower.
+A process left over from an earlier run takes memory and time: 2 to 3 times slower runs in parameter-golf
+#670.
 """
 
 import os

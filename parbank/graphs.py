@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Graphs:
             held.copy_(tensor)
         if recorded.graph is None:
             recorded.graph, recorded.result = self._capture(work, recorded.inputs)
-        recorded.graph.replay()
+        replay(recorded.graph)
         again: Result = recorded.result
         return again
 
@@ -96,6 +96,19 @@ _abandoned: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture failed: PyTorch's host allocator may still ask them which memory is theirs."""
 
 
+class Recorded(Protocol):
+    """Work that was captured."""
+
+    def replay(self) -> None: ...
+
+
+def replay(graph: Recorded) -> None:
+    """Replays a graph, after a capture of another thread: PyTorch 2.11 has one flag, "in a capture", for the generator that all
+    graphs of a device read, and a replay meanwhile would be an error."""
+    with _one_at_a_time:
+        graph.replay()
+
+
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     """Captures all launches on the current device inside this context. Other threads wait for their turn to capture.
@@ -115,6 +128,7 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
         except BaseException:
             torch.cuda.set_stream(before)  # PyTorch leaves its stream only if the capture ends well
             _abandon(graph, pool, device)
+            _release_generator(_streams[device], before)
             raise
         finally:
             if collects:
@@ -130,3 +144,13 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> None:
     except RuntimeError:  # it has ended: the work failed, and the capture did not
         return
     torch._C._cuda_releasePool(device, pool)
+
+
+def _release_generator(stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
+    """Captures one small launch, and forgets it. PyTorch 2.11 leaves the device's default generator in a capture that
+    failed: dropout, and replays of all other graphs, would be errors. The end of a good capture releases it."""
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+            torch.cuda._sleep(1)
+    except RuntimeError:  # the error that ended the first capture is the one to report
+        torch.cuda.set_stream(before)

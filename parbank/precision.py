@@ -2,7 +2,7 @@
 
 Scoring, sampling and calibration use bfloat16 on CUDA and float32 on a CPU, whatever the CPU. So the score of an
 artifact does not depend on the kind of CPU. Training uses bfloat16 on a CPU, too, if the CPU multiplies it in hardware:
-products are 2.1 times as fast as in float32 (docs/log/2026-11-16-cpu.md).
+products are 2.1 times as fast as in float32 (docs/log/cpu.md).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 Precision = Literal["float32", "bfloat16"]
-Choice = Literal["auto", "float32", "bfloat16"]
+PrecisionChoice = Literal["auto", "float32", "bfloat16"]
 
 _INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 """CPU instructions that multiply bfloat16, as PyTorch names them. Arm's are left out: their speed was not measured."""
@@ -27,7 +27,7 @@ def scoring_precision(device: torch.device) -> Precision:
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-def training_precision(choice: Choice, device: torch.device) -> Precision:
+def training_precision(choice: PrecisionChoice, device: torch.device) -> Precision:
     """The precision that a choice stands for on this machine. auto: bfloat16 on CUDA and on a CPU that multiplies it."""
     if choice != "auto":
         return choice

@@ -76,7 +76,7 @@ def demo() -> RunConfig:
     """Three minutes on two CPU cores: from text to scored artifact, on text that every machine has.
 
     The shape, the vocabulary, the table of bigrams and the batch are those that `parbank plan` chose when the recipe was made
-    (docs/log/2026-11-18-cpu.md). A larger table costs bytes under the cap, but hardly any time.
+    (docs/log/cpu.md). A larger table costs bytes under the cap, but hardly any time.
     """
     return RunConfig(
         recipe="demo",

@@ -5,6 +5,7 @@ exists.
 """
 
 import contextlib
+import numbers
 import os
 import platform
 import random
@@ -174,8 +175,8 @@ def start(device: str | None = None) -> Iterator[Runtime]:
 
 def check_seed(seed: int) -> None:
     """Refuses a seed that PyTorch's generators would refuse later, with a clearer message."""
-    if not 0 <= seed <= LARGEST_SEED:
-        raise ConfigError(f"a seed is a whole number from 0 to {LARGEST_SEED}, got {seed}")
+    if not isinstance(seed, numbers.Integral) or not 0 <= seed <= LARGEST_SEED:
+        raise ConfigError(f"a seed is a whole number from 0 to {LARGEST_SEED}, got {seed!r}")
 
 
 def seed_everything(seed: int) -> None:

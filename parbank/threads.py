@@ -31,9 +31,9 @@ _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 
 def check_threads(threads: int | None) -> None:
     """Refuses a number of threads that makes no sense."""
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
+    if threads is not None and not (isinstance(threads, int) and 1 <= threads <= MOST_THREADS):
         raise ConfigError(
-            f"--threads is a number from 1 to {MOST_THREADS}, got {threads}; this process may use {count_cores()} cores. "
+            f"--threads is a number from 1 to {MOST_THREADS}, got {threads!r}; this process may use {count_cores()} cores. "
             "Leave it out to use what is free"
         )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parbank.gpu import GpuProcess, other_processes, read_sample, start_sampling
-from parbank.study.machine import Watch
+from parbank.study.machine import ClockWatch
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> Path:
@@ -63,7 +63,7 @@ def test_samples_are_those_of_one_card(
     assert {"--id=GPU-12-34", "--query-gpu=clocks.sm", "-lms", "250"} <= set(words)
     assert start_sampling(torch.device("cpu"), ["clocks.sm"], milliseconds=250) is None
 
-    with Watch(card) as study:
+    with ClockWatch(card) as study:
         wait_for(study._process)
     assert study.found == {"clock_mhz": 1600, "power_w": 200, "temperature_c": 50, "lowest_clock_mhz": 1200}
     pretend(monkeypatch, tmp_path, "1200, 100\n1200, 100\n1800, 300\n1600, 200\n")

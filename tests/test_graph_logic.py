@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parbank import graphs as graphs_module
-from parbank.graphs import Graphs, addresses, recording
+from parbank.graphs import Graphs, addresses, recording, replay
 
 
 class StandIn:
@@ -70,14 +70,16 @@ def test_a_weight_that_moved_is_found_again(graphs: Graphs) -> None:
 
 
 class Cuda:
-    """The state that a capture changes: the current stream, and what the allocator counts as captured."""
+    """The state that a capture changes: the current stream, what the allocator counts as captured, and the generator."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream, self.capturing, self.released, self.made = "the caller's", 0, 0, 0
+        self.generator_captures, self.launches = False, 0
         names = {
             "current_stream": lambda: self.stream, "current_device": lambda: 0, "set_stream": self.set_stream,
             "graph_pool_handle": lambda: (0, 1), "Stream": self.make_stream, "synchronize": lambda: None,
-            "empty_cache": lambda: None, "stream": self.enter,
+            "empty_cache": lambda: None, "stream": self.enter, "CUDAGraph": lambda: Graph(self, ""),
+            "_sleep": self.launch,
         }  # fmt: skip
         for name, value in names.items():
             monkeypatch.setattr(torch.cuda, name, value)
@@ -93,6 +95,9 @@ class Cuda:
 
     def set_stream(self, stream: str) -> None:
         self.stream = stream
+
+    def launch(self, cycles: int) -> None:
+        self.launches += 1
 
     @contextmanager
     def enter(self, stream: str) -> Iterator[None]:
@@ -110,13 +115,14 @@ class Cuda:
 
 
 class Graph:
-    """As PyTorch's: if the end fails, the allocator is not told."""
+    """As PyTorch's: if the end fails, neither the allocator nor the generator is told."""
 
     def __init__(self, cuda: Cuda, fails_at: str) -> None:
         self.cuda, self.fails_at = cuda, fails_at
 
     def capture_begin(self, *pool: Any, **options: Any) -> None:
         self.cuda.capturing += 1
+        self.cuda.generator_captures = True
         if self.fails_at == "begin":
             raise RuntimeError("begin")
 
@@ -124,10 +130,11 @@ class Graph:
         if self.fails_at == "end":
             raise RuntimeError("end")
         self.cuda.capturing -= 1
+        self.cuda.generator_captures = False
 
 
 @pytest.mark.parametrize("fails_at", ["begin", "work", "end"])
-def test_a_capture_that_fails_leaves_the_stream_and_the_allocator_as_they_were(
+def test_a_capture_that_fails_leaves_the_stream_the_allocator_and_the_generator_as_they_were(
     fails_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = Cuda(monkeypatch)
@@ -142,12 +149,14 @@ def test_a_capture_that_fails_leaves_the_stream_and_the_allocator_as_they_were(
         with pytest.raises(RuntimeError, match=fails_at):
             capture()
         assert (cuda.stream, cuda.capturing) == ("the caller's", 0)
+        assert not cuda.generator_captures, "dropout, and replays of other graphs, would be errors"
         assert gc.isenabled()
     assert cuda.released == (0 if fails_at == "work" else 2), "the graph itself gives back what it has captured"
     with recording(Graph(cuda, "")):  # type: ignore[arg-type]
         assert cuda.stream == "captures of 0"
         assert not gc.isenabled()
     assert (cuda.stream, cuda.capturing, cuda.made) == ("the caller's", 0, 1)
+    assert cuda.launches == 2, "PyTorch warns of an empty graph"
 
 
 def test_captures_of_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,3 +176,24 @@ def test_captures_of_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
         thread.join()
     assert most[0] == 1
     assert gc.isenabled()
+
+
+def test_a_replay_waits_for_the_capture_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 refuses replays while the generator that all graphs read is in a capture."""
+    cuda, captures, faults = Cuda(monkeypatch), threading.Event(), []
+
+    class Older:
+        def replay(self) -> None:
+            faults.append(cuda.generator_captures)
+
+    def capture() -> None:
+        with recording(Graph(cuda, "")):  # type: ignore[arg-type]
+            captures.set()
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    captures.wait()
+    replay(Older())
+    thread.join()
+    assert faults == [False]

@@ -14,6 +14,7 @@ Every text begins with BOS, as in training. Log-likelihoods are those of `Model.
 that the model was trained on.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parbank.api.model import Model, load
+from parbank.api.model import Model, check_causal, load
 from parbank.data.proof import check_tokens
-from parbank.errors import ConfigError
+from parbank.errors import ConfigError, ParbankError
 from parbank.eval.score import tokens_together
 from parbank.runtime import Runtime
 
@@ -74,10 +75,11 @@ class ParbankLM(LM):
                 f"parbank's adapter has no argument {unknown!r}; it takes model, device, context, batch_size"
             )
         self.model = model if isinstance(model, Model) else load(model, device or "auto")
-        self.context = self.model.context if context is None else int(context)
+        self.context = self.model.context if context is None else _read_count("context", context)
         automatic = batch_size is None or str(batch_size).startswith("auto")
-        self._rows = None if automatic else int(str(batch_size))
+        self._rows = None if automatic else _read_count("batch_size", batch_size)
         self._device = self.model.device
+        check_causal(self.model, self.context)
 
     @property
     def tokenizer_name(self) -> str:
@@ -143,6 +145,10 @@ class ParbankLM(LM):
             chances = torch.log_softmax(self.model.logits(ids[:, :-1]), dim=-1).cpu()
             for row, window in enumerate(batch):
                 nats, all_likeliest = _read_row(chances[row], ids[row], len(window.ids), window.scored)
+                if math.isnan(nats):
+                    raise ParbankError(
+                        "the model gave logits that are not numbers; its weights are damaged, and no answer counts"
+                    )
                 sums[window.request] += nats
                 greedy[window.request] &= all_likeliest
         return list(zip(sums, greedy))
@@ -172,12 +178,24 @@ def read_generation(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"the generation setting {unknown[0]!r} is not supported; there are {', '.join(GENERATION)}")
     until = options.get("until") or ()
     temperature = float(options.get("temperature") or 0.0)
+    most = options.get("max_gen_toks")
     found = {
-        "tokens": int(options.get("max_gen_toks") or MAX_TOKENS),
+        "tokens": MAX_TOKENS if most is None else _read_count("max_gen_toks", most),
         "temperature": temperature if options.get("do_sample", temperature > 0) else 0.0,
         "stop": [until] if isinstance(until, str) else list(until),
     }
     return found | {name: options[name] for name in ("top_k", "top_p", "seed") if name in options}
+
+
+def _read_count(name: str, value: object) -> int:
+    """A count, which the harness's command gives as a string."""
+    try:
+        count = int(str(value))
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ConfigError(f"{name} must be a whole number, at least 1; got {value!r}")
+    return count
 
 
 def _read_row(chances: Tensor, ids: Tensor, length: int, scored: int) -> tuple[float, bool]:

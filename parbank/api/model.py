@@ -54,7 +54,7 @@ def load(path: str | os.PathLike[str], device: str = "auto") -> "Model":
         >>> model.context
         64
     """
-    file, place = Path(path).expanduser(), _place(device)
+    file, place = read_path(path), _place(device)
     if place.type == "cuda":
         use_compile_cache()
     if is_artifact(file) and (artifact := read_artifact(file)).meta.get("kind") == FOREIGN:
@@ -173,8 +173,9 @@ class Model:
         """
         scoring = make_method(method, context=self.context if context is None else context, **settings)
         model = self._scorable(None if scoring.any_model else method)
-        tokens, place = self._open_text(text), Runtime(device=self.device)
-        scored = scoring.score(model, tokens, place, tokenizer=self.tokenizer)
+        tokens, runtime = self._open_text(text), Runtime(device=self.device)
+        check_causal(self, min(scoring.context, len(tokens)))
+        scored = scoring.score(model, tokens, runtime, tokenizer=self.tokenizer)
         if (idle := scoring.find_idle(scored.tokens, model.config)) is not None:
             warn(idle, stacklevel=2)
         return scored.total(self.tokenizer)
@@ -266,29 +267,31 @@ class Model:
 
         Weights that are in no artifact, such as those of a checkpoint or changed ones, need a byte cap: use `pack`.
         """
+        target = read_path(path)
         if self.source is not None and is_artifact(self.source):
             data = self.source.read_bytes()
             artifact = decode_artifact(data, source=str(self.source))
             unpack = unpack_state_dict if artifact.meta.get("kind") == FOREIGN else unpack_tensors
             stored, own = unpack(artifact), self.state_dict()
             if stored.keys() == own.keys() and all(torch.equal(stored[name], own[name].cpu()) for name in stored):
-                check_target(Path(path))
-                write_file(Path(path), data)
-                return Path(path)
+                check_target(target)
+                write_file(target, data)
+                return target
         raise ArtifactError(
             f"these weights are not those of an artifact on disk ({self.source or 'no file'}); parbank.pack(model, "
-            f"max_bytes=..., out={os.fspath(path)!r}) makes one"
+            f"max_bytes=..., out={str(target)!r}) makes one"
         )
 
     @in_python_words
     def export(self, path: str | os.PathLike[str], dtype: str = "float32") -> Path:
         """Writes the weights as safetensors (float32, bfloat16 or float16), and the tokenizer beside them as NAME.model."""
+        target = read_path(path)
         loaded = LoadedModel(
             model=self._gpt("export"), tokenizer=self.tokenizer, context=self.context, data=self.data, meta=self.meta,
-            source=self.source or Path(path),
+            source=self.source or target,
         )  # fmt: skip
-        export_model(loaded, Path(path), dtype)
-        return Path(path)
+        export_model(loaded, target, dtype)
+        return target
 
     def __repr__(self) -> str:
         count = sum(tensor.numel() for tensor in self.state_dict().values())
@@ -360,6 +363,21 @@ class Model:
         tokens = self.tokenizer.encode(text)
         check_tokens(self.tokenizer, tokens, text.encode("utf-8"), "the text")
         return TokenSet([np.concatenate([[self.tokenizer.bos_id], tokens]).astype(np.uint16)])
+
+
+def check_causal(model: Model, length: int) -> None:
+    """Refuses a module of your own that sees later tokens, in windows of this length."""
+    if isinstance(network := model._network(), PlainModel):
+        network.check_causal(length)
+
+
+def read_path(path: str | os.PathLike[str]) -> Path:
+    """A path that a caller gave, with ~ for the home folder."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"a path is a string or a Path, got {path!r}")
+    if "\0" in (text := os.fspath(path)):
+        raise ConfigError(f"a path cannot hold a zero byte, got {text!r}")
+    return Path(os.path.expanduser(path))
 
 
 def _read_ids(ids: Tensor | np.ndarray | Iterable[int]) -> Tensor:

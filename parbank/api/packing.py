@@ -5,11 +5,11 @@ import numbers
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import cast
 
 from torch import Tensor, nn
 
-from parbank.api.model import Model
+from parbank.api.model import Model, read_path
 from parbank.api.run import Settings, read_settings
 from parbank.api.words import in_python_words, warn
 from parbank.artifact.about import TOKENIZER
@@ -26,6 +26,7 @@ from parbank.quant.calibration import Calibration
 from parbank.quant.config import QuantConfig
 from parbank.quant.solver import describe_uncalibrated
 from parbank.runtime import Runtime
+from parbank.sizes import read_size
 from parbank.training.pack import open_training_tokens
 
 
@@ -33,14 +34,15 @@ from parbank.training.pack import open_training_tokens
 def pack(
     model: Model | nn.Module | Mapping[str, Tensor],
     *,
-    max_bytes: int,
+    max_bytes: int | str,
     calibration: str | Iterable[Batch] | None = None,
     loss: Loss | None = None,
     out: str | os.PathLike[str] | None = None,
     settings: Settings = (),
 ) -> Packed:
-    """Packs a model into one file of at most `max_bytes`: a parbank `Model`, any `nn.Module`, or a state dict.
+    """Packs a model into one file: a parbank `Model`, any `nn.Module`, or a state dict.
 
+    The file has at most `max_bytes`, such as 8_000_000 or "8MB".
     The bytes go where the loss needs them. To measure that, the module runs over `calibration`: some batches of token
     ids (B, T), or dicts or tuples of its arguments. Pass `loss`, a function of the output and the batch, if the
     module returns neither logits, nor a loss, nor an output with `.loss`. Linear layers, embeddings and
@@ -65,24 +67,34 @@ def pack(
         >>> module.load_state_dict(parbank.load("module.pbk").state_dict())
         <All keys matched successfully>
     """
-    if not isinstance(max_bytes, numbers.Real) or not math.isfinite(max_bytes):
-        raise ConfigError(f"max_bytes must be a number of bytes such as 8_000_000, got {max_bytes!r}")
-    if max_bytes < 1:
-        raise ConfigError(f"max_bytes must be positive, got {max_bytes}")
+    cap = _read_cap(max_bytes)
+    if loss is not None and not callable(loss):
+        raise ConfigError(f"loss is a function of the output and the batch, got {loss!r}")
     if isinstance(calibration, Tensor):
         raise ConfigError("calibration is a list of batches, got one tensor; give [batch], or several")
-    if out is not None:
-        check_target(Path(out))
+    target = None if out is None else read_path(out)
+    if target is not None:
+        check_target(target)
     quant = override(_PackSettings(), *read_settings(settings)).quant
     if isinstance(model, Model) and isinstance(model._module, GPT):
-        packed = _pack_own(model, model._module, quant, calibration, loss, int(max_bytes))
+        packed = _pack_own(model, model._module, quant, calibration, loss, cap)
     else:
-        packed = _pack_foreign(model, quant, calibration, loss, int(max_bytes))
+        packed = _pack_foreign(model, quant, calibration, loss, cap)
     if packed.uncalibrated and calibration is not None:
         warn(describe_uncalibrated(packed.uncalibrated), stacklevel=2)
-    if out is not None:
-        packed.write(Path(out))
+    if target is not None:
+        packed.write(target)
     return packed
+
+
+def _read_cap(max_bytes: object) -> int:
+    if isinstance(max_bytes, str):
+        max_bytes = read_size(max_bytes)
+    if not isinstance(max_bytes, numbers.Real) or isinstance(max_bytes, bool) or not math.isfinite(max_bytes):
+        raise ConfigError(f"max_bytes must be a number of bytes such as 8_000_000, or '8MB'; got {max_bytes!r}")
+    if max_bytes < 1:
+        raise ConfigError(f"max_bytes must be positive, got {max_bytes}")
+    return int(cast(int, max_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)

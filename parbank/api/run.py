@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from parbank import runtime
-from parbank.api.model import Model, load
+from parbank.api.model import Model, load, read_path
 from parbank.api.words import in_python_words
+from parbank.config import parse_json
 from parbank.data.sources import read_data
 from parbank.display import Display
 from parbank.errors import CheckpointError, ConfigError
@@ -24,6 +25,7 @@ from parbank.plan.plan import introduce, plan_run
 from parbank.recipes import demo, find_recipe
 from parbank.report.write import write_run_page
 from parbank.runtime import Runtime
+from parbank.sizes import read_count, read_size
 from parbank.training.config import RunConfig
 from parbank.training.configure import configure_run
 from parbank.training.run import Result, run
@@ -44,9 +46,9 @@ def train(
     field: str | None = None,
     skip_bad: bool = False,
     minutes: float | None = None,
-    steps: int | None = None,
-    tokens: int | None = None,
-    max_bytes: int | None = None,
+    steps: int | str | None = None,
+    tokens: int | str | None = None,
+    max_bytes: int | str | None = None,
     out: str | os.PathLike[str] | None = None,
     seed: int | None = None,
     device: str = "auto",
@@ -65,7 +67,7 @@ def train(
     field: the .jsonl field or parquet column with the text.
     skip_bad: skip, and count, files and lines that cannot be used.
     minutes, steps, tokens: the budget, one of the three; without a recipe, steps and tokens take the demo's shape.
-    max_bytes: the cap on the file.
+    max_bytes: the cap on the file, a number or a string such as "16MB".
     out: the run's folder; runs/RECIPE-TIME if not given. `resume` continues the run in `out`; given a recipe too, it starts
     the run if there is none.
     threads: CPU threads; the free cores if not given. With a budget in minutes the number then follows the load.
@@ -82,15 +84,18 @@ def train(
         >>> run.summary["steps"], run.summary["artifact_bytes"] <= 200_000
         (4, True)
     """
+    given = None if out is None else read_path(out)
 
     def read_options() -> RunConfig | None:
         text = _read_spec(data)
+        if not isinstance(glob, str | Sequence):
+            raise ConfigError(f"glob is a pattern such as '*.txt', or a list of patterns; got {glob!r}")
         if glob or field is not None or skip_bad:
             text = read_data(text, [glob] if isinstance(glob, str) else glob, field, skip_bad)
         changes = read_changes(
             data=text, minutes=minutes, steps=steps, tokens=tokens, max_bytes=max_bytes, seed=seed, settings=settings
         )
-        resume_from = _resumed(out, recipe) if resume else None
+        resume_from = _resumed(given, recipe) if resume else None
         if resume_from is None and _is_planned(recipe, changes):
             return _plan(changes, place, threads, quiet) if place.is_main else None
         return configure(recipe, changes, resume_from)
@@ -99,7 +104,7 @@ def train(
         configs = place.gather(place.together(read_options))
         config = configs[place.rank] or cast(RunConfig, configs[0])  # the first rank plans for all
         new = _new_folder(config.recipe, place)  # ranks that differ in --out must not differ in their collectives
-        folder = new if out is None else Path(out)
+        folder = given or new
         if started is not None and place.is_main:
             started(folder)
         result = run(config, place, folder, resume=resume, quiet=quiet, threads=threads, write_page=write_run_page)
@@ -125,14 +130,16 @@ def read_changes(
     *,
     data: str | None = None,
     minutes: float | None = None,
-    steps: int | None = None,
-    tokens: int | None = None,
-    max_bytes: int | None = None,
+    steps: int | str | None = None,
+    tokens: int | str | None = None,
+    max_bytes: int | str | None = None,
     seed: int | None = None,
     settings: Settings = (),
 ) -> list[str]:
     """Options as settings, a.b=value each."""
-    given = {"data": data, "seed": seed, "budget.max_bytes": max_bytes}
+    steps, tokens = (read_count(count) if isinstance(count, str) else count for count in (steps, tokens))
+    cap = read_size(max_bytes) if isinstance(max_bytes, str) else max_bytes
+    given = {"data": data, "seed": seed, "budget.max_bytes": cap}
     changes = _budget_changes(minutes, steps, tokens)
     changes += read_settings({key: value for key, value in given.items() if value is not None})
     return changes + read_settings(settings)
@@ -187,9 +194,9 @@ class Run:
     @classmethod
     def open(cls, folder: str | os.PathLike[str], device: str = "auto") -> "Run":
         """An earlier run, from its folder."""
-        path = Path(folder).expanduser()
+        path = read_path(folder)
         try:
-            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+            summary = parse_json((path / "summary.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path} holds no run that has ended ({error}); resume the run by train(out=..., resume=True), or open its "
@@ -215,10 +222,10 @@ def read_settings(settings: Settings) -> list[str]:
         )
     if isinstance(settings, Mapping):
         return [f"{key}={_to_json(key, value)}" for key, value in settings.items()]
-    found = list(settings)
-    if not all(isinstance(setting, str) for setting in found):
-        raise ConfigError(f"a list of settings holds strings such as 'model.layers=6', got {found!r}")
-    return found
+    listed = list(settings) if isinstance(settings, Iterable) else [settings]
+    if not all(isinstance(setting, str) for setting in listed):
+        raise ConfigError(f"settings are a table, or a list of strings such as 'model.layers=6'; got {settings!r}")
+    return listed
 
 
 def _to_json(key: str, value: object) -> str:
@@ -239,7 +246,7 @@ def _plain(key: str, value: object) -> object:
     raise ConfigError(f"{key} must be a number, a string, a bool, None or a list of them; got a {type(value).__name__}")
 
 
-def _budget_changes(minutes: float | None, steps: int | None, tokens: int | None) -> list[str]:
+def _budget_changes(minutes: float | None, steps: int | str | None, tokens: int | str | None) -> list[str]:
     """The one budget that was given replaces that of the recipe."""
     budget = {"minutes": minutes, "steps": steps, "tokens": tokens}
     given = [f"--{name}" for name, value in budget.items() if value is not None]
@@ -248,12 +255,11 @@ def _budget_changes(minutes: float | None, steps: int | None, tokens: int | None
     return read_settings({f"budget.{name}": value for name, value in budget.items()}) if given else []
 
 
-def _resumed(out: str | os.PathLike[str] | None, recipe: str | None) -> Path | None:
+def _resumed(folder: Path | None, recipe: str | None) -> Path | None:
     """The folder of the run to continue; None if there is no run yet and a recipe says how to start it, so that one command
     can start a run and restart it."""
-    if out is None:
+    if folder is None:
         raise ConfigError("--resume continues an earlier run: give its folder by --out")
-    folder = Path(out)
     return folder if recipe is None or (folder / "config.json").exists() else None
 
 

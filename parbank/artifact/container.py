@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from parbank.errors import ArtifactError, enough_memory
-from parbank.files import write_file
+from parbank.files import refuse_link, write_file
 
 # A byte outside ASCII and both line ends: a transfer in text mode visibly breaks the magic.
 MAGIC = b"\x89PBK\r\n\x1a\n"
@@ -132,6 +132,7 @@ def check_target(path: str | Path) -> None:
         raise ArtifactError(f"{path} is a folder; name a file in it, such as {Path(path) / 'model.pbk'}")
     if os.path.lexists(path) and not is_artifact(path):
         raise ArtifactError(f"{path} exists and is no artifact; choose another name, or delete it yourself")
+    refuse_link(path)
 
 
 def _read(file: BinaryIO, size: int, source: str) -> Artifact:

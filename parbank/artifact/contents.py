@@ -69,7 +69,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a file."""
 
     spec: Spec
@@ -197,7 +197,7 @@ def _check_claim(artifact: Artifact, count: int, prefix: str, free: int = FREE_W
         raise ArtifactError.damaged(artifact.source, f"it claims to hold {count:,} weights in {size:,} bytes")
 
 
-def read_contents(artifact: Artifact) -> list[Stored]:
+def read_contents(artifact: Artifact) -> list[StoredTensor]:
     """Every tensor of a file, of any version. All sizes are checked before any weight is decoded."""
     specs = read_specs(artifact)
     read = _read_streams_1 if artifact.version == 1 else _read_streams
@@ -208,11 +208,11 @@ def read_contents(artifact: Artifact) -> list[Stored]:
         own = numbers[position : position + spec.halves]
         position += spec.halves
         if not spec.q:
-            found.append(Stored(spec, own, 0.0, half_bits * spec.halves))
+            found.append(StoredTensor(spec, own, 0.0, half_bits * spec.halves))
             continue
         one = decoded[spec.name]
         content = Quantised(one.values, one.scales, spec.q, spec.rotation, _split_factors(own, spec))
-        found.append(Stored(spec, content, one.integer_bits, one.scale_bits + half_bits * spec.halves))
+        found.append(StoredTensor(spec, content, one.integer_bits, one.scale_bits + half_bits * spec.halves))
     return found
 
 

@@ -89,6 +89,7 @@ def _rebuild(artifact: Artifact, device: torch.device, shaped: Shaped) -> Loaded
     weights = model.state_dict()  # views of the model's memory: one tensor at a time is held twice
     for name, tensor in each_tensor(artifact):
         weights[name].copy_(tensor)
+        del tensor  # before the next one is made
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

@@ -1,7 +1,7 @@
 """The artifact of a parbank model with its config and tokenizer: whether it will fit, and packing it."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,12 +10,11 @@ from parbank.artifact.about import TOKENIZER, About
 from parbank.artifact.code import code_bytes
 from parbank.artifact.pack import Packed, pack_weights
 from parbank.artifact.sizes import FEW_BITS, check_fits, expected_bytes, overhead_bytes
+from parbank.data.progress import Say, say_nothing
 from parbank.data.tokenizer import LEAST_BYTES, MOST_BYTES, USUAL_BYTES
 from parbank.model import GPT
 from parbank.quant.calibration import Calibration
 from parbank.quant.config import QuantConfig
-
-Say = Callable[[str], None]
 
 
 def check_model(
@@ -25,7 +24,7 @@ def check_model(
     *,
     tokenizer: bytes | None = None,
     count_code: bool = False,
-    say: Say = lambda line: None,
+    say: Say = say_nothing,
 ) -> None:
     """Refuses, before any work, a parbank model that cannot fit with any tokenizer; given the tokenizer, a model that is
     not guaranteed to fit. Without the tokenizer, it also reports a model that will be stored coarsely."""
@@ -65,7 +64,7 @@ def pack_model(
     max_bytes: int,
     count_code: bool = False,
     out: Path | None = None,
-    say: Say = lambda line: None,
+    say: Say = say_nothing,
 ) -> Packed:
     """The artifact of a parbank model with its tokenizer, which `load_artifact` makes a model again; written to `out`."""
     packed = pack_weights(

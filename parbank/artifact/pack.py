@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from parbank.artifact.container import Artifact, decode_artifact, read_artifact
-from parbank.artifact.contents import Content, Spec, pack_contents, read_contents
+from parbank.artifact.contents import Content, Spec, StoredTensor, pack_contents, read_contents
 from parbank.errors import ArtifactError
 from parbank.files import write_file
 from parbank.quant.bank import Contents
@@ -181,11 +181,16 @@ def unpack_tensors(artifact: Artifact) -> dict[str, torch.Tensor]:
 
 
 def each_tensor(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same one by one. Every stream is read and checked before the first."""
-    for stored in read_contents(artifact):
-        content = stored.content
-        weights = dequantise(content) if isinstance(content, Quantised) else content.astype(np.float32)
-        yield stored.spec.name, torch.from_numpy(weights.reshape(stored.spec.shape))
+    """The same one by one. Every stream is read and checked before the first; the integers of a tensor are freed with it."""
+    left = read_contents(artifact)[::-1]
+    while left:
+        yield left[-1].spec.name, _to_tensor(left.pop())
+
+
+def _to_tensor(stored: StoredTensor) -> torch.Tensor:
+    content = stored.content
+    weights = dequantise(content) if isinstance(content, Quantised) else content.astype(np.float32)
+    return torch.from_numpy(weights.reshape(stored.spec.shape))
 
 
 def describe_tensors(artifact: Artifact) -> list[TensorRow]:
@@ -272,7 +277,7 @@ def _search(packer: _Packer, config: QuantConfig, cap: int | None, code_bytes: i
     """The configured range with clipping if it fits, else the largest unclipped q that does, found in few builds.
 
     Clipping lowers the error at one q, but under an entropy coder it costs more bytes than a larger q would: at equal
-    size the unclipped range had the smaller error in every measurement (docs/log), so the ladder has none.
+    size the unclipped range had the smaller error in every measurement (docs/log/packing.md), so the ladder has none.
 
     A range k times as wide costs log2(k) bits more per weight. From one measured size that law guesses the q that just
     fits; every build then narrows the bracket until two neighbours lie on either side of the cap.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parbank.artifact.container import read_artifact
-from parbank.artifact.contents import Stored, read_contents
+from parbank.artifact.contents import StoredTensor, read_contents
 from parbank.quant.calibration import Calibration
 from parbank.quant.integers import Quantised, dequantise_with_entropy
 
@@ -39,7 +39,7 @@ def read_back(
     return tensors, {"tensors": rows, "sections": artifact.sizes}, seconds
 
 
-def _describe(stored: Stored, entropy: float) -> dict[str, Any]:
+def _describe(stored: StoredTensor, entropy: float) -> dict[str, Any]:
     spec = stored.spec
     return {
         "name": spec.name,

@@ -22,7 +22,7 @@ from parbank.artifact.pack import pack_tensors
 from parbank.config import from_dict, override
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ConfigError, ParbankError
-from parbank.files import write_file
+from parbank.files import refuse_link, write_file
 from parbank.model import GPT, ModelConfig
 from parbank.quant.config import QuantConfig
 from parbank.quant.integers import quantise_rows, recover, to_half
@@ -42,7 +42,7 @@ _USED = (
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedWeights:
     size: int
     """Bytes of the artifact."""
     count: int
@@ -55,7 +55,7 @@ def export_model(loaded: LoadedModel, target: Path, dtype: str = "float32") -> t
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not known; choose {', '.join(DTYPES)}")
     if target.suffix != ".safetensors":
-        raise ConfigError(f"--out {target} should end in .safetensors: other programs go by that")
+        raise ConfigError(f"{target} must end in .safetensors: other programs go by the name")
     try:
         target.name.encode("utf-8")
     except UnicodeEncodeError:
@@ -66,6 +66,7 @@ def export_model(loaded: LoadedModel, target: Path, dtype: str = "float32") -> t
         raise ConfigError(
             f"{target} exists and was not exported by parbank; choose another --out, or delete it yourself"
         )
+    refuse_link(target)
     tensors = loaded.model.state_dict()
     converted = {name: tensor.to("cpu", DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
     for name, tensor in converted.items():
@@ -78,7 +79,7 @@ def export_model(loaded: LoadedModel, target: Path, dtype: str = "float32") -> t
         "tokenizer_file": target.with_suffix(".model").name,
     }
     beside, pieces = target.with_suffix(".model"), loaded.tokenizer.model_bytes
-    if beside.exists() and not (beside.is_file() and beside.read_bytes() == pieces):
+    if os.path.lexists(beside) and not (beside.is_file() and beside.read_bytes() == pieces):
         raise ConfigError(f"the tokenizer goes to {beside}, which holds another one; choose another --out")
     write_file(target, _safetensors().torch.save(converted, metadata=about))
     write_file(beside, pieces)
@@ -87,6 +88,8 @@ def export_model(loaded: LoadedModel, target: Path, dtype: str = "float32") -> t
 
 def _is_exported(path: Path) -> bool:
     try:
+        if not path.is_file():  # a pipe would be waited for
+            return False
         with _safetensors().safe_open(path, framework="pt") as file:
             return META in (file.metadata() or {})
     except Exception:  # the library's own error type, or OSError
@@ -101,7 +104,7 @@ def import_model(
     config: Path | None = None,
     max_bytes: int | None = None,
     settings: tuple[str, ...] = (),
-) -> Imported:
+) -> ImportedWeights:
     """Reads a safetensors file and its tokenizer, and writes an artifact. Refuses files that do not belong together."""
     check_target(out)
     if max_bytes is not None and max_bytes < 1:
@@ -113,7 +116,7 @@ def import_model(
     quant = _read_settings(settings)
     data, exact = _pack(tensors, quant, meta, {TOKENIZER: pieces}, max_bytes)
     write_file(out, data)
-    return Imported(len(data), len(tensors), exact)
+    return ImportedWeights(len(data), len(tensors), exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +140,8 @@ def _read_settings(settings: tuple[str, ...]) -> QuantConfig:
 
 def _read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ArtifactError(f"{path} is not a regular file; give a .safetensors file")
         with _safetensors().safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             about = file.metadata() or {}

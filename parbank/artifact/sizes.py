@@ -20,6 +20,7 @@ from parbank.artifact.pack import plan
 from parbank.artifact.streams import encode_bytes
 from parbank.errors import ConfigError
 from parbank.quant.coders import CODERS
+from parbank.quant.coders.base import FREE_WEIGHTS, MAX_WEIGHTS_PER_BYTE
 from parbank.quant.config import QuantConfig
 from parbank.quant.integers import Quantised
 from parbank.quant.roles import Shape
@@ -29,8 +30,9 @@ from parbank.quant.streams import encode_quantised, fixed_bytes
 # of at most 12 digits.
 _ENTRY_BYTES = 100
 # The solver meets caps of fewer bits a weight than this, but the loss then grows fast: 0.03 bits per byte at 2.4 bits, 0.4
-# at 1.2 (docs/log). Fewer weights with more bits each are better.
+# at 1.2 (docs/log/packing.md). Fewer weights with more bits each are better.
 FEW_BITS = 2
+HUGE = 1 << 28  # weights; zeros for fewer are packed within seconds
 
 
 def overhead_bytes(meta: Mapping[str, Any], extra_sections: Mapping[str, bytes]) -> int:
@@ -78,7 +80,11 @@ def check_fits(
     # A model that fits at fixed width also fits as zeros; this saves writing millions of them.
     if fixed + _total(_most_bytes(_coarsest(shapes, config))) <= max_bytes:
         return
-    worst = worst_case_bytes(shapes, config, overhead=fixed)
+    # Zeros for a huge model would take minutes, and more memory than there is: a lower bound refuses it at once.
+    least = _least_bytes(_coarsest(shapes, config)) if config.method == "solver" else 0
+    huge = sum(spec.count for spec in _coarsest(shapes, config)) > HUGE
+    hopeless = huge and fixed + least > max_bytes
+    worst = fixed + least if hopeless else worst_case_bytes(shapes, config, overhead=fixed)
     if worst <= max_bytes:
         return
     parameters = sum(math.prod(shape) for shape in shapes.values())
@@ -120,6 +126,12 @@ def _most_bytes(specs: Sequence[Spec]) -> dict[str, int]:
         SCALES: 1 + 2 * sum(spec.scales for spec in specs),
         HALVES: 1 + 2 * sum(spec.halves for spec in specs),
     }
+
+
+def _least_bytes(specs: Sequence[Spec]) -> int:
+    """No content takes less: a reader would refuse it (`parbank.artifact.contents`)."""
+    count = sum(spec.count for spec in specs if spec.q)
+    return count // MAX_WEIGHTS_PER_BYTE if count > FREE_WEIGHTS else 0
 
 
 @functools.lru_cache(maxsize=8)

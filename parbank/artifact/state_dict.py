@@ -34,6 +34,7 @@ EXACT = "exact"
 _LARGEST_HALF = 65504.0
 _LEAST_HALF = 2.0**-14
 """Of the numbers that float16 has with all of its digits."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NARROW = 16  # the least side of a matrix that is stored as integers (quant/roles.py)
 
 
@@ -72,11 +73,8 @@ def split_state_dict(
     (inputs, outputs) (`transposed_in`). The order of the dict does not matter."""
     known, found = roles or {}, Split({}, {}, {}, {}, {}, [])
     seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in sorted(state.items()):
-        if not isinstance(tensor, Tensor):
-            raise ArtifactError(
-                f"{name} is a {type(tensor).__name__}, not a tensor; pack a state dict of tensors, such as module.state_dict()"
-            )
+    for name, tensor in sorted(state.items(), key=lambda item: str(item[0])):
+        _check_tensor(name, tensor)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in seen:
             found.shared[name] = first = seen[place]
@@ -138,6 +136,28 @@ def unpack_state_dict(artifact: Artifact) -> dict[str, Tensor]:
             f"{artifact.source} is whole, but its table of shapes does not fit its weights ({error}); pack it again"
         ) from error
     return state
+
+
+def _check_tensor(name: object, tensor: object) -> None:
+    """Refuses what no file could give back."""
+    if not isinstance(name, str):
+        raise ArtifactError(f"names in a state dict are strings, got {name!r}; pack a dict such as module.state_dict()")
+    fault, remedy = "", ""
+    if not isinstance(tensor, Tensor):
+        fault, remedy = (
+            f"a {type(tensor).__name__}, not a tensor",
+            "pack a state dict of tensors, such as module.state_dict()",
+        )
+    elif hasattr(tensor, "full_tensor"):
+        fault, remedy = "one rank's part of a tensor", "pack tensor.full_tensor(), which every rank must call"
+    elif tensor.is_meta:
+        fault, remedy = "on the device meta, which holds no values", "load the weights first"
+    elif tensor.layout != torch.strided:
+        fault, remedy = "sparse", "pack tensor.to_dense()"
+    elif tensor.is_quantized or (tensor.is_floating_point() and tensor.dtype not in _FLOATS):
+        fault, remedy = f"of {tensor.dtype}", "convert it, for instance by tensor.float()"
+    if fault:
+        raise ArtifactError(f"{name} is {fault}; {remedy}")
 
 
 def _needs_exactness(name: str, tensor: Tensor) -> bool:

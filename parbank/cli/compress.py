@@ -51,7 +51,7 @@ def compress(
     from parbank import runtime
     from parbank.display import Display
     from parbank.eval.compressor.archive import compress as write
-    from parbank.eval.compressor.archive import name_files, refuse_existing
+    from parbank.eval.compressor.archive import name_files, refuse_existing, refuse_stream
     from parbank.eval.compressor.coder import check_lanes
     from parbank.threads import compute_with
     from parbank.training.compiled import use_compile_cache
@@ -59,6 +59,7 @@ def compress(
 
     check_lanes(segments)
     name_files(files)  # before the model is read, which takes seconds
+    refuse_stream(out)
     refuse_existing(out, "delete it, or give another name with -o")
     use_compile_cache()
     with runtime.start(device) as place, compute_with(threads):
@@ -74,7 +75,8 @@ def compress(
     tally, content = written.tally, max(written.content, 1)
     shown = {
         "files": f"{len(files):,}, {written.content:,} bytes",
-        "compressed": f"{written.size:,} bytes, {8 * written.size / content:.4f} bits per byte of the files",
+        "compressed": f"{written.size:,} bytes"
+        + (f", {8 * written.size / content:.4f} bits per byte of the files" if written.content else ""),
     }
     if tally.tokens:
         shown["score"] = (
@@ -110,13 +112,15 @@ def decompress(
     ahead.begin(device)
     from parbank import runtime
     from parbank.display import Display
-    from parbank.eval.compressor.archive import check_targets
+    from parbank.eval.compressor.archive import check_targets, refuse_stream
     from parbank.eval.compressor.archive import decompress as write
     from parbank.threads import compute_with
     from parbank.training.compiled import use_compile_cache
     from parbank.training.load import load_model
 
     use_compile_cache()
+    for path in (file, out):
+        refuse_stream(path)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"-o {out} is a file; give a folder to write into")
     there = check_targets(file, out).made_with.get("threads")

@@ -1,20 +1,15 @@
 """Scoring a model: `eval`."""
 
-import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
 from parbank import ahead
-from parbank.cli.laps import Laps
-from parbank.cli.scoring import UNPACKED, Request, check_request, score_models
+from parbank.cli.scoring import EvalOptions, check_request, score_models
+from parbank.cli.tables import draw_breakdown, show_breakdown, show_result, show_results
 from parbank.cli.terminal import (
     DeviceOption,
     FieldOption,
@@ -23,13 +18,12 @@ from parbank.cli.terminal import (
     ThreadsOption,
     data_option,
     describe_registered,
-    print_pairs,
-    printable,
+    process_age,
 )
 from parbank.data.sources import read_data
 from parbank.errors import ConfigError
+from parbank.training.laps import Laps
 
-SHOWN_DOCUMENTS = 10
 PICTURES = (".png", ".pdf", ".svg", ".jpg")  # common formats that matplotlib writes
 
 
@@ -188,8 +182,8 @@ def evaluate(
 
     Any number of ranks gives the same score to the last bit.
     """
-    laps = Laps()
-    laps.mark("start")
+    laps = Laps(ago=process_age())
+    laps.end("start")
     ahead.begin(device)
     from parbank.eval.result import compare as compare_results
     from parbank.eval.result import is_result, read_result
@@ -203,7 +197,7 @@ def evaluate(
         raise ConfigError(f"{given} takes one model, and {len(models)} were given; score each model alone")
     if path.suffix == ".json" and path.is_file():
         if theirs is not None:
-            _show(compare_results(read_result(path), theirs, str(compare)), as_json)
+            show_result(compare_results(read_result(path), theirs, str(compare)), as_json)
             return
         if is_result(path):
             raise ConfigError(f"{path} is a result, not a model; give another one by --compare to see the difference")
@@ -225,7 +219,7 @@ def evaluate(
         "rank": rank,
     }
     chosen = {"graphed": not (eager or audit), **flags, **_parse_settings(settings or [])}
-    request = Request(
+    request = EvalOptions(
         data=data,
         method=method,
         context=context,
@@ -243,7 +237,7 @@ def evaluate(
     if results is None:  # another rank prints
         return
     if len(results) > 1:
-        _show_several(dict(zip(models, results)), laps, as_json)
+        show_results(dict(zip(models, results)), laps, as_json)
         return
     result = results[0] | {"times": laps.seconds}
     if theirs is not None:
@@ -251,12 +245,12 @@ def evaluate(
     found = result.pop("breakdown", None)
     if as_json and found is not None:
         result["breakdown"] = found.as_dict()
-    _show(result, as_json, checkpoint=_has_checkpoint(path))
+    show_result(result, as_json, checkpoint=_has_checkpoint(path))
     if found is not None:
         if not as_json:
-            _print_breakdown(found)
+            show_breakdown(found)
         sys.stdout.flush()  # a picture that fails must not take the score with it
-        _draw(found, f"{path.name}: {result['method']}, {result['val_bpb']:.4f} bits per byte", picture)
+        draw_breakdown(found, f"{path.name}: {result['method']}, {result['val_bpb']:.4f} bits per byte", picture)
 
 
 def _name_models(paths: list[Path], unpacked: bool) -> dict[str, Path]:
@@ -286,59 +280,6 @@ def _has_checkpoint(path: Path) -> bool:
     return (folder / "model.pbk").is_file() and (folder / "checkpoint").is_dir()
 
 
-def _show_several(results: dict[str, dict[str, Any]], laps: Laps, as_json: bool) -> None:
-    """Every model in one table, with its difference from the first one."""
-    from parbank.eval.paired import compare_models
-
-    parts = {name: result.pop("breakdown").by_document for name, result in results.items()}
-    first, *others = parts
-    bits = {name: [part.bits for part in own] for name, own in parts.items()}
-    sizes = [part.bytes for part in parts[first]]
-    found = compare_models(sizes, bits[first], {name: bits[name] for name in others})
-    if as_json:
-        models = [{"model": name, **result} for name, result in results.items()]
-        differences = [{"model": name, "against": first, **asdict(one)} for name, one in found.items()]
-        print(json.dumps({"models": models, "differences": differences, "times": laps.seconds}))
-        return
-    beside = results[first].pop("beside")
-    names = Column("model", overflow="fold")  # two names may differ at their ends only
-    table = Table(names, "bpb", "difference", "95% interval", "verdict")
-    for name, result in results.items():
-        one = found.get(name)
-        shown = [] if one is None else [f"{one.bpb:+.4f}", _interval(one), one.describe()]
-        table.add_row(Text(name), f"{result['val_bpb']:.4f}", *shown)
-    for name, bpb in beside.items():
-        table.add_row(name, f"{bpb:.4f}")
-    Console(highlight=False).print(table)
-    for name, result in results.items():
-        if proof := result.get("proof"):
-            print(f"{name}: {_describe_proof(proof)}")
-    documents = sum(size > 0 for size in sizes)
-    corrected = f", corrected for {len(found)} comparisons (Holm)" if len(found) > 1 else ""
-    print(f"differences from {first} by {documents:,} documents: a paired t test{corrected}")
-    contexts = {name: result["context"] for name, result in results.items()}
-    if len(set(contexts.values())) > 1:
-        listed = ", ".join(f"{name} {context:,}" for name, context in contexts.items())
-        print(f"note: the models read windows of different lengths (tokens: {listed}); --context N gives all the same")
-
-
-def _interval(one: Any) -> str:
-    return "" if one.low is None else f"{one.low:+.4f} to {one.high:+.4f}"
-
-
-def _describe_proof(proof: dict[str, Any]) -> str:
-    return (
-        "compressed to {file_bytes:,} bytes ({file_bpb:.4f} bits per byte; the model's score in the same {segments} segments "
-        "is {score_bpb:.4f}), decompressed, and identical".format(**proof)
-    )
-
-
-def _describe_plain(plain: dict[str, Any]) -> str:
-    worst = plain["worst_document_bpb"]
-    changed = f"loses {worst:.5f}" if worst > 0 else f"gains {-worst:.5f}"
-    return f"{plain['val_bpb']:.6f} by {plain['method']}; adapting gains {plain['gain_bpb']:.4f}, and the worst document {changed}"
-
-
 def _check_picture(path: Path) -> None:
     """Checks the picture's path before the text is scored."""
     from parbank.eval.breakdown import is_picture
@@ -355,17 +296,6 @@ def _check_picture(path: Path) -> None:
         raise ConfigError(
             f"--picture {path} exists, and does not say that parbank drew it; give another name, or delete it"
         )
-
-
-def _draw(found: Any, title: str, picture: Path) -> None:
-    from parbank.data.progress import say_on_stderr
-    from parbank.eval.breakdown import draw
-
-    try:
-        draw(found, title, picture)
-        say_on_stderr(f"wrote {picture}")
-    except ConfigError as error:  # no matplotlib: the tables are worth having without the picture
-        say_on_stderr(f"note: {error}")
 
 
 def _parse_settings(assignments: list[str]) -> dict[str, Any]:
@@ -387,64 +317,6 @@ def _parse_blocks(text: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"--blocks is a list of block numbers such as 8,9,10, got {text!r}") from None
-
-
-_FORMATS = {
-    **dict.fromkeys(("val_bpb", "val_loss"), "{:.6f}"),
-    **dict.fromkeys(("tokens", "bytes", "documents"), "{:,}"),
-    "seconds": "{:.1f}",
-    "tokens_per_second": "{:,.0f}",
-}
-
-
-def _show(result: dict[str, Any], as_json: bool, *, checkpoint: bool = False) -> None:
-    """Prints all digits as JSON, and otherwise the significant digits. `checkpoint`: one could be scored, too."""
-    if as_json:
-        print(json.dumps(result))
-        return
-    beside, _ = result.pop("beside", {}), result.pop("times", None)
-    shown = {key: _FORMATS.get(key, "{}").format(value) for key, value in result.items() if value is not None}
-    if adapt := result.get("adapt"):
-        shown["adapt"] = ", ".join(f"{key} {value}" for key, value in adapt.items() if value not in ((), None))
-    if audit := result.get("audit"):
-        shown["audit"] = "probabilities at {positions:,} positions sum to 1 within {worst_deviation:.1e}".format(
-            **audit
-        )
-    if proof := result.get("proof"):
-        shown["proof"] = _describe_proof(proof)
-    if plain := result.get("plain"):
-        shown["plain"] = _describe_plain(plain)
-    print_pairs(shown)
-    if beside:
-        table = Table("the same text", "bits per byte")
-        for name, bpb in {"this model": result["val_bpb"], **beside}.items():
-            table.add_row(name, f"{bpb:.4f}")
-        if checkpoint and UNPACKED not in beside:
-            table.add_row(UNPACKED, "see --unpacked")
-        Console(highlight=False).print(table)
-
-
-def _print_breakdown(found: Any) -> None:
-    """Prints three tables. Of many documents, the table shows those that cost the most bits."""
-    out = Console(highlight=False)
-    for title, parts in (("tokens of context", found.by_context), ("place in document", found.by_place)):
-        table = Table(title, "tokens", "bytes", "bpb")
-        for part in parts:
-            name = str(part.first) if part.first == part.last else f"{part.first:,}-{part.last:,}"
-            table.add_row(name, f"{part.tokens:,}", f"{part.bytes:,}", _bpb(part))
-        out.print(table)
-    documents = sorted(found.by_document, key=lambda part: -part.bits)
-    table = Table("document", "tokens", "bytes", "bpb", "begins")
-    for part in documents[:SHOWN_DOCUMENTS]:
-        opening = Text(printable(part.opening)[:40])  # not a plain string: rich would read [...] in it as its own
-        table.add_row(f"at {part.first:,}", f"{part.tokens:,}", f"{part.bytes:,}", _bpb(part), opening)
-    out.print(table)
-    if len(documents) > SHOWN_DOCUMENTS:
-        print(f"the {SHOWN_DOCUMENTS} documents with the most bits, of {len(documents):,}; --json has all")
-
-
-def _bpb(part: Any) -> str:
-    return "-" if part.bpb is None else f"{part.bpb:.4f}"
 
 
 COMMANDS = {"eval": evaluate}

@@ -26,7 +26,7 @@ GROUPS = (train, plan, eval, sample, compress, serve, report, runs, artifact, da
 def main() -> None:
     """Runs the command line. An error that a user can fix ends in one message and exit code 2; a bug keeps its
     traceback."""
-    atexit.register(gc.freeze)  # the interpreter need not search torch's modules for cycles at its end: 0.35 s
+    atexit.register(gc.freeze)  # the interpreter need not search torch's modules for cycles at its end
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     _replace_closed_streams()

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from parbank.cli.terminal import printable
+
 
 def report(
     folders: Annotated[
@@ -42,7 +44,7 @@ def report(
         write_study_page(make_report(studies[0]).to_dict(), studies[0], target)
     else:
         write_pages(folders, target)
-    print(f"{target}: {target.stat().st_size:,} bytes; open it in a browser")
+    print(f"{printable(str(target))}: {target.stat().st_size:,} bytes; open it in a browser")
 
 
 COMMANDS = {"report": report}

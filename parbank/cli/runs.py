@@ -23,7 +23,7 @@ def runs(
 ) -> None:
     """List the runs below a folder: recipe, minutes, bytes, score and date.
 
-    Runs that have not ended are listed, too, without a score.
+    Runs that have not ended are listed, too: running, or stopped.
     --sort puts runs without the number last.
 
     Examples:
@@ -53,7 +53,7 @@ def runs(
             Text(printable(line.recipe)),
             "-" if line.minutes is None else f"{line.minutes:.1f}",
             "-" if line.bytes is None else f"{line.bytes:,}",
-            "not ended" if line.score is None else f"{line.score:.4f}",
+            line.state if line.score is None else f"{line.score:.4f}",
             line.date[:16].replace("T", " "),
         )
     Console(highlight=False, width=None if Console().is_terminal else 140).print(table)

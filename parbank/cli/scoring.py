@@ -1,6 +1,5 @@
 """One or several models scored on one text: the work of `eval`."""
 
-import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parbank.cli.laps import Laps
 from parbank.errors import ConfigError
+from parbank.training.laps import Laps
 
 if TYPE_CHECKING:
-    from parbank.eval.aside import KernelsAside
+    from parbank.eval.aside import ScoringKernels
     from parbank.eval.methods.base import Method
 
 LARGEST_BESIDE = 1 << 26  # bytes of text for xz and zstd, which then take a minute
@@ -21,7 +20,7 @@ UNPACKED = "this model, unpacked"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class EvalOptions:
     """The options of `parbank eval`."""
 
     data: str | None
@@ -39,7 +38,7 @@ class Request:
     threads: int | None
 
 
-def check_request(request: Request) -> None:
+def check_request(request: EvalOptions) -> None:
     """Refuses requests that cannot be proved, before anything is read."""
     if request.segments is not None and not request.prove:
         raise ConfigError("--segments says how --prove divides the text; give both")
@@ -54,12 +53,12 @@ def check_request(request: Request) -> None:
         )
 
 
-def score_models(paths: dict[str, Path], request: Request, laps: Laps) -> list[dict[str, Any]] | None:
+def score_models(paths: dict[str, Path], request: EvalOptions, laps: Laps) -> list[dict[str, Any]] | None:
     """The results in the order of the models, on the first rank; the first one also has the other compressors. Settings
     that cannot be run or compared are refused before the work."""
     from parbank import runtime
     from parbank.display import Display
-    from parbank.eval.aside import KernelsAside
+    from parbank.eval.aside import ScoringKernels
     from parbank.threads import compute_with
     from parbank.training.compiled import use_compile_cache
 
@@ -67,8 +66,8 @@ def score_models(paths: dict[str, Path], request: Request, laps: Laps) -> list[d
     found: list[dict[str, Any]] = []
     with runtime.start(request.device) as place, compute_with(request.threads), _beside() as beside:
         display = Display(enabled=place.is_main, file=sys.stderr)
-        kernels = KernelsAside(place, display.say)
-        laps.mark("import")
+        kernels = ScoringKernels(place, display.say)
+        laps.end("import")
         try:
             for name, path in paths.items():
                 said = f" {name}" if len(paths) > 1 else ""
@@ -85,7 +84,7 @@ def score_models(paths: dict[str, Path], request: Request, laps: Laps) -> list[d
             raise
         if place.is_main:
             compressors = beside.result()
-            laps.mark("compressors")
+            laps.end("compressors")
             unpacked = _find_unpacked(next(iter(paths.values())), found[0]) if len(paths) == 1 else {}
             found[0]["beside"] = unpacked | compressors
     return found if place.is_main else None
@@ -93,13 +92,13 @@ def score_models(paths: dict[str, Path], request: Request, laps: Laps) -> list[d
 
 def _score_model(
     path: Path,
-    request: Request,
+    request: EvalOptions,
     place: Any,
     display: Any,
     laps: Laps,
     said: str,
     beside: "_Beside",
-    kernels: "KernelsAside",
+    kernels: "ScoringKernels",
 ) -> dict[str, Any] | None:
     from parbank.config import to_dict
     from parbank.data.validation import open_validation
@@ -109,14 +108,14 @@ def _score_model(
     from parbank.eval.result import refuse_unlike
     from parbank.training.load import load_model
 
-    laps.mark("import")
+    laps.end("import")
 
     def choose_method(own: int) -> "Method":
         context = own if request.context is None else request.context
         return make_method(request.method, **{"context": context, **request.settings})
 
     loaded = load_model(path, place.device, lambda config, own: kernels.begin(config, lambda: choose_method(own)))
-    laps.mark("model")
+    laps.end("model")
     method = choose_method(loaded.context)
     spec, theirs = request.data or loaded.data, request.theirs
     if spec is None:
@@ -133,11 +132,11 @@ def _score_model(
         same = {f"model.{name}": value for name, value in to_dict(loaded.model.config).items()}
         same |= {"tokenizer_sha256": loaded.tokenizer.fingerprint, "--audit": request.audit}
         compare_scoring(loaded.model, same | about, place)
-    laps.mark("text")
+    laps.end("text")
     if place.is_main:
         beside.begin(loaded.tokenizer, validation.tokens)
     kernels.wait()
-    laps.mark("kernels")
+    laps.end("kernels")
     thorough = audited(loaded.model, place.device, POSITIONS) if request.audit else nullcontext()
     with display.progress(f"scoring{said}") as progress, thorough as w:
         began = laps.seconds.get("first piece", 0.0) + laps.seconds.get("scoring", 0.0)
@@ -145,7 +144,7 @@ def _score_model(
             loaded.model, validation.tokens, place, _first(progress, laps), tokenizer=loaded.tokenizer
         )
         score = scored.total(loaded.tokenizer)
-        laps.mark("scoring")
+        laps.end("scoring")
     seconds = laps.seconds.get("first piece", 0.0) + laps.seconds["scoring"] - began
     audit_result = {}
     if w is not None:
@@ -177,7 +176,7 @@ def _score_model(
         with display.progress(f"proving{said}") as progress:
             proved = replace(loaded, context=method.context)
             result["proof"] = prove(proved, validation.tokens, segments=request.segments, progress=progress)
-        laps.mark("proving")
+        laps.end("proving")
     if request.breakdown:
         result["breakdown"] = break_down(scored, loaded.tokenizer, method, loaded.model.config)
     return result
@@ -186,10 +185,12 @@ def _score_model(
 def _find_unpacked(path: Path, result: dict[str, Any]) -> dict[str, float]:
     """The score of the weights before packing, where the run's summary has it for this artifact, text and method: another
     pass over the text would take as long as the score itself, and is left to --unpacked."""
+    from parbank.config import parse_json
+
     artifact = path / "model.pbk" if path.is_dir() else path
     try:
-        summary = json.loads((artifact.parent / "summary.json").read_bytes())
-        config = json.loads((artifact.parent / "config.json").read_bytes())
+        summary = parse_json((artifact.parent / "summary.json").read_bytes())
+        config = parse_json((artifact.parent / "config.json").read_bytes())
         same = (
             artifact.stat().st_size == summary["artifact_bytes"]
             and abs(result["val_bpb"] - summary["val_bpb"]) < 0.001  # rounding, on another device
@@ -208,7 +209,7 @@ def _first(progress: Any, laps: Laps) -> Any:
     def move(share: float) -> None:
         nonlocal begun
         if not begun:
-            laps.mark("first piece")
+            laps.end("first piece")
             begun = True
         progress(share)
 

@@ -1,43 +1,36 @@
-"""Shared by commands: common options, parsing of sizes and data, and printing."""
+"""Shared by commands: common options, parsing of sizes and data, printing, and the age of the process."""
 
 import ast
+import os
 import re
 import shlex
-from collections.abc import Sequence
-from decimal import Decimal
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from parbank import sizes
 from parbank.data.sources import describe_sources
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_LARGEST = 2**63 - 1  # the limit of file systems, and of other programs' integers
+from parbank.errors import ConfigError
 
 
 def read_size(text: str) -> int:
-    """Bytes from `16MB`, `16MiB`, `30_000_000` or `2e6`."""
-    return _read_whole(
-        text, _UNITS, "a size is written as 16MB (16,000,000 bytes), 16MiB (16,777,216), 30_000_000 or 2e6"
-    )
+    """Bytes from `16MB`; an option's value that is not understood is a wrong option."""
+    return _as_option(sizes.read_size, text)
 
 
 def read_count(text: str) -> int:
-    """A whole number from `30_000_000` or `2e6`."""
-    return _read_whole(text, {"": 1}, "a count is written as 2000000, 2_000_000 or 2e6")
+    """A whole number from `30_000_000` or `2e6`, in the same way."""
+    return _as_option(sizes.read_count, text)
 
 
-def _read_whole(text: str, units: dict[str, int], remedy: str) -> int:
-    found = re.fullmatch(r"(\d[\d_]*|\d{1,3}(?:,\d{3})+)(\.\d+)?(e\+?\d{1,2})?\s*([a-z]*)", text.strip(), re.I | re.A)
-    if found is None or found[4].upper() not in units:
-        raise typer.BadParameter(f"{text!r} is not understood; {remedy}")
-    number = Decimal(re.sub("[_,]", "", found[1]) + (found[2] or "") + (found[3] or "")) * units[found[4].upper()]
-    if number != int(number):
-        raise typer.BadParameter(f"{text!r} is {number.normalize():f}, not a whole number; {remedy}")
-    if number > _LARGEST:
-        raise typer.BadParameter(f"{text!r} is larger than {_LARGEST:,}; {remedy}")
-    return int(number)
+def _as_option(read: Callable[[str], int], text: str) -> int:
+    try:
+        return read(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def describe_registered(folder: str) -> str:
@@ -132,3 +125,14 @@ def printable(text: str) -> str:
 
 def _picture(code: int) -> str:
     return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
+
+
+def process_age() -> float:
+    """Seconds since this process began; 0 where Linux's /proc is missing."""
+    try:
+        with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()  # after the program's name, which may hold anything
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0

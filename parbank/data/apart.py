@@ -1,7 +1,7 @@
 """Prepares text in a process of its own, while this process compiles kernels.
 
 Python runs one thread of a process at a time. The threads that compile kernels hold its lock for long, and a preparation
-beside them waits for it after every NumPy call: reading alone took 15 s instead of 6 for 183 MB on 16 cores.
+beside them would wait for it after every NumPy call (docs/log/startup.md).
 
     python -m parbank.data.apart SPEC VOCABULARY CACHE TOKENIZER [quiet]
 

@@ -6,7 +6,6 @@ same text with the same settings takes the folder over and goes on from there. T
 hashes that cannot be stored half-way are computed again from the files.
 """
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from parbank.config import parse_json
 from parbank.data.overlap import Overlap
 from parbank.data.shards import ShardInfo
 from parbank.data.spool import Document, Spool
@@ -100,7 +100,7 @@ class Journal:
 def read_journal(folder: Path) -> dict[str, Any]:
     """The journal in a folder; empty if there is none."""
     try:
-        state = json.loads((folder / JOURNAL).read_bytes())
+        state = parse_json((folder / JOURNAL).read_bytes())
     except (OSError, ValueError):
         return {}
     return state if isinstance(state, dict) else {}

@@ -35,7 +35,7 @@ _HELD = 2
 _PATIENCE_SECONDS = 10.0
 
 
-class Stream(Protocol):
+class BatchSource(Protocol):
     """The source of a Prefetcher. A stream may also have a `dtype`, the numpy dtype of its batches; the default is
     uint16."""
 
@@ -69,7 +69,7 @@ class _Slot:
 class _Loader:
     """Makes one batch: reads it from the stream and copies it to the device. Uses no threads."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: BatchSource) -> None:
         self.stream = stream
         self.dtype = np.dtype(getattr(stream, "dtype", np.uint16))
         self.widens = self.dtype == np.uint16  # to int64, on the device: torch has few ops on uint16
@@ -110,7 +110,7 @@ class _Loader:
 class _CudaLoader(_Loader):
     """The same through pinned memory and a copy stream. An event that was never recorded counts as done."""
 
-    def __init__(self, stream: Stream, device: torch.device) -> None:
+    def __init__(self, stream: BatchSource, device: torch.device) -> None:
         super().__init__(stream)
         self._device = device
         self._copier = torch.cuda.Stream(device)
@@ -197,7 +197,7 @@ class Prefetcher:
     """Hands out a stream's batches on the device, made up to `depth` batches ahead by a thread. Depth 0 makes each batch
     when it is asked for, without a thread; the batches are the same.
 
-    A stream is any object with the methods of `parbank.data.prefetch.Stream`: the shape of a batch, `fill`, and its state.
+    A stream is any object with the methods of `parbank.data.prefetch.BatchSource`: the shape of a batch, `fill`, and its state.
     Batches of uint16, the usual dtype of tokens on disk, come out as int64; any other dtype comes out as it is.
 
     >>> import numpy as np
@@ -231,12 +231,12 @@ class Prefetcher:
     prefetcher that is dropped without `close()` ends its thread when it is collected or the interpreter exits.
     """
 
-    def __init__(self, stream: Stream, *, device: torch.device | str, depth: int = 3) -> None:
+    def __init__(self, stream: BatchSource, *, device: torch.device | str, depth: int = 3) -> None:
         require(depth >= 0, f"the prefetch depth must be 0 (no thread) or more, got {depth}")
         missing = [name for name in ("shape", "fill", "state_dict", "load_state_dict") if not hasattr(stream, name)]
         require(
             not missing,
-            f"a Prefetcher takes a parbank.data.prefetch.Stream, and a {type(stream).__name__} has no {', '.join(missing)}",
+            f"a Prefetcher takes a parbank.data.prefetch.BatchSource, and a {type(stream).__name__} has no {', '.join(missing)}",
         )
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:  # the current device is per thread

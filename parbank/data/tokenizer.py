@@ -42,8 +42,7 @@ LEAST_BYTES, USUAL_BYTES, MOST_BYTES = 10, 18, 36
 # SentencePiece uses these itself (unknown, space, word boundary, end of string) and drops them, or their whole line, from
 # training. They are encoded as bytes.
 _UNLEARNABLE = (SPACE, "\u2585", "\t", "\0")
-# Characters beyond this share of the text become bytes. Measured at 1024 tokens: 2.509, 2.515, 2.514, 2.496 bytes a token
-# with 0.999, 0.995, 0.99, 0.98 on English web text and books; 2.699, 2.707, 2.706, 2.711 on Python sources.
+# Characters beyond this share of the text become bytes: more bytes a token than with 0.999 or 0.98 (docs/log/cpu.md).
 _COVERAGE = 0.995
 # A text of so many characters for each token that still has too few pieces repeats itself. Measured on Markdown and Python:
 # a vocabulary of 320, 1,024 or 8,192 tokens needs 0.5, 0.8 or 2.8 characters for each token.
@@ -445,9 +444,9 @@ def _train(lines: Iterator[str], vocab_size: int, operators: Sequence[str], *, s
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
-            # Pieces may mix letters and signs ("),", ".\n\n", "__init__"): 0.6% fewer tokens on prose, 3% on Python.
+            # Pieces may mix letters and signs ("),", ".\n\n", "__init__"): fewer tokens (docs/log/cpu.md).
             split_by_unicode_script=False,
-            # SentencePiece's 16 is too short for deep indentation and ruled lines: 0.7% fewer tokens on Python.
+            # SentencePiece's 16 is too short for deep indentation and ruled lines.
             max_sentencepiece_length=32,
             character_coverage=1.0,  # the alphabet is already cut, further than SentencePiece would allow (0.98)
             unk_id=0,

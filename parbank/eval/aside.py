@@ -10,16 +10,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from parbank import ahead
+from parbank.data.progress import Say
 from parbank.errors import ConfigError
 from parbank.eval.methods.base import Method
 from parbank.model import GPT, ModelConfig
 from parbank.ops.rehearsal import can_rehearse, rehearsal
 from parbank.runtime import Runtime
 
-Say = Callable[[str], None]
 
-
-class KernelsAside:
+class ScoringKernels:
     """A thread that rehearses, on a single GPU. Elsewhere, and for a second model, nothing happens."""
 
     def __init__(self, runtime: Runtime, say: Say) -> None:

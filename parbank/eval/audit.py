@@ -29,7 +29,7 @@ from parbank.model import GPT
 from parbank.ops.loss import IGNORED
 from parbank.runtime import Runtime
 
-SAMPLE = 4  # positions of each pass of the model, which scores some thousand tokens: far below 1% of the work
+SAMPLE = 4  # positions of each pass of the model, which scores some thousand tokens; benchmarks/proof.py times it
 POSITIONS = 64  # of each pass, under `eval --audit`
 # The loss is computed in float32: its error is 2^-23 of the largest number in it, a cost or a capped logit, times a few.
 # 2^-10 leaves room for costs up to a thousand nats; beyond, it grows with the cost.

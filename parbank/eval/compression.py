@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from parbank.config import parse_json
 from parbank.data.progress import Say, say_on_stderr
 from parbank.errors import FileError
 from parbank.files import default_cache, write_json
@@ -67,7 +68,7 @@ def _compress(text: bytes, compressors: dict[str, Compress], say: Say) -> dict[s
 def _read(path: Path, names: set[str]) -> dict[str, float] | None:
     """An earlier result; None if there is none, or if it makes no sense."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
         return {name: float(found[name]) for name in found} if found.keys() == names else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from parbank.config import parse_json
 from parbank.errors import ConfigError
 from parbank.eval.adaptation import ADAPTERS
 
@@ -28,7 +29,7 @@ LATER = {"documents", "documents_sha256", "options"}  # some results lack them, 
 def read_result(path: Path) -> dict[str, Any]:
     """A result that `parbank eval --json` printed."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the result {path}: {error}; give a file that `eval --json` wrote") from error
     missing = sorted({"val_bpb", *LIKE} - LATER - set(found)) if isinstance(found, dict) else ["val_bpb"]

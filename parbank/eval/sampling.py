@@ -2,6 +2,7 @@
 
 import codecs
 import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from parbank.config import require
 from parbank.data.tokenizer import DecodeState, Tokenizer
+from parbank.errors import ParbankError
 from parbank.model import GPT
 from parbank.model.protocol import PlainModel
 from parbank.model.stream import BEFORE, Stream
@@ -27,40 +29,14 @@ Reader = Callable[[list[int]], Tensor | None]
 """All tokens so far -> the logits of the next. None: only a part of them has been read yet; call it again."""
 
 
-def sample_tokens(
-    model: GPT | PlainModel,
-    tokenizer: Tokenizer,
-    prompt: Prompt = (),
-    *,
-    tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    context: int = 1024,
-) -> Iterator[int]:
-    """Yields up to `tokens` tokens that continue the prompt, and stops where the model ends the document.
-
-    temperature 0 takes the likeliest token. top_k keeps the k likeliest tokens (0: all); of these, top_p keeps the
-    fewest whose probabilities sum to it. The same seed gives the same text on one machine.
-    """
-    drawn = draw_tokens(
-        model,
-        tokenizer,
-        prompt,
-        tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        context=context,
-        likeliest=0,
-    )
-    return (found.choice.token for found in drawn)
+def sample_tokens(model: GPT | PlainModel, tokenizer: Tokenizer, prompt: Prompt = (), **settings: Any) -> Iterator[int]:
+    """Yields tokens that continue the prompt, and stops where the model ends the document. The settings are those of
+    `draw_steps`."""
+    return (found.choice.token for found in draw_tokens(model, tokenizer, prompt, likeliest=0, **settings))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class NextToken:
     """A token that could come next."""
 
     token: int
@@ -74,8 +50,8 @@ class Choice:
 class Drawn:
     """A token that was drawn, and the likeliest tokens at its place, in falling order."""
 
-    choice: Choice
-    likeliest: tuple[Choice, ...]
+    choice: NextToken
+    likeliest: tuple[NextToken, ...]
 
 
 def draw_tokens(model: GPT | PlainModel, tokenizer: Tokenizer, prompt: Prompt = (), **settings: Any) -> Iterator[Drawn]:
@@ -98,19 +74,27 @@ def draw_steps(
     likeliest: int = 10,
 ) -> Iterator[Drawn | None]:
     """`draw_tokens` in steps of limited time, for a server that has other work: a None follows each part of a long prompt
-    that was read."""
+    that was read.
+
+    It draws up to `tokens` tokens. temperature 0 takes the likeliest token. top_k keeps the k likeliest tokens (0: all); of
+    these, top_p keeps the fewest whose probabilities sum to it. The same seed gives the same text on one machine.
+    """
     check_settings(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    require(context >= 1, f"a window has at least 1 token, got {context}")
+    require(_is_whole(context) and context >= 1, f"a window is a whole number of tokens, at least 1; got {context!r}")
     window = [tokenizer.bos_id, *map(int, prompt)]
     generator = torch.Generator().manual_seed(seed)
     drawn: list[Drawn] = []
 
     def choose(logits: Tensor) -> int:
         found = logits.double().cpu()
+        if found.isnan().any() or found.isposinf().any():
+            raise ParbankError(
+                "the model gave logits that are not numbers, so no token can be drawn; its weights are damaged"
+            )
         own, chances = torch.softmax(found, dim=-1), find_chances(found, temperature, top_k, top_p)
         token = _pick(chances, generator)
         best = found.topk(min(likeliest, len(found))).indices.tolist()
-        each = [Choice(token=t, probability=float(own[t]), chance=float(chances[t])) for t in (token, *best)]
+        each = [NextToken(token=t, probability=float(own[t]), chance=float(chances[t])) for t in (token, *best)]
         drawn.append(Drawn(choice=each[0], likeliest=tuple(each[1:])))
         return token
 
@@ -122,13 +106,33 @@ def check_settings(
     *, tokens: int, temperature: float, top_k: int, seed: int, top_p: float = 1.0, stop: Sequence[str] = ()
 ) -> None:
     """Refuses bad settings before a model is read."""
-    require(tokens >= 1, f"the number of tokens must be at least 1, got {tokens}")
-    require(0 <= temperature < math.inf, f"the temperature must be a finite number, 0 or more, got {temperature}")
-    require(top_k >= 0, f"top-k must be 0 (keep all) or positive, got {top_k}")
-    require(0 < top_p <= 1, f"top-p is a share of the probability, above 0 and at most 1 (keep all), got {top_p}")
+    require(
+        _is_whole(tokens) and tokens >= 1, f"the number of tokens must be a whole number, at least 1; got {tokens!r}"
+    )
+    require(
+        _is_number(temperature) and 0 <= temperature < math.inf,
+        f"the temperature must be a finite number, 0 or more, got {temperature!r}",
+    )
+    require(_is_whole(top_k) and top_k >= 0, f"top-k must be 0 (keep all) or a positive whole number, got {top_k!r}")
+    require(
+        _is_number(top_p) and 0 < top_p <= 1,
+        f"top-p is a share of the probability, above 0 and at most 1 (keep all), got {top_p!r}",
+    )
     require(not isinstance(stop, str), f"stop strings come as a list, such as [{stop!r}]")
+    require(
+        isinstance(stop, Sequence) and all(isinstance(word, str) for word in stop),
+        f"stop strings come as a list of strings, got {stop!r}",
+    )
     require(all(stop), "a stop string must not be empty: the text would end before it begins")
     check_seed(seed)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def sample_text(model: GPT | PlainModel, tokenizer: Tokenizer, **settings: Any) -> str:
@@ -249,7 +253,7 @@ def _read_stream(model: GPT, end: int, context: int) -> Reader:
 
 def _read_window(model: PlainModel, context: int) -> Reader:
     """Computes the whole window for every token: the only way for a model that parbank did not build."""
-    device = next(model.parameters()).device
+    device = model.device
 
     def read(text: list[int]) -> Tensor:
         with autocast(device):

@@ -15,6 +15,8 @@ from parbank import ops
 from parbank.model.config import ModelConfig
 from parbank.ops import reference
 
+_ROPE_ROWS = 1024  # positions whose angles are computed at a time
+
 
 @dataclass(frozen=True)
 class Context:
@@ -29,11 +31,16 @@ class Context:
     dropout: float = 0.0  # the share of channels dropped from the outputs of attention and MLP
 
 
-def rope_tables(length: int, dims: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * frequency, (length, dims / 2), computed in float64: position 30,000 has five digits."""
+def fill_rope_tables(cos: Tensor, sin: Tensor, base: float) -> None:
+    """cos and sin of position * frequency, (positions, dims / 2), computed in float64: position 30,000 has five digits. A
+    part at a time, because whole tables in float64 would take five times their memory."""
+    dims = 2 * cos.shape[1]
     frequencies = base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / max(dims, 1))
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
-    return angles.cos().float(), angles.sin().float()
+    for start in range(0, len(cos), _ROPE_ROWS):
+        rows = slice(start, min(start + _ROPE_ROWS, len(cos)))
+        angles = torch.arange(rows.start, rows.stop, dtype=torch.float64)[:, None] * frequencies
+        cos[rows].copy_(angles.cos().float())
+        sin[rows].copy_(angles.sin().float())
 
 
 def pad_lengths(starts: Sequence[int], end: int) -> list[int]:

@@ -10,8 +10,9 @@ Activation = Literal["leaky_relu_squared", "relu_squared", "gelu"]
 
 
 # Far more than any model has. A damaged config must not build layers for ever, or tensors whose bytes overflow 64 bits:
-# 2 * 10^4 layers of 2^22 x 2^22 float32 weights are 2^61 bytes.
-MAX_LAYERS, MAX_CHANNELS, MAX_BUCKETS = 10_000, 1 << 22, 1 << 31
+# 2 * 10^3 layers of 2^22 x 2^22 float32 weights are less than 2^57 bytes. A thousand layers are built at once.
+MAX_LAYERS, MAX_CHANNELS, MAX_BUCKETS = 1_000, 1 << 22, 1 << 31
+MAX_ROPE_DIMS = 256  # attention on GPUs takes no wider heads; the tables of all positions are then 32 MB
 MAX_VOCAB = 1 << 16  # shards hold 16 bits a token
 
 
@@ -112,6 +113,9 @@ class ModelConfig:
         require(
             0 <= self.rope_dims <= self.head_width and self.rope_dims % 2 == 0,
             f"model.rope_dims must be an even number from 0 to the head's width ({self.head_width}), got {self.rope_dims}",
+        )
+        require(
+            self.rope_dims <= MAX_ROPE_DIMS, f"model.rope_dims must be at most {MAX_ROPE_DIMS}, got {self.rope_dims}"
         )
         for name in ("value_layers", "window_layers"):
             chosen = getattr(self, name)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from parbank import ops
 from parbank.errors import ConfigError
-from parbank.model.attention import Attention, Context, pad_lengths, rope_tables
+from parbank.model.attention import Attention, Context, fill_rope_tables, pad_lengths
 from parbank.model.banks import Banks
 from parbank.model.config import ModelConfig
 from parbank.model.embeddings import BigramEmbedding, InputSmear, SmearGate, ValueEmbedding, look_up, make_table
@@ -24,8 +24,7 @@ from parbank.ops.backend import use_triton
 
 MAX_POSITIONS = 32_768  # rows of the rotation tables: 1 MB at 16 dims, and sixteen times the longest recipe
 # From here on the head's product and the loss are made in chunks. With few tokens the logits are small, and the product
-# followed by the loss is faster: 0.66 against 0.86 ms at 1,024; at 8,192 they tie, and chunks take a seventh of the memory
-# (docs/log/2026-11-15-ops.md).
+# followed by the loss is faster; with many, chunks are faster and take a seventh of the memory (docs/log/step.md).
 CHUNKED_HEAD_VOCAB = 4096
 UNKNOWN_ID = 0  # of every tokenizer here; byte fallback leaves it unused
 
@@ -162,7 +161,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.layers))
         skips = c.layers // 2 if c.unet_skips else 0
         self.skip_gains = nn.Parameter(torch.ones(skips, c.width)) if skips else None
-        self.dense_gains = nn.Parameter(torch.eye(c.layers)) if c.dense else None
+        self.dense_gains = nn.Parameter(_identity(c.layers)) if c.dense else None
         self.head = None if c.tied else nn.Linear(c.width, c.vocab_size, bias=False)
         self.banks = Banks(matrix_shapes(c))
         self.register_state_dict_post_hook(_write_plain_names)
@@ -210,9 +209,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def fill_tables(self) -> None:
         """Computes tensors that are not parameters."""
-        cos, sin = rope_tables(MAX_POSITIONS, self.config.rope_dims, self.config.rope_base)
-        self.cos.copy_(cos)
-        self.sin.copy_(sin)
+        fill_rope_tables(self.cos, self.sin, self.config.rope_base)
 
     def plain_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by parameter name -> by plain per-layer name, as in checkpoints and artifacts."""
@@ -317,6 +314,13 @@ class GPT(nn.Module):
 
 
 MATRICES = ("query", "key", "value", "output", "up", "down")
+
+
+def _identity(size: int) -> Tensor:
+    """`torch.eye`, which on "meta" would import PyTorch's compiler: a second and 70 MB."""
+    found = torch.zeros(size, size)
+    found.diagonal().fill_(1.0)
+    return found
 
 
 def _matrix_names(layer: int) -> dict[str, str]:

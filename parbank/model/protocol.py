@@ -1,15 +1,21 @@
 """The interface of a model that parbank did not write, and how such a model is scored."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parbank.errors import ConfigError
 from parbank.model.config import ModelConfig
+from parbank.precision import autocast
+
+CAUSAL_WINDOW = 1024  # tokens, at most: a mask that is missing shows in any window
+CAUSAL_TOLERANCE = 2.0**-10  # of the largest logit: kernels that add in any order differ by less, in float32
 
 
+@runtime_checkable
 class LanguageModel(Protocol):
     """A language model that parbank did not write, to be trained on banks, scored, sampled and packed.
 
@@ -21,8 +27,8 @@ class LanguageModel(Protocol):
       each parameter gets, and `ParallelMuon` steps them. If the model has `get_input_embeddings`,
       `get_output_embeddings` or `get_classifier`, as in transformers and timm, they say what is an embedding or a head.
     - To score and to sample: `Model(model, tokenizer, context=...)`. The call must give one logit for each token of the
-      tokenizer. A position must not see the positions after it: parbank cannot check that, and a model that does scores
-      far too well.
+      tokenizer. A position must not see the positions after it: `score` tries that with random tokens, and refuses a
+      model that does.
     - To pack: `pack(model, max_bytes=..., calibration=...)`. Weights become integers; buffers of integers and bools are
       kept exactly.
     """
@@ -76,9 +82,50 @@ class PlainModel(nn.Module):
             )
         return logits
 
+    @property
+    def device(self) -> torch.device:
+        """That of its weights; the CPU if it has none."""
+        return next((tensor.device for tensor in self.module.state_dict().values()), torch.device("cpu"))
+
+    @torch.no_grad()
+    def check_causal(self, length: int) -> None:
+        """Refuses a module whose logits depend on later tokens: its scores would be far too good.
+
+        It reads a window of random tokens, and again with other tokens at its end. What comes before must stay as it was.
+        Both passes have the same shape, so a causal module gives the same bits, or nearly so where its kernels add in any
+        order. A module that gives other logits for the same tokens, such as one with noise, is judged by that difference.
+        """
+        length = min(length, CAUSAL_WINDOW)
+        ids = torch.randint(self.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+        training = self.training
+        self.eval()
+        try:
+            before = self._read(ids)
+            noise = _distance(self._read(ids), before)
+            allowed = 4 * noise + CAUSAL_TOLERANCE * before.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()
+            for cut in {length // 2, length - 1} - {0}:
+                other = torch.cat([ids[:, :cut], (ids[:, cut:] + 1) % self.config.vocab_size], dim=1)
+                change = _distance(self._read(other)[:, :cut], before[:, :cut])
+                if change > allowed:
+                    raise ConfigError(
+                        f"{type(self.module).__name__} sees later tokens: its logits before position {cut} change by {change:.3g} "
+                        "with the tokens from there on, so a score would be far too good; mask its attention (is_causal=True)"
+                    )
+        finally:
+            self.train(training)
+
+    def _read(self, ids: Tensor) -> Tensor:
+        with autocast(self.device):
+            return self.features(ids.to(self.device)).float()
+
     def read_out(self, logits: Tensor, targets: Tensor | None, reduction: str = "mean") -> Tensor:
         """The loss, or the logits in float32."""
         if targets is None:
             return logits.float()
         losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction=reduction)
         return losses.view(targets.shape) if reduction == "none" else losses
+
+
+def _distance(logits: Tensor, others: Tensor) -> float:
+    """The largest difference. Tokens that a module rules out have -inf both times."""
+    return torch.where(logits == others, 0.0, (logits - others).abs()).max().item()

@@ -6,7 +6,7 @@ begins, and then the end. A document never crosses a row of the batch, and equal
 one shape serves batches of different counts. That is the varlen form of both libraries.
 
 On Hopper FlashAttention 3 is faster than cuDNN, PyTorch's fastest backend, in both directions
-(docs/log/2026-11-15-ops.md). PyTorch can route scaled_dot_product_attention to it, but only for the whole process,
+(docs/log/step.md). PyTorch can route scaled_dot_product_attention to it, but only for the whole process,
 and a library must not change that for its host program. So this file wraps the library's two functions as two ops,
 with the metadata that a compiler needs.
 

@@ -41,12 +41,12 @@ from parbank.precision import as_they_are
 ENABLED = True
 """If False, torch.mm and torch.addmm run every product: for benchmarks and tests. Compiled and captured graphs ignore it."""
 DTYPES = (torch.float16, torch.bfloat16)
-# About 12 us on an H200, the time the host takes to launch it. Below it nothing is gained, and no timing would show a gain.
+# As much work as a GPU does while the host launches it. Below it nothing is gained, and no timing would show a gain.
 SMALLEST = 2**33  # FLOP
 CANDIDATES = 8
 WORKSPACE = 32 * 2**20  # bytes an algorithm may ask for: as much as PyTorch gives cuBLAS on Hopper
 ROUNDS = 5
-TUNING = 10**13  # FLOP of all candidates and rounds together: 20 ms at 500 TFLOP/s
+TUNING = 10**13  # FLOP of all candidates and rounds together: some hundredths of a second
 # A program with ever new shapes would spend its time choosing. After this many plans, new shapes go to PyTorch.
 MOST_PLANS = 256
 
@@ -58,7 +58,7 @@ Clock = Callable[[Sequence[Callable[[], None]]], Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The candidate that runs, and the milliseconds of the first candidate and of this one; None where nothing was
     timed."""
 
@@ -81,7 +81,7 @@ class Problem:
 @dataclass
 class _Plan:
     matmul: Matmul
-    choice: Choice | None = None
+    choice: KernelChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Row:
 
     problem: Problem
     candidates: int
-    choice: Choice | None
+    choice: KernelChoice | None
 
 
 _plans: dict[Problem, _Plan | None] = {}
@@ -103,7 +103,7 @@ def plans() -> list[Row]:
     return [Row(problem, len(plan.matmul), plan.choice) for problem, plan in list(_plans.items()) if plan is not None]
 
 
-def choose(runs: Sequence[Run], expected: Tensor, scratch: Tensor, clock: Clock) -> Choice:
+def choose(runs: Sequence[Run], expected: Tensor, scratch: Tensor, clock: Clock) -> KernelChoice:
     """The fastest, by the median, of the candidates that write the same bits as the first. A candidate that fails is
     dropped.
 
@@ -123,7 +123,7 @@ def choose(runs: Sequence[Run], expected: Tensor, scratch: Tensor, clock: Clock)
         raise CublasError("none of the algorithms that cuBLASLt proposes runs")
     times = [statistics.median(each) for each in clock([functools.partial(runs[index], scratch) for index in equal])]
     best = min(range(len(equal)), key=times.__getitem__)
-    return Choice(equal[best], times[0], times[best])
+    return KernelChoice(equal[best], times[0], times[best])
 
 
 def take_turns(rounds: int) -> Clock:
@@ -155,7 +155,7 @@ def _run(matmul: Matmul, index: int, operands: Operands, out: Tensor) -> None:
     matmul.run(index, operands, out, torch.cuda.current_blas_handle(), stream)
 
 
-def _tune(matmul: Matmul, operands: Operands, out: Tensor) -> Choice:
+def _tune(matmul: Matmul, operands: Operands, out: Tensor) -> KernelChoice:
     """Writes to `out`. Allocates a second output and the random operands."""
     a, b, c = operands
     flops = 2 * a.shape[0] * a.shape[1] * b.shape[1] * len(matmul)
@@ -166,7 +166,7 @@ def _tune(matmul: Matmul, operands: Operands, out: Tensor) -> Choice:
         return choose(runs, out, torch.empty_like(out), take_turns(max(1, min(ROUNDS, TUNING // flops - 1))))
     except torch.OutOfMemoryError:
         _say_once("no memory to compare the algorithms of a product; the first one runs")
-        return Choice(0)
+        return KernelChoice(0)
 
 
 def random_like(x: Tensor, generator: torch.Generator) -> Tensor:

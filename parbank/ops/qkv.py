@@ -16,7 +16,7 @@ from parbank.errors import ParbankError
 from parbank.ops import reference
 from parbank.ops.checks import fake, refuse_double_backward, same_device, takes_kernel
 from parbank.ops.reference import NORM_EPS
-from parbank.ops.rope import Factors, check_rotation, fits, rotate_one, rotate_one_back
+from parbank.ops.rope import HeadFactors, check_rotation, fits, rotate_one, rotate_one_back
 
 _SCHEMA = (
     "Tensor row, SymInt heads, SymInt kv_heads, Tensor? gain, Tensor cos, Tensor sin, Tensor? inverse, Tensor? extra, "
@@ -32,8 +32,8 @@ def _parts(row: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
     return queries, rest
 
 
-def _factors(inverse: Tensor | None, scale: float) -> Factors | None:
-    return None if inverse is None else Factors(inverse.contiguous(), scale)
+def _factors(inverse: Tensor | None, scale: float) -> HeadFactors | None:
+    return None if inverse is None else HeadFactors(inverse.contiguous(), scale)
 
 
 @torch.library.custom_op(

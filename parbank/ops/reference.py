@@ -260,7 +260,7 @@ def causal_mask(length: int, device: torch.device, document: Tensor | None = Non
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Softmax attention over (B, T, heads, D) with grouped keys and values: causal, or as the mask says."""
     if q.dtype == torch.bfloat16 and q.device.type == "cpu":
-        # PyTorch's attention for CPUs takes 1.3 times as long in bfloat16 as in float32, forward and backward.
+        # PyTorch's attention for CPUs takes longer in bfloat16 than in float32 (docs/log/cpu.md).
         with torch.autocast("cpu", enabled=False):
             return _attention(q.float(), k.float(), v.float(), mask).to(q.dtype)
     return _attention(q, k, v, mask)

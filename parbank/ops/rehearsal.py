@@ -1,9 +1,9 @@
 """A rehearsal runs work once to compile its Triton kernels, all in parallel, without launching any.
 
-A step of the golf model has 36 kernels. Compiled one after another, at first launch, they take 34 s on an H200's
-machine: C++ on one core, and a C compiler that Triton starts for the code around each launch. In a rehearsal a launch
-only requests its kernel, and a pool of threads compiles and loads all kernels at once. Everything else runs normally,
-on uninitialised memory. So the results are garbage, and the caller restores its state.
+A step of the golf model has 36 kernels. Compiled one after another, at first launch, they take half a minute
+(docs/log/startup.md): C++ on one core, and a C compiler that Triton starts for the code around each launch. In a
+rehearsal a launch only requests its kernel, and a pool of threads compiles and loads all kernels at once. Everything
+else runs normally, on uninitialised memory. So the results are garbage, and the caller restores its state.
 
 Work may be rehearsed if no address and no decision of the host depends on values that a kernel writes.
 """

@@ -226,7 +226,7 @@ def _tile(launch: Launch, x: Tensor, half: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Factors:
+class HeadFactors:
     """The factors that multiply the heads of each token: scale * inverse, inverse (tokens,) in float32."""
 
     inverse: Tensor
@@ -240,7 +240,7 @@ def rotate_one(
     sin: Tensor,
     eps: float,
     passed: int = 0,
-    factors: Factors | None = None,
+    factors: HeadFactors | None = None,
     extra: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The normed and rotated heads of x (B, T, H, D), and its last `passed` heads unchanged, plus `extra`."""
@@ -271,7 +271,7 @@ def rotate_one_back(
     eps: float,
     dpassed: Tensor | None = None,
     more: Tensor | None = None,
-    factors: Factors | None = None,
+    factors: HeadFactors | None = None,
     dextra: Tensor | None = None,
 ) -> Tensor:
     """Writes dx, which may be a view with contiguous channels. Returns the gain's gradient (empty without one).

@@ -1,7 +1,7 @@
 """Sums the lines that programs write, one float32 line per program: the second pass of a sum over all rows.
 
-PyTorch's reduction takes 9 us for (2, 396, 512), mostly latency, since few of its threads have work, and a pass of
-the golf recipe has 23 such sums. Here a program takes 16 columns and loads 256 lines at a time. The order of the sum
+PyTorch's reduction of (2, 396, 512) is mostly latency, since few of its threads have work, and a pass of the golf
+recipe has 23 such sums. Here a program takes 16 columns and loads 256 lines at a time. The order of the sum
 is fixed.
 """
 

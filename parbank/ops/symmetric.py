@@ -170,7 +170,7 @@ def _launch_config(m: int, n: int, k: int, warps: int, stages: int, *options: st
 
 
 # Limits are numbers of 128 x 128 tiles in the whole batch. The launch of sm90's rows for each of the 20 cases in
-# the log (docs/log/2026-11-15-ops.md, tune_symmetric_h200) is the fastest of its candidates or within 7% of it; those of sm80 and
+# the log (docs/log/step.md, tune_symmetric_h200) is the fastest of its candidates or within 7% of it; those of sm80 and
 # sm100 have not been timed.
 configs.register(
     "symmetric",

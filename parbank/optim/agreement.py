@@ -22,6 +22,7 @@ from parbank.errors import RankError
 from parbank.optim.algorithm import find_algorithm, is_matrix_group
 from parbank.optim.communication import Ranks
 from parbank.optim.dtensor import is_sharded
+from parbank.optim.groups import find_device
 from parbank.optim.layout import name_of
 
 if TYPE_CHECKING:
@@ -76,8 +77,7 @@ def check_agreement(optimizer: "ParallelMuon", ranks: Ranks, loaded: list[Fact],
     facts = _find_facts(optimizer, loaded, options_only)
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
     numbers = [int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:])]
-    device = optimizer.param_groups[0]["params"][0].device
-    digests = ranks.share(torch.tensor(numbers, dtype=torch.int64, device=device))
+    digests = ranks.share(torch.tensor(numbers, dtype=torch.int64, device=find_device(optimizer.param_groups)))
     if bool((digests == digests[0]).all()):
         return
     everything: list[Any] = [None] * ranks.world

@@ -22,6 +22,7 @@ from torch import Tensor
 from parbank.config import choose, require
 from parbank.errors import ConfigError
 from parbank.optim.dtensor import local_of
+from parbank.optim.hyper import check_number
 from parbank.optim.master import LIKE_THE_WEIGHT, check_dtype, check_fit, join_master, split_master, wide_dtype
 from parbank.optim.memory import arrange, make_dense, overlaps
 
@@ -70,8 +71,10 @@ class Settings:
 
 def check_betas(betas: Sequence[float]) -> None:
     """Refuses anything but two decay rates of running means."""
-    good = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-    require(good, f"betas must be two numbers in 0 <= b < 1, got {betas}")
+    pair = isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2
+    require(pair, f"betas must be two numbers, got {betas!r}")
+    for name, beta in zip(("the first of betas", "the second of betas"), betas):
+        check_number(name, beta, below=1)
 
 
 class ElementwiseAlgorithm(Algorithm, ABC):
@@ -198,7 +201,7 @@ ALGORITHMS: dict[str, Algorithm] = {}
 """Algorithms by name; `algorithms/__init__.py` fills the table."""
 
 
-def find_algorithm(group: Group) -> Algorithm:
+def find_algorithm(group: Mapping[str, Any]) -> Algorithm:
     """The algorithm of a group."""
     return choose(ALGORITHMS, group["algorithm"], "algorithm")
 

@@ -25,6 +25,16 @@ if TYPE_CHECKING:
     from parbank.optim.parallel_muon import ParallelMuon
 
 
+SECOND_BACKWARD = (
+    "a second backward inside reducing() adds to gradients that are being summed over ranks; accumulate gradients before it, "
+    "and put only the last backward of a step inside"
+)
+GRADIENTS_CHANGED = (
+    "gradients were changed between reducing() and step(), while they were being summed over ranks; let the optimizer clip "
+    "them (max_norm), or leave out reducing()"
+)
+
+
 class Reductions:
     """The reductions of one backward."""
 
@@ -46,6 +56,7 @@ class Reductions:
         self._handles = [param.register_post_accumulate_grad_hook(self._arrive) for param in trained]
 
     def _arrive(self, param: Tensor) -> None:
+        require(id(param) not in self._ready, SECOND_BACKWARD)
         self._ready.add(id(param))
         while self._next < len(self._parts) and id(self._parts[self._next][0]) in self._ready:
             self._start()
@@ -73,6 +84,15 @@ class Reductions:
         self.cancel()
         while self._next < len(self._parts):
             self._start()
+        self._versions = self._find_versions()
+
+    def check_unchanged(self) -> None:
+        """Refuses gradients that other code has written to since `finish`."""
+        require(self._find_versions() == self._versions, GRADIENTS_CHANGED)
+
+    def _find_versions(self) -> list[tuple[int, int] | None]:
+        grads = [param.grad for param, _ in self._parts]
+        return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 
 @contextmanager
@@ -96,6 +116,8 @@ def take(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> Reductions | No
     begun, optimizer.begun = optimizer.begun, None
     unchanged = begun is None or begun.batches is batches
     require(unchanged, "parameters or options have changed between reducing() and step(); change them before")
+    if begun is not None:
+        begun.check_unchanged()
     return begun
 
 

@@ -6,19 +6,21 @@ references to its weights' memory. Moving it afterwards undoes the banks, harmle
 layer that no backward reaches has zeros, not None, and is still moved by momentum and decay.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+
+from parbank.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Bank:
     """Weights of one shape, in one tensor."""
 
-    weights: Tensor
+    weights: Tensor = field(repr=False)
     """(N, *shape); parameter i is weights[i]."""
-    grads: Tensor
+    grads: Tensor = field(repr=False)
     """The same for gradients, as long as they are zeroed in place (`ParallelMuon.zero_grad` does, for banked weights)."""
     names: tuple[str, ...]
 
@@ -32,6 +34,8 @@ def bank(model: nn.Module) -> list[Bank]:
     >>> [(bank.names, tuple(bank.weights.shape)) for bank in parbank.bank(model)]
     [(('0.weight', '1.weight'), (2, 8, 8))]
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"bank takes the model, a torch.nn.Module, got a {type(model).__name__}")
     shapes: dict[tuple[torch.Size, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
         if param.ndim >= 2 and param.requires_grad and param.is_contiguous() and not hasattr(param, "to_local"):

@@ -22,6 +22,7 @@ from parbank.optim.algorithm import is_matrix_group
 from parbank.optim.backward import Reductions
 from parbank.optim.communication import Ranks, wait
 from parbank.optim.dtensor import check_mesh, count_copies, is_sharded, local_of, place_gradient
+from parbank.optim.groups import find_device
 from parbank.optim.layout import Batch, Member, Piece, name_of
 from parbank.optim.master import wide_dtype
 
@@ -119,7 +120,7 @@ def _reduce(
     collected = Collected(divisor=ranks.world)
     rest = [(n, param) for n, group in enumerate(groups) if not is_matrix_group(group) for param in group["params"]]
     matrices = sum(len(group["params"]) for group in groups if is_matrix_group(group))
-    device = groups[0]["params"][0].device
+    device = find_device(groups)
     parts = [
         torch.zeros(p.numel(), dtype=torch.float32, device=device)
         if p.grad is None
@@ -249,17 +250,20 @@ def measure(
     """The global gradient norm, and (1 or 0 for a step taken or skipped, factor on every gradient), both on the device."""
     wait(collected.flying)
     device = max_norm.device
-    total = _sum_of_squares(collected.split, device)
+    # Scaled gradients may be finite and their squares not; the scaler, which sees no overflow, would never lower its scale.
+    dtype = torch.float32 if grad_scale is None else torch.float64
+    total = _sum_of_squares(collected.split, device, dtype)
     collected.split = []  # its gradients are freed batch by batch
     for copies, grads in sorted(collected.copied.items()):
-        total = total + _sum_of_squares(grads, device) / copies
+        total = total + _sum_of_squares(grads, device, dtype) / copies
     if ranks.world > 1:
         ranks.sum(total)
-    total = total + (_sum_of_squares(collected.shared, device) if collected.squares is None else collected.squares)
+    squares = collected.squares
+    total = total + (_sum_of_squares(collected.shared, device, dtype) if squares is None else squares)
     factor = torch.full((), 1.0 / collected.divisor, dtype=torch.float32, device=device)
     if grad_scale is not None:
         factor = factor / grad_scale.squeeze()
-    norm = total.sqrt() * factor
+    norm = (total.sqrt() * factor).float()
     taken = torch.isfinite(norm)
     if found_inf is not None:
         taken = taken & (found_inf.squeeze() == 0)
@@ -269,17 +273,17 @@ def measure(
     return norm, torch.stack([taken.float(), clip * factor])
 
 
-def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+def _sum_of_squares(tensors: list[Tensor], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     if not tensors:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    return _find_norms(tensors, 2).square().sum()
+        return torch.zeros((), dtype=dtype, device=device)
+    return _find_norms(tensors, 2, dtype).square().sum()
 
 
-def _find_norms(tensors: list[Tensor], order: float) -> Tensor:
-    """The norm of each tensor, in float32; that of a float64 tensor is taken in float64."""
+def _find_norms(tensors: list[Tensor], order: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The norm of each tensor; that of a float64 tensor is taken in float64."""
     if any(tensor.dtype == torch.float64 for tensor in tensors):
-        return torch.stack([torch.linalg.vector_norm(tensor, order).float() for tensor in tensors])
-    return torch.stack(torch._foreach_norm(tensors, order, dtype=torch.float32))
+        return torch.stack([torch.linalg.vector_norm(tensor, order).to(dtype) for tensor in tensors])
+    return torch.stack(torch._foreach_norm(tensors, order, dtype=dtype))
 
 
 def place_gradients(groups: Sequence[dict[str, Any]], world: int, reduce: bool) -> None:
@@ -293,22 +297,32 @@ def place_gradients(groups: Sequence[dict[str, Any]], world: int, reduce: bool) 
 
 def check_gradients(groups: Sequence[dict[str, Any]]) -> torch.device:
     """The device of all parameters. Refuses gradients that cannot be used."""
-    device: torch.device | None = None
+    device = find_device(groups)
     for group in groups:
         for position, param in enumerate(group["params"]):
-            device = device or param.device
             if param.device != device:
                 raise ConfigError(
                     f"{name_of(group, position)} is on {param.device} and others are on {device}; one optimizer works on one "
                     "device: make one for each"
                 )
-            if param.grad is not None and param.grad.is_sparse:
-                raise ConfigError(
-                    f"{name_of(group, position)} has a sparse gradient; use nn.Embedding(..., sparse=False)"
-                )
-    if device is not None and device.type == "meta":
+            if param.grad is not None:
+                _check_gradient(param, param.grad, group, position)
+    if device.type == "meta":
         raise ConfigError(
             "the parameters are on the meta device and have no values; call model.to_empty(device=...) and set its weights first"
         )
-    assert device is not None  # an optimizer without parameters is refused by PyTorch
     return device
+
+
+def _check_gradient(param: Tensor, grad: Tensor, group: dict[str, Any], position: int) -> None:
+    if grad.is_sparse:
+        raise ConfigError(f"{name_of(group, position)} has a sparse gradient; use nn.Embedding(..., sparse=False)")
+    if not grad.is_floating_point():
+        raise ConfigError(
+            f"{name_of(group, position)} has a gradient of {grad.dtype}; ParallelMuon takes real floating-point gradients"
+        )
+    if grad.shape != param.shape:
+        raise ConfigError(
+            f"{name_of(group, position)} has shape {tuple(param.shape)} and a gradient of shape {tuple(grad.shape)}, computed "
+            "before the weight was replaced; call zero_grad() when you replace weights"
+        )

@@ -21,13 +21,13 @@ backward. cuda_graph=True asks for a graph: where there can be none, it is an er
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from parbank.errors import DeviceError
-from parbank.graphs import recording
+from parbank.graphs import Recorded, recording, replay
 from parbank.optim.algorithm import find_algorithm
 from parbank.optim.dtensor import is_sharded
 from parbank.optim.fixed import FixedGradients
@@ -160,12 +160,6 @@ class Pilot:
         _log.info("the optimizer runs without a CUDA graph from here on: %s", reason)
 
 
-class Recorded(Protocol):
-    """A captured step."""
-
-    def replay(self) -> None: ...
-
-
 def capture_on_cuda(work: Callable[[], None]) -> Recorded:
     """Records the launches of a function; nothing is computed yet."""
     graph = torch.cuda.CUDAGraph()
@@ -231,7 +225,7 @@ class GraphedStep:
             pilot.ran(self._sign(params))
             return
         assert self._recorded is not None
-        self._recorded.replay()
+        replay(self._recorded)
         pilot.replayed()
 
     def _find_obstacle(self, params: list[Tensor]) -> str:
@@ -245,7 +239,9 @@ class GraphedStep:
             return "a GradScaler brings new tensors every step"
         if self._capture is not capture_on_cuda:
             return ""
-        if not params[0].is_cuda:
+        if not params or not params[0].is_cuda:
+            if not params:
+                return "there are no parameters"
             if self.pilot.required:
                 raise DeviceError(
                     f"cuda_graph=True needs parameters on a GPU, and they are on {params[0].device}; "

@@ -1,6 +1,7 @@
 """Parameter groups: their options, checked when they are added."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from parbank.config import require
 from parbank.errors import ConfigError
 from parbank.optim.algorithm import MatrixAlgorithm, find_algorithm
 from parbank.optim.dtensor import is_sharded, local_of
+from parbank.optim.hyper import check_count, check_rates
 from parbank.optim.layout import block_shape, name_of
 from parbank.optim.master import check_dtype
 from parbank.optim.memory import overlaps
@@ -17,6 +19,16 @@ from parbank.optim.memory import overlaps
 LR_SCALES = ("spectral", "rms", None)
 ADDED = {"maximize": False, "split_sizes": None, "equilibrate": False}
 """Options that optimizers pickled by earlier versions lack."""
+FLAGS = ("nesterov", "cautious", "maximize", "normuon", "equilibrate", "flatten")
+OF_THE_OPTIMIZER = ("max_norm", "process_group", "reduce_gradients", "cuda_graph", "extra_captured")
+"""Arguments of ParallelMuon that a group cannot have for itself."""
+OTHER_NAMES = {
+    "adam_lr": "lr", "learning_rate": "lr", "wd": "weight_decay", "mu": "momentum", "beta1": "betas", "beta2": "betas",
+    "epsilon": "eps", "use_muon": "algorithm='adamw' or 'muon'", "adjust_lr": "lr_scale", "adjust_lr_fn": "lr_scale",
+    "ns_coefficients": "coefficients", "heads": "num_heads",
+}  # fmt: skip
+"""What other optimizers call an option of a group, and adam_lr, which is for groups without a learning rate."""
+SIMILAR = 0.85  # "momentun" is this near to an option; "max_momentum", which schedulers add to groups, is not
 UNAVAILABLE = {
     "amsgrad": "it is not implemented",
     "differentiable": "a step is not recorded by autograd",
@@ -37,33 +49,53 @@ def complete_group(group: dict[str, Any], defaults: dict[str, Any], adam_lr: flo
         group.setdefault(key, value)
     if group["lr_scale"] == "none":
         group["lr_scale"] = None
-    if group["split_sizes"] is not None:
-        group["split_sizes"] = tuple(int(size) for size in group["split_sizes"])
-    if group["transposed"] is not None:
-        group["transposed"] = tuple(bool(flag) for flag in group["transposed"])
+    _make_tuple(group, "split_sizes", int, "the heights of the blocks of rows, such as (768, 256, 256)")
+    _make_tuple(group, "transposed", bool, "True or False for each matrix of a stack, such as (True, False)")
     algorithm.complete(group)
 
 
-def name_params(group: dict[str, Any], number: int) -> None:
-    """Gives names to parameters that have none, in place. A set, which has no order, is left for PyTorch to refuse."""
+def _make_tuple(group: dict[str, Any], key: str, kind: Callable[[Any], Any], allowed: str) -> None:
+    """Brings an option of several values into its usual form, in place."""
+    if group[key] is not None:
+        require(isinstance(group[key], Sequence), f"{key} must be {allowed}; got {group[key]!r}")
+        group[key] = tuple(map(kind, group[key]))
+
+
+def check_names(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuses names in a new group that look like options and would do nothing. All others are the caller's own."""
+    options = {*defaults, *find_algorithm(group).defaults, *ADDED, *UNAVAILABLE, "params", "param_names"}
+    for key in sorted(group.keys() - options):
+        require(
+            key not in OF_THE_OPTIMIZER,
+            f"{key} is an option of the whole optimizer, not of a group: ParallelMuon({key}=)",
+        )
+        similar = difflib.get_close_matches(key, options, n=1, cutoff=SIMILAR)
+        meant = OTHER_NAMES.get(key) or next(iter(similar), None)
+        require(meant is None, f"{key} is not an option of a group of ParallelMuon; use {meant} instead")
+
+
+def name_params(group: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
+    """If some of the groups have names, gives names to the others, in place: PyTorch wants names for all or for none."""
     given = group["params"]
-    if isinstance(given, set) or "param_names" in group:
+    if isinstance(given, set):  # without an order: PyTorch refuses it
         return
-    params = [given] if isinstance(given, Tensor) else list(given)
-    if all(isinstance(param, Tensor) for param in params):
-        params = [(f"parameter {position} of group {number}", param) for position, param in enumerate(params)]
-    group["params"] = params
+    group["params"] = [given] if isinstance(given, Tensor) else list(given)
+    groups = [*others, group]
+    named = ["param_names" in each or any(isinstance(param, tuple) for param in each["params"]) for each in groups]
+    for number, each in enumerate(groups):
+        if any(named) and not named[number]:
+            each["param_names"] = [f"parameter {position} of group {number}" for position in range(len(each["params"]))]
 
 
 def check_group(group: dict[str, Any]) -> None:
     """Refuses a group that cannot be used, with the remedy."""
     algorithm = find_algorithm(group)
     require(group["lr_scale"] in LR_SCALES, f"lr_scale must be 'spectral', 'rms' or None, got {group['lr_scale']!r}")
-    for key in ("lr", "weight_decay"):
-        value = group[key]
-        known = not isinstance(value, Tensor) or value.device.type == "cpu"  # a GPU's would have to be waited for
-        require(not isinstance(value, Tensor) or value.numel() == 1, f"{key} must be one number, got {value}")
-        require(not known or value >= 0, f"{key} must not be negative, got {value}")
+    check_rates(group)
+    for key in FLAGS:
+        require(group[key] in (True, False), f"{key} must be True or False, got {group[key]!r}")
+    if group["num_heads"] is not None:
+        check_count("num_heads", group["num_heads"])
     for key, reason in UNAVAILABLE.items():
         require(not group.get(key), f"{key}={group.get(key)} is not an option of ParallelMuon: {reason}; leave it out")
     algorithm.check_options(group)
@@ -93,6 +125,11 @@ def are_sharded(groups: Sequence[dict[str, Any]], reduces: bool) -> bool:
             "are not reduced; call fully_shard on the whole model, or reduce them yourself and pass reduce_gradients=False"
         )
     return True in kinds
+
+
+def find_device(groups: Sequence[dict[str, Any]]) -> torch.device:
+    """The device of the first parameter; the CPU, if all groups are empty."""
+    return next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
 
 
 def follow_schedulers(groups: Sequence[dict[str, Any]]) -> None:

@@ -5,7 +5,9 @@ table in one copy from pinned memory, without waiting. Kernels, CUDA graphs and 
 see a Python number that could change.
 """
 
+import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from parbank.config import require
 
 LR, MOMENTUM, DECAY, ROW_BETA = range(4)
 WIDTH = 4
+ROUNDING = 1e-12  # LinearLR to an end of 0, for one, may end this far below it
 
 
 class HyperTable:
@@ -27,14 +30,16 @@ class HyperTable:
 
     def refresh(self, groups: Sequence[dict[str, Any]], max_norm: float | None) -> None:
         """Sends the values that changed since the last step. A learning rate that is a tensor is copied on the device."""
-        rows: list[list[float | None]] = [
-            [_number(group["lr"]), float(group["momentum"]), _number(group["weight_decay"]), float(group["row_beta"])]
+        rows: list[list[Any]] = [
+            [_place(group["lr"]), _read(group["momentum"]), _place(group["weight_decay"]), _read(group["row_beta"])]
             for group in groups
         ]
-        rows.append([float("inf") if max_norm is None else float(max_norm), 0.0, 0.0, 0.0])
+        rows.append([math.inf if max_norm is None else max_norm, 0.0, 0.0, 0.0])
         if rows != self._sent:
             check_max_norm(max_norm)
-            fresh = send([[number or 0.0 for number in row] for row in rows], torch.float32, self.device)
+            for group in groups:
+                check_rates(group)
+            fresh = send([[float(number or 0.0) for number in row] for row in rows], torch.float32, self.device)
             # In place where possible: a captured graph reads this very memory.
             self.values = self.values.copy_(fresh) if self.values.shape == fresh.shape else fresh
             self._sent = rows
@@ -60,10 +65,40 @@ def send(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def check_max_norm(max_norm: float | None) -> None:
     """Refuses 0, by which some trainers mean no clip and which would stop training, and less, which would go uphill."""
-    good = max_norm is None or max_norm > 0
-    require(good, f"max_norm must be above 0, or None for no clip, got {max_norm}")
+    good = max_norm is None or (isinstance(max_norm, Real) and max_norm > 0)
+    require(good, f"max_norm must be a number above 0, or None for no clip, got {max_norm!r}")
 
 
-def _number(value: float | Tensor) -> float | None:
-    """None for a tensor: another value than any number, so that a number in its place is sent."""
-    return None if isinstance(value, Tensor) else float(value)
+def check_rates(group: dict[str, Any]) -> None:
+    """Refuses numbers of a group by which weights would become NaN or grow without bound. Schedules may change them."""
+    check_number("lr", group["lr"])
+    check_number("weight_decay", group["weight_decay"])
+    for key in ("momentum", "row_beta"):
+        check_number(key, group[key], below=1)
+
+
+def check_number(name: str, value: Any, below: float = math.inf) -> None:
+    """Refuses anything but one number in 0 <= value < below. A tensor on a GPU would have to be waited for: it passes."""
+    if isinstance(value, Tensor):
+        require(value.numel() == 1, f"{name} must be one number, got {value}")
+        if value.device.type != "cpu":
+            return
+    require(isinstance(value, (float, Real, Tensor)), f"{name} must be a number, got {value!r}")
+    require(not value < -ROUNDING, f"{name} must not be negative, got {value}")
+    allowed = "a finite number" if math.isinf(below) else f"at least 0 and below {below:g}"
+    require(bool(value < below), f"{name} must be {allowed}, got {value}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuses anything but a whole number of at least 1."""
+    good = isinstance(value, Integral) and int(value) >= 1
+    require(good, f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def _place(value: Any) -> Any:
+    """None for a tensor, which is copied on the device: another value than any number, so that a number in its place is sent."""
+    return None if isinstance(value, Tensor) else value
+
+
+def _read(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value

@@ -61,8 +61,9 @@ class Member:
 
     param: Tensor
     group: int
-    """As in MatrixParam, like the next."""
+    """See `MatrixParam`."""
     index: int
+    """See `MatrixParam`."""
     first: int
     """Its first slot in the batch."""
     count: int

@@ -1,8 +1,10 @@
 """Checkpoints before they are loaded: PyTorch's own optimizers are translated, missing options kept, misfits refused."""
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from parbank.config import require
@@ -28,12 +30,29 @@ NO_OPTIONS = ("params", "param_names", "initial_lr")
 
 def prepare(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict that PyTorch's `load_state_dict` can take: every group has all options of this optimizer."""
+    check_form(state_dict)
     values = dict(state_dict["state"])
     own = optimizer.param_groups
     saved = state_dict["param_groups"]
     _check_order(saved, own)
     groups = [_complete(group, own[n], values) if n < len(own) else group for n, group in enumerate(saved)]
     return {**state_dict, "state": values, "param_groups": groups}
+
+
+def check_form(state_dict: Any) -> None:
+    """Refuses anything but the result of an optimizer's `state_dict()`."""
+    given = (
+        f"the keys {', '.join(map(repr, state_dict))}"
+        if isinstance(state_dict, dict)
+        else f"a {type(state_dict).__name__}"
+    )
+    whole = isinstance(state_dict, dict) and isinstance(state_dict.get("state"), dict)
+    groups = state_dict.get("param_groups") if whole else None
+    require(
+        isinstance(groups, (list, tuple)) and all(isinstance(group, dict) and "params" in group for group in groups),
+        f"load_state_dict takes what state_dict() of an optimizer returns, with 'state' and 'param_groups'; got {given}. Of a "
+        "checkpoint of a whole run, pass the optimizer's part",
+    )
 
 
 def _complete(saved: dict[str, Any], group: dict[str, Any], values: dict[Any, Any]) -> dict[str, Any]:
@@ -100,6 +119,9 @@ def _check_order(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]])
 
 
 def _check_shapes(held: dict[str, Any], param: Tensor, name: str) -> None:
+    step = held.get("step", 0)
+    one = isinstance(step, Real) or (isinstance(step, Tensor) and step.numel() == 1)
+    require(one, f"{name}: the checkpoint's step is {step!r} instead of a number; take an earlier checkpoint")
     for key in LIKE_THE_WEIGHT:
         if key not in held:
             continue
@@ -107,6 +129,10 @@ def _check_shapes(held: dict[str, Any], param: Tensor, name: str) -> None:
         require(
             isinstance(value, Tensor),
             f"{name}: the checkpoint's {key} is a {type(value).__name__} instead of a tensor; take an earlier checkpoint",
+        )
+        require(
+            value.is_floating_point() or (key == "low_bits" and value.dtype == torch.int16),
+            f"{name}: the checkpoint's {key} is {value.dtype}, which no optimizer writes; take an earlier checkpoint",
         )
         require(
             value.shape == param.shape,

@@ -16,8 +16,8 @@ Three ways to the same result, for matrices of r x c with r <= c, in products of
   grows them as fast as the positive ones, without the polynomial's bound for x > 0. A restart (X <- Q X, R <- X X^T,
   Q <- I) makes R non-negative again; RESTART says how often.
 
-Our kernels cost the host about 0.2 ms a launch, cuBLAS far less, and a replayed launch nothing. So outside of graphs
-the kernels run where a product is large enough to hide the launch (LAUNCH_FLOP), and cuBLAS elsewhere.
+Our kernels cost the host far more a launch than cuBLAS (docs/log/optimizer.md), and a replayed launch costs nothing. So
+outside of graphs the kernels run where a product is large enough to hide the launch (LAUNCH_FLOP), and cuBLAS elsewhere.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from parbank.precision import as_they_are
 METHODS = ("auto", "plain", "symmetric", "gram")
 RESTART = 3  # in float16, 3 steps are as accurate as 2 on every spectrum tried, and 5 lose digits even in float32
 # The FLOP of a GPU in the time the host takes to launch one of our kernels: 15 launches of a few GFLOP each took 3.0 ms on an
-# H200 (docs/log/2026-11-15-optimizer.md), which does 600 TFLOP/s of these products.
+# H200 (docs/log/optimizer.md), which does 600 TFLOP/s of these products.
 LAUNCH_FLOP = 1e11
 # Elements that are iterated on together: more do not make a GPU faster, and work memory grows with them. Four matrices of
 # 2048 x 8192, whose X X^T is 0.27 TFLOP.
@@ -64,6 +64,8 @@ def orthogonalize(
         >>> bool((values > 0.6).all() and (values < 1.3).all())
         True
     """
+    if not isinstance(G, Tensor):
+        raise ConfigError(f"orthogonalize takes a tensor of matrices (..., rows, cols), got a {type(G).__name__}")
     if G.ndim < 2:
         raise ConfigError(f"orthogonalize takes matrices (..., rows, cols), got a tensor of shape {tuple(G.shape)}")
     if not G.is_floating_point():
@@ -85,8 +87,8 @@ def working_dtype(G: Tensor) -> torch.dtype:
     """float16 on a GPU, float64 for float64. On a CPU float32, or bfloat16 inside a CPU autocast to it.
 
     float16, not the usual bfloat16: a normalised matrix needs no wide exponent, and three more mantissa bits at the
-    same speed make the result 4 to 5 times as accurate (1.2e-2 -> 2.6e-3 on random matrices) and the Gram iteration
-    stable. A CPU multiplies bfloat16 fast where it has the instructions, but never float16.
+    same speed make the result 4 to 5 times as accurate (docs/log/optimizer.md) and the Gram iteration stable. A CPU
+    multiplies bfloat16 fast where it has the instructions, but never float16.
     """
     if G.dtype == torch.float64:
         return torch.float64
@@ -107,7 +109,7 @@ def normalize(G: Tensor, dtype: torch.dtype, *, overwrite: bool = False) -> Tens
 
 
 def iterate_in_parts(X: Tensor, triples: Sequence[Triple], method: str = "auto", *, graphed: bool = False) -> Tensor:
-    """`iterate`, which may overwrite X. The work memory is that of WORK elements, or of one matrix, if X is larger."""
+    """`iterate`, which uses up X. The work memory is that of WORK elements, or of one matrix, if X is larger."""
     count = max(1, WORK // (X.shape[-2] * X.shape[-1]))
     if X.shape[0] <= count:
         return iterate(X, triples, method, graphed=graphed, overwrite=True)
@@ -120,7 +122,7 @@ def iterate(
     X: Tensor, triples: Sequence[Triple], method: str = "auto", *, graphed: bool = False, overwrite: bool = False
 ) -> Tensor:
     """Newton-Schulz on normalised X (batch, rows, cols) with rows <= cols, one triple a step. With `overwrite`, X may serve
-    as work memory."""
+    as work memory, or lose it, if it has a storage of its own."""
     if method not in METHODS:
         raise ConfigError(f"unknown method {method!r}; use one of {', '.join(METHODS)}")
     kernels = use_triton(X)
@@ -182,7 +184,17 @@ def _symmetric(X: Tensor, triples: Sequence[Triple]) -> Tensor:
 
 
 def _gram(X: Tensor, triples: Sequence[Triple], kernels: bool, overwrite: bool) -> Tensor:
-    """B is Z - a I throughout: the epilogue of a product adds the multiple of a, without rounding it first."""
+    for first in range(0, len(triples), RESTART):
+        product = torch.bmm(_multiply_polynomials(X, triples[first : first + RESTART], kernels), X)
+        if overwrite and X.untyped_storage().nbytes() == X.nbytes:
+            X.untyped_storage().resize_(0)  # callers still hold the tensor; its memory is for the next segment
+        X = product
+    return X
+
+
+def _multiply_polynomials(X: Tensor, triples: Sequence[Triple], kernels: bool) -> Tensor:
+    """Q, the product of all Z of a segment. Holds four matrices of its size at most. B is Z - a I throughout: the epilogue of a
+    product adds the multiple of a, without rounding it first."""
 
     def add_product(C: Tensor, A: Tensor, B: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
         """beta C + alpha A B for symmetric matrices that commute."""
@@ -190,20 +202,17 @@ def _gram(X: Tensor, triples: Sequence[Triple], kernels: bool, overwrite: bool) 
             return symmetric_product(A, B, C, alpha, beta)
         return torch.baddbmm(C, A, B, beta=beta, alpha=alpha)
 
-    spare = None
-    for first in range(0, len(triples), RESTART):
-        segment = triples[first : first + RESTART]
-        R = xxt(X) if kernels else torch.bmm(X, X.mT)
-        Q = R  # replaced at the first step
-        for step, (a, b, c) in enumerate(segment):
-            B = add_product(R, R, R, b, c)
-            if step == 0:
-                Q = B.clone()
-                Q.diagonal(dim1=-2, dim2=-1).add_(a)
-            else:
-                Q = add_product(Q, B, Q, a)
-            if step < len(segment) - 1:
-                ZR = add_product(R, B, R, a)
-                R = add_product(ZR, B, ZR, a)
-        X, spare = torch.bmm(Q, X, out=spare), X if first or overwrite else None
-    return X
+    R = xxt(X) if kernels else torch.bmm(X, X.mT)
+    Q = None
+    for step, (a, b, c) in enumerate(triples):
+        B = add_product(R, R, R, b, c)
+        if Q is None:
+            Q = B.clone()
+            Q.diagonal(dim1=-2, dim2=-1).add_(a)
+        else:
+            Q = add_product(Q, B, Q, a)
+        if step < len(triples) - 1:
+            R = add_product(R, B, R, a)  # Z R
+            R = add_product(R, B, R, a)  # Z R Z
+    assert Q is not None  # a segment has a step
+    return Q

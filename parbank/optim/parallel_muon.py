@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parbank.config import require
 from parbank.errors import ConfigError
@@ -26,17 +26,20 @@ from parbank.optim.buffers import Buffers
 from parbank.optim.collect import check_gradients
 from parbank.optim.communication import Ranks
 from parbank.optim.graph import GraphedStep
-from parbank.optim.groups import are_sharded, check_group, complete_group, follow_schedulers, name_params
+from parbank.optim.groups import are_sharded, check_group, check_names, complete_group, follow_schedulers, name_params
 from parbank.optim.hyper import check_max_norm
 from parbank.optim.layout import LAYOUT_OPTIONS, Batch, plan_batches
+from parbank.optim.meeting import Meeting
 from parbank.optim.newton_schulz import Coefficients
 from parbank.optim.skipped import SkipWatch
+
+ADD_ON_ALL = "a step needs the same groups on every rank: add the group on every rank"
 
 
 def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of PyTorch's optimizer without the decorator that excludes it from torch.compile.
 
-    At its first call the decorator imports the compiler, which takes 3 s. If no other code has imported it, nothing
+    At its first call the decorator imports the compiler, which takes seconds. If no other code has imported it, nothing
     is being compiled.
     """
     return method if "torch._dynamo" in sys.modules else getattr(method, "__wrapped__", method)
@@ -49,20 +52,31 @@ class ParallelMuon(torch.optim.Optimizer):
     algorithm="muon" (the default), "adamw" or another registered one (see `parbank.optim.algorithm`), and may set any of
     the options below for itself. Floats in groups may change before any step.
 
-    Muon: lr, momentum, nesterov, weight_decay, cautious (decay only where the update shrinks the weight), ns_steps,
-    coefficients ("quintic", "polar_express", a triple or a list of triples), method, lr_scale ("spectral", "rms" or None),
-    num_heads (orthogonalise each head's rows by themselves), split_sizes (the same for blocks of rows of these heights, as
-    in a joint query, key and value), normuon and row_beta (normalise each neuron's update),
-    equilibrate (normalise each neuron's row before Newton-Schulz),
-    transposed (per matrix of a stack: the logical matrix is the transpose of the stored one), flatten (take a 3-D weight as
-    one convolution, not as a stack).
-    AdamW: adam_lr, betas, eps, weight_decay. Both: maximize (go along the gradient, not against it).
+    Options of Muon:
 
-    max_norm clips the gradient by its norm over all parameters and all ranks; None for no clip. process_group: the ranks to
-    work with; by default all of them. reduce_gradients=False says that gradients are already equal on all ranks (DDP): the
-    work is split and nothing is reduced. cuda_graph="auto" replays the step as one CUDA graph once it is stable, on one GPU;
-    what it did is in `repr(optimizer)`. True asks for a graph, and False for none. extra_captured is called at the end of
-    each step, with cuda_graph=True inside the graph: an average of the weights, for instance.
+    - lr, momentum, nesterov: `buf = momentum * buf + grad`; the update is `grad + momentum * buf`, or `buf`.
+    - weight_decay, cautious: decoupled decay; cautious decays only where the update shrinks the weight.
+    - ns_steps, coefficients: steps of Newton-Schulz; "quintic", "polar_express", a triple or a list of triples.
+    - method: "auto", or "plain", "symmetric" or "gram": the same result by other products.
+    - lr_scale: a factor for the shape. "spectral": `max(1, rows / cols)^0.5`; "rms": `0.2 max(rows, cols)^0.5`; None.
+    - num_heads: orthogonalise each head's rows by themselves. split_sizes, of a group: the same for blocks of rows of these
+      heights, as in a joint query, key and value.
+    - normuon, row_beta: divide each neuron's update by its running RMS, and keep the matrix's norm.
+    - equilibrate: divide each neuron's row by its norm before Newton-Schulz.
+    - transposed, of a group: for each matrix of a stack, whether it is stored transposed.
+    - flatten, of a group: take a 3-D weight as one convolution, not as a stack.
+
+    Options of AdamW: adam_lr, betas, eps, weight_decay. maximize, of both: go along the gradient, not against it.
+
+    Options of the whole step:
+
+    - max_norm: clips the gradient by its norm over all parameters and all ranks; None for no clip.
+    - process_group: the ranks to work with; by default all of them.
+    - reduce_gradients=False: gradients are already equal on all ranks (DDP). The work is split and nothing is reduced.
+    - cuda_graph: True replays the step as one CUDA graph, on one GPU. "auto" does so once the step is stable, and
+      `repr(optimizer)` says what it did.
+    - extra_captured: called at the end of each step, with cuda_graph=True inside the graph: an average of the weights, for
+      instance.
 
     After a step, as 0-d tensors on the device: last_grad_norm (before the clip), last_skipped (the gradient was not finite
     and nothing was changed), skipped_in_a_row. Gradients are used up: their values after a step mean nothing.
@@ -134,11 +148,20 @@ class ParallelMuon(torch.optim.Optimizer):
             "transposed": None,
             "flatten": False,
         }
+        if not isinstance(params, Iterable) or isinstance(params, nn.Module):
+            raise ConfigError(
+                f"ParallelMuon takes parameters or groups of them, got a {type(params).__name__}; "
+                "split_parameters(model) makes the groups of a model"
+            )
         self._adam_lr = adam_lr
         self.max_norm = max_norm
         self.reduce_gradients = reduce_gradients
         self.extra_captured = extra_captured
         check_max_norm(max_norm)
+        require(
+            extra_captured is None or callable(extra_captured),
+            f"extra_captured must be callable, got {extra_captured!r}",
+        )
         for name in ("muon", "adamw"):  # whose options these are
             ALGORITHMS[name].check_options(defaults)
         self._start(process_group)
@@ -162,9 +185,14 @@ class ParallelMuon(torch.optim.Optimizer):
     # --- groups and state ----------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        usable = isinstance(param_group, dict) and "params" in param_group
+        require(usable, f"a parameter group is a dict with 'params', got {param_group!r}")
         complete_group(param_group, self.defaults, self._adam_lr)
-        if self.param_groups and "param_names" in self.param_groups[0]:  # PyTorch wants names for all or for none
-            name_params(param_group, len(self.param_groups))
+        check_names(param_group, self.defaults)
+        name_params(param_group, self.param_groups)
+        if self._layout is not None and self._ranks.world > 1:  # later than the first step, which compares ranks
+            Meeting(self._ranks, "ParallelMuon.add_param_group()", ADD_ON_ALL).wait()
+            self._agreement = Agreement()
         _plain(torch.optim.Optimizer.add_param_group)(self, param_group)
         try:
             check_group(self.param_groups[-1])
@@ -186,6 +214,8 @@ class ParallelMuon(torch.optim.Optimizer):
 
         Options that the state lacks stay as they are. States of torch.optim.AdamW and torch.optim.Muon load, too.
         """
+        if not isinstance(state_dict, dict):
+            loading.check_form(state_dict)
         prepared: dict[str, Any] = {}
 
         def prepare(_: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ TILE = 256  # queries: a tile of logits is then TILE x keys, for each head and s
 
 
 @dataclass(eq=False)
-class Attention:
+class QueryKeyWeights:
     """One layer's query and key weights, (heads * channels, width), and the largest logits seen since the last clip."""
 
     query: Tensor
@@ -85,13 +85,13 @@ class QKClip:
         require(threshold > 0, f"threshold must be positive, got {threshold}")
         self.threshold = threshold
         self.process_group = process_group
-        self.layers: list[Attention] = []
+        self.layers: list[QueryKeyWeights] = []
 
     def add(
         self, query: Tensor, key: Tensor, *, heads: int, kv_heads: int | None = None, scale: float | None = None
-    ) -> Attention:
+    ) -> QueryKeyWeights:
         """A layer by its weights, or views of them. `scale` multiplies the products, 1 / sqrt(channels) by default."""
-        self.layers.append(Attention(query.detach(), key.detach(), heads, kv_heads or heads, scale))
+        self.layers.append(QueryKeyWeights(query.detach(), key.detach(), heads, kv_heads or heads, scale))
         return self.layers[-1]
 
     @torch.no_grad()

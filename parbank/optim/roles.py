@@ -208,7 +208,7 @@ def check_flattened(found: list[Found]) -> None:
         if flat or (isinstance(item.owners[0], nn.Linear) and item.name.endswith("weight") and item.param.ndim != 2):
             raise ConfigError(
                 f"{item.name} has shape {tuple(item.param.shape)}: FSDP1 and DeepSpeed's ZeRO-3 flatten weights, and Muon needs "
-                "matrices. Use FSDP2 (torch.distributed.fsdp.fully_shard), or split the parameters before the model is wrapped"
+                "matrices. Use FSDP2 (torch.distributed.fsdp.fully_shard)"
             )
 
 

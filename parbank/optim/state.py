@@ -262,7 +262,9 @@ def load(optimizer: "ParallelMuon", state_dict: dict[str, Any]) -> None:
     for number, param in zip(numbers, params):
         for key, value in state_dict["state"].get(number, {}).items():
             if key == "step":  # PyTorch writes any kind of number
-                optimizer.state[param][key] = torch.as_tensor(value, device=param.device).to(torch.float32, copy=True)
+                optimizer.state[param][key] = (
+                    torch.as_tensor(value, device=param.device).to(torch.float32, copy=True).view(())
+                )
             elif isinstance(value, Tensor):
                 wide = value.to(wide_dtype(param.dtype)) if value.is_floating_point() else value
                 optimizer.state[param][key] = _copy_like(wide, param)

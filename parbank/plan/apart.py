@@ -17,6 +17,7 @@ from typing import IO
 
 import parbank
 from parbank.cores import count_cores
+from parbank.data.progress import Say, say_nothing
 from parbank.ops.rehearsal import can_rehearse
 from parbank.plan.probe import is_known, shapes_of
 from parbank.runtime import Runtime
@@ -32,8 +33,6 @@ ahead.begin()
 from parbank.plan.probe import rehearse_shape
 rehearse_shape({shape}, {device!r}, threads={threads})
 """
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class _Child:
 
 
 @contextmanager
-def compile_probe(place: Runtime, say: Say = lambda line: None) -> Iterator[Callable[[], None]]:
+def compile_probe(place: Runtime, say: Say = say_nothing) -> Iterator[Callable[[], None]]:
     """Starts the processes on a single GPU that was not probed yet. Yields a function that waits for them. A process that
     fails costs time only, and one line of `say` tells why."""
     wanted = place.is_cuda and place.world == 1 and can_rehearse() and count_cores() >= LEAST_CORES

@@ -15,10 +15,10 @@ from parbank.config import parse_value
 from parbank.data.tokenizer import check_vocab
 from parbank.errors import ConfigError
 from parbank.model.config import ModelConfig
-from parbank.plan.laws import Array, Laws
+from parbank.plan.laws import Array, Cases, Laws
 from parbank.plan.machine import Costs, Machine
 from parbank.plan.shapes import count_parameters
-from parbank.plan.texts import Text
+from parbank.plan.texts import PlanText
 from parbank.recipes import demo, sprint
 
 WIDTHS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
@@ -29,6 +29,15 @@ LAYERS = {
 }  # fmt: skip
 VOCABULARIES = (320, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 BATCHES = tuple(2**power for power in range(9, 21))
+CPU_WINDOW = 512
+"""Tokens of a window on a CPU, at most: no long run there has tried more."""
+PER_BYTE = 1.0
+"""Parameters for each byte of text, at most. On 285 kB a model with 0.9 scored better than one with 2.7, and the law, which knows
+the cost of repeats alone, would see a large model's text once (docs/log/training.md)."""
+EXPOSURE = 3.0
+"""On a GPU no run ends before (epochs - 1) * parameters / bytes of text is this, even where the law turns earlier: only models of
+up to two million parameters, on a CPU, have shown that more epochs hurt. They were 0.07 from their best there at most
+(docs/log/training.md)."""
 TABLES = (256, 1536, 12_288, 16_384, 24_576, 49_152, 98_304, 196_608)
 """Rows of bigram tables. The smaller ones are for small caps, where a large table would leave no room for a model."""
 GPU_ROWS = 16_384
@@ -38,6 +47,7 @@ UNTRIED = 0.02
 """Bits per byte, for each factor of e by which matrices, vocabulary or batch are away from the nearest long run, and for four by
 which a bigram table is: a law is worth less there. Neither minutes nor bytes change it, so more of them is still never worse."""
 _TEXT_PER_TOKEN = 250  # bytes of text for each token of a vocabulary, at least: rarer tokens are hardly trained
+_PER_CHANNEL = 2  # tokens of a vocabulary for each channel of the width, at least: no run has tried fewer
 _BEYOND = 4.0  # how far beyond the runs' own sizes a model may go, as a factor; twice as far down, for small caps
 LEAST_TEXT = 20_000
 """Bytes of text that a plan takes. With less, a tokenizer finds too few different pieces, and a score says nothing."""
@@ -51,7 +61,7 @@ class Request:
 
     minutes: float
     max_bytes: int
-    text: Text
+    text: PlanText
     settings: tuple[str, ...] = ()
     """a.b=value, each: fixed."""
     compile_minutes: float = math.inf
@@ -69,10 +79,7 @@ class Grid:
 
     models: tuple[ModelConfig, ...]
     costs: Costs
-    matrices: Array
     vocab: Array
-    bigrams: Array
-    """Rows of the bigram table."""
     bytes_per_token: Array
     batches: Array
     lengths: Array
@@ -80,6 +87,12 @@ class Grid:
     """Added to the score, by model and batch, for sizes that no long run has tried."""
     correction: Array
     """Added to the score, by model and batch: what long runs nearby were above the law."""
+    cases: Cases
+    """What the law needs to know, by model and batch, without the tokens that a budget allows."""
+    turn: Array
+    """By model and batch: with more tokens of this text, says the law, the score would rise."""
+    most_tokens: Array
+    """By model and batch: with so many tokens a run ends, whatever its clock."""
 
 
 def make_grid(request: Request, machine: Machine, laws: Laws) -> Grid:
@@ -89,7 +102,7 @@ def make_grid(request: Request, machine: Machine, laws: Laws) -> Grid:
             f"the text has about {text.bytes:,.0f} bytes to train on; a plan needs {LEAST_TEXT:,} at least: give more text"
         )
     models = _make_models(request, machine, laws)
-    batches = _batches(fixed, machine.ranks, text)
+    batches = _batches(fixed, machine, text)
     if not batches:
         raise ConfigError(
             f"the batch of {_show(request, 'batch.')} cannot be split into sequences over {machine.ranks} ranks: give "
@@ -102,18 +115,40 @@ def make_grid(request: Request, machine: Machine, laws: Laws) -> Grid:
     bigrams = np.array([float(model.bigram_buckets) for model in models])
     distances = laws.distances(matrices[:, None], sizes[:, None], batch_tokens)
     tables = laws.table_distances(bigrams[:, None])
+    costs, lengths = Costs.of(models), np.array([float(length) for _, length in batches])
+    spelt = np.broadcast_to(spelt, sizes.shape)
+    cases = Cases.of(
+        matrices=matrices[:, None],
+        params=costs.parameters[:, None],
+        vocab=sizes[:, None],
+        bigrams=bigrams[:, None],
+        tokens=1.0,
+        bytes_per_token=spelt[:, None],
+        text_bytes=text.bytes,
+        batch_tokens=batch_tokens,
+        hardness=text.hardness,
+    )
+    turn = np.maximum(laws.most_tokens(cases), batch_tokens)
     return Grid(
         models=tuple(models),
-        costs=Costs.of(models),
-        matrices=matrices,
-        bigrams=bigrams,
+        costs=costs,
+        cases=cases,
+        turn=turn,
+        most_tokens=np.maximum(turn, _least_end(costs, spelt, text)[:, None]) if machine.cuda else turn,
         untried=UNTRIED * np.hypot(distances, tables).min(axis=0),
         correction=laws.correct(distances),
         vocab=sizes,
-        bytes_per_token=np.broadcast_to(spelt, sizes.shape),
+        bytes_per_token=spelt,
         batches=batch_tokens,
-        lengths=np.array([float(length) for _, length in batches]),
+        lengths=lengths,
     )
+
+
+def _least_end(costs: Costs, bytes_per_token: Array, text: PlanText) -> Array:
+    """The tokens of each model at EXPOSURE."""
+    epochs = 1 + EXPOSURE * text.bytes / costs.parameters
+    found: Array = epochs * text.bytes / bytes_per_token
+    return found
 
 
 def _make_models(request: Request, machine: Machine, laws: Laws) -> list[ModelConfig]:
@@ -125,7 +160,7 @@ def _make_models(request: Request, machine: Machine, laws: Laws) -> list[ModelCo
         tables = [fixed["model.bigram_buckets"]]
     found, reason = [], ConfigError("no shape is near enough to the runs behind the laws")
     for layers, width in _shapes(fixed):
-        for vocab in _vocabularies(fixed, request.text, laws):
+        for vocab in _vocabularies(fixed, request.text, laws, width):
             try:
                 model = make_model(layers, width, vocab, fixed, cuda=machine.cuda)
             except ConfigError as error:
@@ -134,8 +169,12 @@ def _make_models(request: Request, machine: Machine, laws: Laws) -> list[ModelCo
             if anywhere or low / _BEYOND**2 <= count_parameters(model).matrices <= high * _BEYOND:
                 found += [replace(model, bigram_buckets=rows) for rows in tables]
     if not found:
-        raise ConfigError(f"no model follows from {_show(request, 'model.')}: {reason}")
-    return found
+        raise ConfigError(
+            f"no model fits {_show(request, 'model.')}: {reason}; change one of these settings, or leave one out"
+        )
+    sizes = [count_parameters(model).total for model in found]
+    most = max(PER_BYTE * request.text.bytes, min(sizes))
+    return [model for model, size in zip(found, sizes) if size <= most]
 
 
 def _show(request: Request, kind: str) -> str:
@@ -146,7 +185,7 @@ def _show(request: Request, kind: str) -> str:
 
 def make_model(layers: int, width: int, vocab: int, fixed: dict[str, Any], *, cuda: bool) -> ModelConfig:
     """The model of a shape, with the options of `demo` on a CPU and those of `sprint`, widened, on a GPU. Heads of 128
-    channels take a GPU 7% less time, and a CPU no less. A ConfigError says which settings contradict it."""
+    channels are faster on a GPU (docs/log/training.md), and not on a CPU. A ConfigError says which settings contradict it."""
     base = (large() if cuda else small()).model
     channels_of_head = 128 if cuda and width % 128 == 0 else 64 if cuda else 48
     counts = range(1, max(1, width // channels_of_head) + 1)
@@ -184,25 +223,27 @@ def _shapes(fixed: dict[str, Any]) -> list[tuple[int, int]]:
     return [(count, known) for known in WIDTHS for count in LAYERS[known]]
 
 
-def _vocabularies(fixed: dict[str, Any], text: Text, laws: Laws) -> list[int]:
+def _vocabularies(fixed: dict[str, Any], text: PlanText, laws: Laws, width: int) -> list[int]:
     if text.vocab is not None:
         return [text.vocab]
     if "model.vocab_size" in fixed:
         check_vocab(fixed["model.vocab_size"])
         return [fixed["model.vocab_size"]]
-    high = laws.ranges["vocab"][1]
-    return [size for size in VOCABULARIES if size <= max(VOCABULARIES[0], min(high, text.bytes / _TEXT_PER_TOKEN))]
+    most = max(VOCABULARIES[0], min(laws.ranges["vocab"][1], text.bytes / _TEXT_PER_TOKEN))
+    found = [size for size in VOCABULARIES if size <= most]
+    return [size for size in found if size >= _PER_CHANNEL * width] or found[-1:]
 
 
-def _batches(fixed: dict[str, Any], ranks: int, text: Text) -> list[tuple[int, int]]:
-    """(batch tokens, sequence length) that divide evenly over the ranks."""
+def _batches(fixed: dict[str, Any], machine: Machine, text: PlanText) -> list[tuple[int, int]]:
+    """(batch tokens, sequence length) that divide evenly over the ranks. A batch has 8 windows, or more of the longest."""
+    ranks, longest = machine.ranks, 2048 if machine.cuda else CPU_WINDOW
     odd = ranks // math.gcd(ranks, 2**20)
     sizes = [fixed["batch.batch_tokens"]] if "batch.batch_tokens" in fixed else [odd * size for size in BATCHES]
     # About 2% of the text is held out, and must hold some windows.
     most = 2 ** int(math.log2(max(32.0, 0.02 * text.bytes / 16)))
     found = []
     for size in sizes:
-        length = fixed.get("batch.sequence_length", max(16, min(2048, most, max(256, _power_below(size // 8)))))
+        length = fixed.get("batch.sequence_length", max(16, min(longest, most, max(256, _power_below(size // 8)))))
         if isinstance(size, int) and isinstance(length, int) and length > 0 and size % (length * ranks) == 0:
             found.append((size, length))
     return found

@@ -15,23 +15,25 @@ from parbank.model.config import ModelConfig
 from parbank.plan.candidates import Grid, Request, large, make_grid, small
 from parbank.plan.laws import Cases, Laws
 from parbank.plan.machine import Costs, Machine
-from parbank.plan.texts import Text
+from parbank.plan.texts import PlanText
 from parbank.training.config import BudgetConfig, RunConfig
 
 NAME = "auto"
 LARGE_BATCH = 32_768  # from here on the optimizer's settings are those of `sprint`, below it those of `demo`
 LEAST_BITS = 2.2
-"""Bits per weight that a plan must leave: with fewer, fewer weights are better (docs/log/2026-11-15-quantisation.md)."""
+"""Bits per weight that a plan must leave: with fewer, fewer weights are better (docs/log/packing.md)."""
 MOST_BITS = 8.0
 WORST = 8.0
 """Bits per byte of a model that knows nothing. A law says more where next to nothing was trained, and then ranks nothing."""
 CONTAINER_BYTES = 4096  # header, table of sections and config of an artifact
-EXPOSURE = 3.0
-"""A plan repeats its text until (epochs - 1) * parameters / bytes of text reaches this, and ends its clock there: beyond, a
-model learns the text by heart and scores worse (docs/log/2026-11-16-epochs.md)."""
 SHORT_SHARE, SHORT_LENGTH = 0.4, 1024
-"""On a GPU windows of half the length come first: attention costs less there. With the first 40% of the clock at 1,024
-tokens, 7% more tokens are read."""
+"""On a GPU windows of half the length come first, for this share of the clock: attention costs less there, so more tokens
+are read (docs/log/training.md)."""
+DECAY_EPOCHS, DECAY_STEPS, MOST_DECAY = 5, 4080, 4.0
+"""On a CPU, weight decay grows up to MOST_DECAY times where a text is repeated: fully from DECAY_EPOCHS on, and by DECAY_STEPS /
+steps, since decay acts through the sum over all steps. 4 times the decay gained 0.019 in 1,020 steps over 5 epochs, by 4 seeds
+(benchmarks/results/study_repeats_decay), changed nothing over 2 epochs, and lost 0.022 within one. On a GPU it is not
+measured."""
 SHOWN = (3, 3, 2, 2)
 """Of other shapes, vocabularies, tables and batches, so many are compared with the winner."""
 _DECAY_STEPS = (
@@ -69,7 +71,7 @@ class Plan:
     best: Choice
     others: tuple[Choice, ...]
     candidates: int
-    text: Text
+    text: PlanText
     machine: Machine
     more_minutes: float
     """The score for twice the minutes."""
@@ -130,24 +132,15 @@ def _search(
     passes = np.maximum(1.0, 2 ** np.ceil(np.log2(np.maximum(share / np.maximum(micro, 1e-9), 1.0))))
     seconds = machine.step_seconds(wide, grid.lengths, grid.batches, passes)
     steps = 60 * request.minutes / np.maximum(seconds, 1e-12)
-    unique = request.text.bytes / grid.bytes_per_token[:, None]
-    most_tokens = unique * (1 + EXPOSURE * request.text.bytes / costs.parameters[:, None])
-    tokens = np.minimum(np.maximum(steps, 1.0) * grid.batches, np.maximum(most_tokens, grid.batches))
-    cases = Cases.of(
-        matrices=grid.matrices[:, None],
-        vocab=grid.vocab[:, None],
-        bigrams=grid.bigrams[:, None],
-        tokens=tokens,
-        bytes_per_token=grid.bytes_per_token[:, None],
-        text_bytes=request.text.bytes,
-        batch_tokens=grid.batches,
-        hardness=request.text.hardness,
-    )
+    tokens = np.minimum(np.maximum(steps, 1.0) * grid.batches, grid.most_tokens)
+    cases = replace(grid.cases, tokens=np.minimum(tokens, grid.turn))  # no gain is expected beyond, and no loss
+    epochs = tokens * cases.bytes_per_token / cases.text_bytes
     count_code = bool(fixed.get("budget.count_code", False))
     bits = 8 * (request.max_bytes - fixed_bytes(grid.vocab, count_code)) / costs.parameters
     bits = np.clip(bits, -1.0, MOST_BITS)[:, None]
     packing = np.broadcast_to(laws.packing.predict(bits, grid.vocab[:, None]), tokens.shape)
-    options = laws.gpu_options if machine.cuda else 1.0
+    windows = laws.count_windows(np.zeros_like(grid.lengths) if machine.cuda else grid.lengths, tokens / grid.batches)
+    options = laws.gpu_options if machine.cuda else laws.cpu_windows**windows
     scores = options * laws.score(cases, request.text.name) + packing + grid.untried + grid.correction
     scores = np.minimum(scores, WORST)
     fits = (bits >= LEAST_BITS) & (share / passes >= grid.lengths) & (most >= grid.lengths)
@@ -160,23 +153,22 @@ def _search(
 
     def choice(index: Any) -> Choice:
         row, at = np.unravel_index(index, scores.shape)
-        one = Cases.of(**{name: np.broadcast_to(getattr(cases, name), scores.shape)[row, at] for name in vars(cases)})
+        one = Cases.of(**{name: values[row, at] for name, values in vars(cases).items()})
         config = configure(
             request, machine, grid.models[row], int(grid.batches[at]), int(grid.lengths[at]), int(passes[row, at]),
-            float(tokens[row, at]), float(seconds[row, at]),
+            float(tokens[row, at]), float(epochs[row, at]), float(seconds[row, at]),
         )  # fmt: skip
+        (deviation,) = laws.deviations(one, request.text.name, options=machine.cuda, windows=float(windows[row, at]))
         return Choice(
             config=config,
             parameters=int(costs.parameters[row]),
             tokens=float(tokens[row, at]),
-            epochs=float(tokens[row, at] * grid.bytes_per_token[row] / request.text.bytes),
+            epochs=float(epochs[row, at]),
             bits_per_weight=float(bits[row, 0]),
             score=float(scores[row, at]),
             packing=float(packing[row, at]),
             untried=float(grid.untried[row, at]),
-            deviation=min(
-                float(laws.deviations(one, request.text.name, options=machine.cuda)[0]), float(scores[row, at]) / 2
-            ),
+            deviation=min(float(deviation), float(scores[row, at]) / 2),
             tokens_per_second=float(grid.batches[at] / seconds[row, at]),
         )
 
@@ -223,12 +215,15 @@ def configure(
     length: int,
     passes: int,
     tokens: float,
+    epochs: float,
     step_seconds: float,
 ) -> RunConfig:
     """The whole config of a candidate: what is not planned comes from `demo` or `sprint`, the nearer one."""
     base = large() if batch >= LARGE_BATCH else small()
     near = large() if machine.cuda else small()
     steps = max(tokens / batch, 1.0)
+    decay = 1.0 if machine.cuda else decay_factor(epochs, steps)
+    optim = small().optim
     config = replace(
         base,
         recipe=NAME,
@@ -237,7 +232,13 @@ def configure(
         batch=replace(
             near.batch, sequence_length=length, batch_tokens=batch, micro_batch_tokens=batch // (machine.ranks * passes)
         ),
-        optim=replace(small().optim, warmdown=base.optim.warmdown, normuon=machine.cuda),
+        optim=replace(
+            optim,
+            warmdown=base.optim.warmdown,
+            normuon=machine.cuda,
+            matrix_weight_decay=round(decay * optim.matrix_weight_decay, 3),
+            adam_weight_decay=round(decay * optim.adam_weight_decay, 3),
+        ),
         average=replace(base.average, ema_decay=average_decay(steps)),
         train=near.train,
         quant=near.quant,
@@ -247,6 +248,12 @@ def configure(
         config = replace(config, batch=replace(config.batch, stages=stages))
     ends = ("budget.minutes", "budget.steps", "budget.tokens", "budget.most_steps")  # planned: `_end`
     return override(config, *(one for one in request.settings if one.partition("=")[0].strip() not in ends))
+
+
+def decay_factor(epochs: float, steps: float) -> float:
+    """By how much weight decay grows for a text that is repeated."""
+    most = min(MOST_DECAY, max(1.0, DECAY_STEPS / steps))
+    return float(most ** min(1.0, max(0.0, (epochs - 1) / (DECAY_EPOCHS - 1))))
 
 
 def average_decay(steps: float) -> float:

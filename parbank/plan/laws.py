@@ -1,31 +1,39 @@
 """The laws that predict a score, in bits per byte, before training.
 
-    bpb = (h / 2)^eta * (E + A / N^alpha + B / D^beta + C * V / T + G / (1 + r / r0))  +  packing
+    bpb = (h / 2)^eta * (E + A / N^alpha + B / D^beta * (1 + O x) + C * V / T + G / (1 + r / r0))  +  packing
     N = matrices * (V / 1024)^nu                  millions of parameters; a token of more bytes needs fewer of them
     D = fresh / (1 + b / b* + s b* / b)           millions of bytes; b is the batch, b* = b0 * fresh^kappa
     fresh = U + U R (1 - exp(-(seen / U - 1) / R))  where a text of U bytes is seen more than once
+    x = (seen / U - 1) * parameters / U           how much of the text a model can learn by heart
     packing = c * 4^-w * exp(k / w^2) * (V / 1024)^g  w: bits per weight
 
 The first line is the form of Hoffmann et al. (2022), in bytes, so that vocabularies compare; h is how many bits per
 byte zlib needs for its documents, which stands for how hard a text is. C V / T is what rare tokens cost: T is
 training tokens. G / (1 + r / r0) is what bigrams cost that share one of the r rows of their table. D falls with large
-batches as in McCandlish et al. (2018) and with very small ones, whose gradients are noise. Repeats follow Muennighoff
-et al. (2023). Rounding to w bits costs 4^-w at a high rate; the next factor is for few bits, the last one for the
-embedding, which is rounded as well.
+batches as in McCandlish et al. (2018) and with very small ones, whose gradients are noise. Rounding to w bits costs 4^-w at a
+high rate; the next factor is for few bits, the last one for the embedding, which is rounded as well.
 
-A score never rises with more tokens, parameters, rows or bits per weight: a plan for a larger budget is never worse.
+Repeats of a text count for less and less, as in Muennighoff et al. (2023), and from a point on they hurt: the score falls with
+the epochs, and then rises. Lovelace et al. (2026) add a cost that grows with the repeats and with parameters per byte. Here it
+is a factor of the cost of little data, 1 + O x: models of one and of two million parameters, and of 25 million, turn at about
+the same x then, and fit better than with a sum.
+
+While no text is repeated, a score never rises with more tokens, parameters, rows or bits per weight. A plan ends its clock where
+the score would rise, so a larger budget is never worse.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from parbank.errors import ConfigError
 
 Array = NDArray[np.float64]
 DATA = Path(__file__).with_name("data")
@@ -50,6 +58,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "R": (math.log(15.0), 0.5),
     "G": (math.log(0.1), 0.7),
     "r0": (math.log(12.0), 0.7),
+    "O": (math.log(0.05), 1.0),
 }
 NAMES = tuple(PRIORS)
 NEAR = 0.2
@@ -57,7 +66,21 @@ NEAR = 0.2
 6 are 0.29. With 0.25, runs of 8 layers outweighed the one of 6, which was worse than the law says."""
 TABLE_WEIGHT = 0.25
 """Of a bigram table in the distance from a run: a table that gains nothing costs some bits per weight, and no more."""
-FIELDS = ("matrices", "vocab", "bigrams", "tokens", "bytes_per_token", "text_bytes", "batch_tokens", "hardness")
+MOST_EPOCHS = 1000.0
+SHORT_WINDOWS, LONG_WINDOWS = 400, 1100
+"""Steps of a run in which windows of 512 tokens gain nothing over 256 (in 400 they lost 0.02 by one seed,
+benchmarks/results/study_windows_cpu), and steps of the three runs in which they gained, with a larger batch."""
+FIELDS = (
+    "matrices",
+    "params",
+    "vocab",
+    "bigrams",
+    "tokens",
+    "bytes_per_token",
+    "text_bytes",
+    "batch_tokens",
+    "hardness",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +89,8 @@ class Cases:
 
     matrices: Array
     """Parameters in the banks: those that cost arithmetic at every token."""
+    params: Array
+    """All parameters: those that can learn a text by heart."""
     vocab: Array
     bigrams: Array
     """Rows of the bigram table."""
@@ -88,6 +113,14 @@ class Cases:
 def predict_score(log_parameters: Array, cases: Cases) -> Array:
     """Bits per byte before packing."""
     p = dict(zip(NAMES, np.exp(log_parameters)))
+    parameters = cases.matrices / 1e6 * (cases.vocab / 1024) ** p["nu"]
+    bits = p["E"] + p["A"] * parameters ** -p["alpha"] + p["G"] / (1 + cases.bigrams / (1000 * p["r0"]))
+    found: Array = (bits + _predict_training(p, cases)) * (cases.hardness / 2) ** p["eta"]
+    return found
+
+
+def _predict_training(p: Mapping[str, float], cases: Cases) -> Array:
+    """The part of a score that changes with the tokens, before the factor of the text."""
     seen = cases.tokens * cases.bytes_per_token / 1e6
     unique = cases.text_bytes / 1e6
     repeats = np.maximum(seen / unique - 1, 0.0)
@@ -95,16 +128,30 @@ def predict_score(log_parameters: Array, cases: Cases) -> Array:
     batch = cases.batch_tokens * cases.bytes_per_token / 1e6
     best = p["b0"] * fresh ** p["kappa"]
     data = fresh / (1 + batch / best + p["s"] * best / batch)
-    vocab = cases.vocab / 1024
-    parameters = cases.matrices / 1e6 * vocab ** p["nu"]
-    bits = p["E"] + p["A"] * parameters ** -p["alpha"] + p["B"] * data ** -p["beta"]
-    bits = bits + p["C"] * cases.vocab / cases.tokens + p["G"] / (1 + cases.bigrams / (1000 * p["r0"]))
-    found: Array = bits * (cases.hardness / 2) ** p["eta"]
+    exposure = repeats * cases.params / cases.text_bytes
+    found: Array = p["B"] * data ** -p["beta"] * (1 + p["O"] * exposure) + p["C"] * cases.vocab / cases.tokens
+    return found
+
+
+def find_most_tokens(log_parameters: Array, cases: Cases) -> Array:
+    """The tokens from which on a score rises, as models learn their text by heart: one epoch at least, MOST_EPOCHS at most. By
+    bisection of their logarithm, to 1%, from below: with fewer tokens a score falls with each one."""
+    p = dict(zip(NAMES, np.exp(log_parameters)))
+    once = cases.text_bytes / cases.bytes_per_token
+    low, high = np.zeros_like(once), np.full_like(once, math.log(MOST_EPOCHS))
+    for _ in range(10):
+        middle = (low + high) / 2
+        here, beyond = (
+            _predict_training(p, replace(cases, tokens=factor * once * np.exp(middle))) for factor in (1.0, 1.0001)
+        )
+        falls = beyond <= here
+        low, high = np.where(falls, middle, low), np.where(falls, high, middle)
+    found: Array = once * np.exp(low)
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packing:
+class PackingLaw:
     """The law of the cost of rounding weights."""
 
     c: float
@@ -137,7 +184,7 @@ class Laws:
 
     log_parameters: Array
     covariance: Array
-    """Of the log parameters, then of the logs of the factors in `texts`, in their order, then of `gpu_options`."""
+    """Of the log parameters, then of the logs of the factors in `texts`, in their order, of `gpu_options` and of `cpu_windows`."""
     scatter: float
     """Standard deviation of a run of very many steps about the law, in bits per byte."""
     short_steps: float
@@ -148,10 +195,12 @@ class Laws:
     """How far a new text may be from what zlib says of it, as a share of its score."""
     texts: Mapping[str, float]
     """The factor of texts that were scored, by name: stdlib is the same text everywhere."""
-    packing: Packing
+    packing: PackingLaw
     token_sizes: TokenSizes
     gpu_options: float
     """The factor of the options that a plan for a GPU has beyond those of the runs."""
+    cpu_windows: float
+    """The factor of batches of 4,096 in windows of 512 tokens on a CPU, against 256, in runs of LONG_WINDOWS steps."""
     tried: Array
     """Matrices, vocabulary, batch tokens and bigrams of the long runs, and what they scored above the law: a row each."""
     ranges: Mapping[str, tuple[float, float]]
@@ -160,6 +209,15 @@ class Laws:
 
     def score(self, cases: Cases, text: str = "") -> Array:
         return predict_score(self.log_parameters, cases) * self.texts.get(text, 1.0)
+
+    def most_tokens(self, cases: Cases) -> Array:
+        return find_most_tokens(self.log_parameters, cases)
+
+    def count_windows(self, lengths: Array, steps: Array) -> Array:
+        """The exponent of `cpu_windows` for windows of so many tokens in runs of so many steps on a CPU: 0 to 1."""
+        learnt = np.log(np.maximum(steps, 1.0) / SHORT_WINDOWS) / math.log(LONG_WINDOWS / SHORT_WINDOWS)
+        found: Array = np.where(lengths >= 512, np.clip(learnt, 0.0, 1.0), 0.0)
+        return found
 
     def distances(self, matrices: Array, vocab: Array, batch_tokens: Array) -> Array:
         """How far candidates are from each long run, in factors of e. The runs are the first axis."""
@@ -176,12 +234,13 @@ class Laws:
         found: Array = np.tensordot(self.tried[:, -1], weights, 1) / (weights.sum(axis=0) + 0.3)
         return found
 
-    def deviations(self, cases: Cases, text: str = "", *, options: bool = False) -> Array:
+    def deviations(self, cases: Cases, text: str = "", *, options: bool = False, windows: float = 0.0) -> Array:
         """The standard deviation of a prediction: of the parameters and factors, carried over by the derivative, of a new
-        text, and of one run. `options`: the prediction has the factor `gpu_options`."""
+        text, and of one run. `options`: the prediction has the factor `gpu_options`. `windows`: the exponent of the factor
+        `cpu_windows` in it."""
         scores = self.score(cases, text)
         slopes = differentiate(lambda log: predict_score(log, cases), self.log_parameters) * self.texts.get(text, 1.0)
-        chosen = [float(name == text) for name in self.texts] + [float(options)]
+        chosen = [float(name == text) for name in self.texts] + [float(options), windows]
         slopes = np.concatenate([slopes, scores[:, None] * chosen], axis=1)
         spread = np.einsum("np,pq,nq->n", slopes, self.covariance, slopes)
         run = self.scatter * (1 + self.short_steps * cases.batch_tokens / cases.tokens)
@@ -202,8 +261,17 @@ def differentiate(function: Any, at: Array, step: float = 1e-5) -> Array:
 
 @cache
 def load_laws(path: Path = FIT) -> Laws:
-    """The committed fit."""
-    values = json.loads(path.read_text(encoding="utf-8"))
+    """The committed fit, or another one."""
+    try:
+        return _read_laws(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"cannot read the fit {path}: {error!r}; make it by python -m parbank.plan.fit of this version with --out, or unset "
+            "PARBANK_PLAN_FIT"
+        ) from error
+
+
+def _read_laws(values: dict[str, Any]) -> Laws:
     return Laws(
         log_parameters=np.log([values["parameters"][name] for name in NAMES]),
         covariance=np.array(values["covariance_of_logs"]),
@@ -212,9 +280,10 @@ def load_laws(path: Path = FIT) -> Laws:
         inflation=values["inflation"],
         text_spread=values["text_spread"],
         texts=values["texts"],
-        packing=Packing(**values["packing"]),
+        packing=PackingLaw(**values["packing"]),
         token_sizes=TokenSizes(**values["token_sizes"]),
         gpu_options=values["gpu_options"],
+        cpu_windows=values["cpu_windows"],
         tried=np.array(values["tried"]),
         ranges={name: (low, high) for name, (low, high) in values["ranges"].items()},
         runs=values["runs"],

@@ -22,7 +22,7 @@ RATES = ("launch", "arithmetic", "traffic", "softmax", "muon", "update")
 # Memory that stays free: of a GPU for CUDA's context and fragments, of a machine for other programs.
 USABLE_MEMORY = 0.8
 # Seconds of passes that Inductor compiled, over those of plain PyTorch, on a CPU. The probe does not compile: that would take
-# longer than the probe. Two shapes had 0.61 and 0.67 of them (docs/log/2026-11-18-cpu.md, without the update).
+# longer than the probe. Two shapes had 0.61 and 0.67 of them (docs/log/cpu.md, without the update).
 COMPILED_PASSES = 0.64
 # What is left of the sum of the GPUs' rates where several exchange gradients: a guess, not measured.
 PARALLEL_EFFICIENCY = 0.9

@@ -11,9 +11,9 @@ NO_GAIN = 0.001
 """Bits per byte: with half of the minutes so near, they are more than the model can use."""
 KNOWN = (
     "data", "seed", "budget.", "model.layers", "model.width", "model.vocab_size", "model.mlp_multiple", "model.kv_heads",
-    "model.bigram_buckets", "batch.batch_tokens", "batch.micro_batch_tokens", "batch.prefetch", "train.compile",
-    "train.cuda_graph", "train.warmup_steps", "train.log_every", "train.loggers", "train.validate", "train.checkpoint_minutes",
-    "train.keep_checkpoints", "train.max_skipped",
+    "model.bigram_buckets", "batch.batch_tokens", "batch.micro_batch_tokens", "batch.prefetch",
+    "train.compile", "train.cuda_graph", "train.warmup_steps", "train.log_every", "train.loggers", "train.validate",
+    "train.checkpoint_minutes", "train.keep_checkpoints", "train.max_skipped",
 )  # fmt: skip
 """Beginnings of settings that the expected score counts with, or that change no score."""
 
@@ -48,8 +48,9 @@ def _end(plan: Plan) -> Iterator[str]:
     if steps is not None:
         minutes = best.tokens / best.tokens_per_second / 60
         yield (
-            f"the text is small: training ends after {plural(steps, 'step')}, about {minutes:.2g} of {plan.minutes:g} minutes; "
-            "with more epochs this model would learn it by heart: give more text"
+            f"training ends after {plural(steps, 'step')}, about {minutes:.2g} of {plan.minutes:g} minutes: with more than "
+            f"{best.epochs:.2g} epochs of this text the model would learn it by heart, and score worse; give more text to use the "
+            "minutes"
         )
     elif best.steps < LEAST_STEPS:
         yield f"about {plural(max(1, round(best.steps)), 'step')} fit the clock, too few to learn much: give more minutes"
@@ -72,7 +73,7 @@ def _load(plan: Plan) -> Iterator[str]:
             f"other processes want {plural(machine.others, 'core')}: this plan is for the machine without them, and a run now "
             f"would get about {machine.share:.0%} of its steps: end them, or give more minutes"
         )
-    if not machine.calm:
+    if not machine.calm and machine.threads > 1:
         yield (
             f"the machine was busy when it was probed: the gain of {plural(machine.threads, 'thread')} over one is assumed, and is "
             "measured by the next plan that finds it calm"

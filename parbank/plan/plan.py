@@ -3,11 +3,12 @@
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from parbank.config import override, parse_value, require
+from parbank.data.progress import Say, say_nothing
 from parbank.data.sources import absolute_spec
 from parbank.display import Display
 from parbank.errors import ConfigError
@@ -25,12 +26,8 @@ from parbank.training.checks import check_size
 from parbank.training.compiled import use_compile_cache
 from parbank.training.inductor import LEAST_MINUTES, find_compiler, wants_inductor
 
-Say = Callable[[str], None]
 
-
-def plan_run(
-    settings: Sequence[str], place: Runtime, *, threads: int | None = None, say: Say = lambda line: None
-) -> Plan:
+def plan_run(settings: Sequence[str], place: Runtime, *, threads: int | None = None, say: Say = say_nothing) -> Plan:
     """The plan for settings such as data=text:books, budget.minutes=2 and model.layers=6. What they leave open is planned:
     the data, the minutes and the bytes are those of `demo` if they are not given."""
     given = replace(demo(), recipe=NAME)

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parbank.config import parse_json
 from parbank.cores import LoadMeter, count_cores
 from parbank.files import default_cache, write_json
 from parbank.model import GPT, ModelConfig
@@ -60,7 +61,7 @@ DOUBLING = 1.4
 tokens/s with two (benchmarks/results/cpu)."""
 SUSTAINED = 0.79
 """What whole runs on a CPU have of the speed that a probe's short steps promise: their batches fit no cache. 0.73 to 0.85 for two
-shapes, plain and compiled (docs/log/2026-11-18-cpu.md)."""
+shapes, plain and compiled (docs/log/cpu.md)."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def _key(place: Runtime) -> str:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
         sound = len(found["rates"]) == len(RATES) and all(rate >= 0 for rate in found["rates"]) and found["gain"] > 0
         kept = {"rates": found["rates"], "calm": bool(found["calm"])}
         return kept | {name: float(found[name]) for name in ("memory_factor", "gain")} if sound else None

@@ -6,7 +6,7 @@ from parbank.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Counts:
+class ParameterCounts:
     """Parameters of a model."""
 
     matrices: int
@@ -21,7 +21,7 @@ class Counts:
         return self.matrices + self.tables + self.others
 
 
-def count_parameters(c: ModelConfig) -> Counts:
+def count_parameters(c: ModelConfig) -> ParameterCounts:
     matrices = c.layers * 2 * c.width * (c.width + c.kv_width + c.hidden)
     tables = c.vocab_size * c.width * (1 if c.tied else 2)
     others = c.smear_input + 1 if c.smear_input else c.width * c.smear
@@ -35,7 +35,7 @@ def count_parameters(c: ModelConfig) -> Counts:
     if c.value_layers:
         tables += c.vocab_size * c.value_width
         others += c.kv_width * c.value_width + 1 + len(c.value_layers)
-    return Counts(matrices, tables, others)
+    return ParameterCounts(matrices, tables, others)
 
 
 def count_products(c: ModelConfig) -> int:

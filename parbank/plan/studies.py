@@ -1,28 +1,27 @@
 """Rows for the fit from the folder of a study: `parbank study run` on a new machine extends the laws."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from parbank.config import override
+from parbank.config import override, parse_json
 from parbank.errors import ConfigError
 from parbank.plan.shapes import count_parameters
-from parbank.plan.texts import Text, read_text
+from parbank.plan.texts import PlanText, read_text
 from parbank.training.config import RunConfig, read_config
 
 
 def read_study_rows(folder: Path) -> list[dict[str, Any]]:
     """One row for each training run of the study that has ended. Its text must still lie where it lay."""
     try:
-        study = json.loads((folder / "study.json").read_text(encoding="utf-8"))
+        study = parse_json((folder / "study.json").read_text(encoding="utf-8"))
         base = read_config(study["base"])
         arms = {"base": base} | {arm["name"]: override(base, *arm["settings"]) for arm in study["arms"]}
         found = {
-            path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("results/*.json"))
+            path.stem: parse_json(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("results/*.json"))
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder} holds no study of training that can be read: {error}") from error
-    texts: dict[str, Text] = {}
+    texts: dict[str, PlanText] = {}
     rows = []
     for name, result in found.items():
         arm, _, seed = name.rpartition(".")
@@ -35,7 +34,8 @@ def read_study_rows(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(study: str, arm: str, seed: int, config: RunConfig, result: dict[str, Any], text: Text) -> dict[str, Any]:
+def _row(study: str, arm: str, seed: int, config: RunConfig, result: dict[str, Any], text: PlanText) -> dict[str, Any]:
+    counts = count_parameters(config.model)
     tokens_once = result["tokens"] / result["epochs"]
     return {
         "key": f"{study}-{arm}-s{seed}",
@@ -47,7 +47,8 @@ def _row(study: str, arm: str, seed: int, config: RunConfig, result: dict[str, A
         "vocab": config.model.vocab_size,
         "layers": config.model.layers,
         "width": config.model.width,
-        "matrices": count_parameters(config.model).matrices,
+        "matrices": counts.matrices,
+        "params": counts.total,
         "bigrams": config.model.bigram_buckets,
         "tokens": result["tokens"],
         "steps": result["steps"],

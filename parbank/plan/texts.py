@@ -29,7 +29,7 @@ _PACKED = {".xz": 1.0, ".gz": 1.25, ".zst": 1.1, ".parquet": 1.6}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class PlanText:
     """The training text of a plan."""
 
     name: str
@@ -43,7 +43,7 @@ class Text:
     """Measured, for text that is tokens already."""
 
 
-def read_text(spec: str, say: Callable[[str], None] = lambda line: None) -> Text:
+def read_text(spec: str, say: Callable[[str], None] = lambda line: None) -> PlanText:
     """Describes the text of a data spec. Reads a sample, and prepares nothing."""
     opened = parse_spec(spec).open(default_cache(), say)
     return _describe_shards(opened, spec) if isinstance(opened, Path) else _describe_files(opened)
@@ -57,7 +57,7 @@ def measure_hardness(documents: Sequence[bytes]) -> float:
     return 8 * sum(len(zlib.compress(document, 9)) for document in documents) / total
 
 
-def _describe_files(corpus: Corpus) -> Text:
+def _describe_files(corpus: Corpus) -> PlanText:
     files = corpus.train
     chosen = files[:: max(1, len(files) // _FILES)]
     each = SAMPLE_BYTES // max(len(chosen), 1) + 1
@@ -67,7 +67,7 @@ def _describe_files(corpus: Corpus) -> Text:
     packed = 8 * len(lzma.compress(b"".join(documents), preset=6)) / sum(map(len, documents))
     total = sum(_text_bytes(path, packed) for path in files)
     share = 1.0 if corpus.val else _SPLIT
-    return Text(name=corpus.name, bytes=max(1.0, share * total), hardness=hardness)
+    return PlanText(name=corpus.name, bytes=max(1.0, share * total), hardness=hardness)
 
 
 def _read_some(corpus: Corpus, path: Path, most: int, stride: int) -> Iterator[bytes]:
@@ -127,13 +127,13 @@ def _read_numbers(data: bytes) -> Iterator[int]:
             value = shift = 0
 
 
-def _describe_shards(folder: Path, spec: str) -> Text:
+def _describe_shards(folder: Path, spec: str) -> PlanText:
     dataset = open_shards(folder)
     tokens = dataset.train
     count = min(len(tokens), SAMPLE_BYTES // 4)
     sample = dataset.tokenizer.decode_bytes(tokens.read(0, count), previous=dataset.tokenizer.bos_id)
     size = len(sample) / max(count, 1)
-    return Text(
+    return PlanText(
         name=spec,
         bytes=max(1.0, size * len(tokens)),
         hardness=measure_hardness([sample[at : at + _DOCUMENT] for at in range(0, len(sample), _DOCUMENT)]),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ArtifactError
-from parbank.quant.gptq import Factors, factorise, round_bank
+from parbank.quant.gptq import HessianFactors, factorise, round_bank
 from parbank.quant.integers import Halves, Quantised
 from parbank.quant.low_rank import correct
 from parbank.quant.pruning import prices
@@ -37,7 +37,7 @@ class Rounded:
 
 
 @dataclass(frozen=True)
-class Bank:
+class QuantBank:
     """Tensors of one shape and treatment, stacked."""
 
     names: tuple[str, ...]
@@ -46,7 +46,7 @@ class Bank:
     hessians: Tensor
     sensitivity: Tensor
     """(N, rows)"""
-    factors: Factors
+    factors: HessianFactors
     rotation: int = 0
     low_rank: tuple[Tensor, Tensor] | None = None
     """(N, rows, r) and (N, r, cols), float16: already taken out of the weights."""
@@ -62,20 +62,20 @@ class Bank:
         sensitivity: Tensor,
         damping: float,
         activation_order: bool = True,
-    ) -> "Bank":
+    ) -> "QuantBank":
         floor = _FLOOR * sensitivity.mean(1, keepdim=True)
         sensitivity = torch.maximum(sensitivity, floor.clamp(min=torch.finfo(torch.float32).tiny))
         factors = factorise(hessians, damping=damping, activation_order=activation_order)
         return cls(names, weights, hessians, sensitivity, factors)
 
-    def rotated(self, damping: float, activation_order: bool = True) -> "Bank":
+    def rotated(self, damping: float, activation_order: bool = True) -> "QuantBank":
         """The same tensors with rotated columns: outlying columns are spread, and curvatures evened."""
         block = block_size(self.weights.shape[2])
         weights, hessians = rotate(self.weights, block), rotate_hessian(self.hessians, block)
-        turned = Bank.stack(self.names, weights, hessians, self.sensitivity, damping, activation_order)
+        turned = QuantBank.stack(self.names, weights, hessians, self.sensitivity, damping, activation_order)
         return replace(turned, rotation=block, low_rank=self.low_rank, pruning=self.pruning)
 
-    def lowered(self, rank: int) -> "Bank":
+    def lowered(self, rank: int) -> "QuantBank":
         """The same tensors with their strongest directions removed as factors: the rest has less to code.
 
         Correcting the error after rounding (LQER) is weaker here: the error of a uniform step is white, and a few
@@ -84,7 +84,7 @@ class Bank:
         tall, flat = correct(self.weights, self.hessians, self.sensitivity, rank)
         return replace(self, weights=self.weights - tall.float() @ flat.float(), low_rank=(tall, flat))
 
-    def pick(self, chosen: list[bool]) -> "Bank | None":
+    def pick(self, chosen: list[bool]) -> "QuantBank | None":
         """The chosen tensors as a new bank."""
         if not any(chosen):
             return None
@@ -95,7 +95,7 @@ class Bank:
             weights=self.weights[index],
             hessians=self.hessians[index],
             sensitivity=self.sensitivity[index],
-            factors=Factors(self.factors.order[index], self.factors.upper[index], self.factors.curvature[index]),
+            factors=HessianFactors(self.factors.order[index], self.factors.upper[index], self.factors.curvature[index]),
             low_rank=None if self.low_rank is None else (self.low_rank[0][index], self.low_rank[1][index]),
         )
 

@@ -24,7 +24,7 @@ from parbank.quant.kernels import BLOCK, round_block
 
 
 @dataclass(frozen=True)
-class Factors:
+class HessianFactors:
     """The factorised Hessians of a bank. They depend on the Hessians alone, so many roundings share them."""
 
     order: Tensor
@@ -35,7 +35,7 @@ class Factors:
     """(N, cols): 1 / U_jj^2, in that order."""
 
 
-def factorise(hessians: Tensor, *, damping: float = 0.01, activation_order: bool = True) -> Factors:
+def factorise(hessians: Tensor, *, damping: float = 0.01, activation_order: bool = True) -> HessianFactors:
     """(N, cols, cols), symmetric and positive semidefinite, of any rank.
 
     In activation order the columns of the largest curvature are rounded first, while many others can still compensate.
@@ -58,11 +58,11 @@ def factorise(hessians: Tensor, *, damping: float = 0.01, activation_order: bool
     eye = torch.eye(cols, dtype=v.dtype, device=v.device).expand_as(v)
     upper = torch.linalg.solve_triangular(v, eye, upper=True)
     curvature = v.diagonal(dim1=1, dim2=2).square()
-    return Factors(order, upper.float(), curvature.float())
+    return HessianFactors(order, upper.float(), curvature.float())
 
 
 def round_bank(
-    weights: Tensor, scales: Tensor, q: int, factors: Factors, prices: Tensor | None = None
+    weights: Tensor, scales: Tensor, q: int, factors: HessianFactors, prices: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Integers (N, rows, cols) within -q..q for weights of that shape, and the error d H d^T of every row (N, rows).
 
@@ -88,7 +88,14 @@ def round_bank(
 
 
 def _column_by_column(
-    work: Tensor, values: Tensor, scales: Tensor, q: int, factors: Factors, table: Tensor | None, first: int, last: int
+    work: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    q: int,
+    factors: HessianFactors,
+    table: Tensor | None,
+    first: int,
+    last: int,
 ) -> Tensor:
     """Rounds the columns of a block into `values`, and returns their errors (N, last - first, rows). Changes the block."""
     steps, block = _column_scales(scales, factors.order), work[:, first:last]
@@ -105,7 +112,14 @@ def _column_by_column(
 
 
 def _in_kernel(
-    work: Tensor, values: Tensor, scales: Tensor, q: int, factors: Factors, table: Tensor | None, first: int, last: int
+    work: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    q: int,
+    factors: HessianFactors,
+    table: Tensor | None,
+    first: int,
+    last: int,
 ) -> Tensor:
     """The same by one launch, for a scale a row. Leaves the block as it is: nothing reads it again."""
     errors = torch.empty(len(work), last - first, work.shape[2], device=work.device)

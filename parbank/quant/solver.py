@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from parbank.errors import ArtifactError
-from parbank.quant.bank import Bank, Contents
+from parbank.quant.bank import Contents, QuantBank
 from parbank.quant.calibration import Calibration
 from parbank.quant.config import QuantConfig
 from parbank.quant.integers import to_half
@@ -100,25 +100,25 @@ class Solver:
         elif self.uncalibrated:
             say(describe_uncalibrated(self.uncalibrated))
         self.plain = _stack_banks(chosen, calibration, config, device)
-        self.ways: list[list[Bank]] = []
+        self.ways: list[list[QuantBank]] = []
         self._use(self.plain)
 
     def solve(self, build: Callable[[Contents], bytes], max_bytes: int) -> Solved:
         """The best file of at most `max_bytes`: within `config.tolerance` under it, unless all weights are at their finest."""
         self._use(self.plain)
         try:
-            return _Search(self, build, max_bytes).run()
+            return _MultiplierSearch(self, build, max_bytes).run()
         except CannotFit as failure:
             if self.banks is self.plain:
                 raise
             first = failure
         self._use(self.plain)  # factors and rotations take bytes that a very small file does not have
         try:
-            return _Search(self, build, max_bytes).run(choose=False)
+            return _MultiplierSearch(self, build, max_bytes).run(choose=False)
         except CannotFit as failure:
             raise min(first, failure, key=lambda error: error.smallest) from None
 
-    def _use(self, banks: list[Bank]) -> None:
+    def _use(self, banks: list[QuantBank]) -> None:
         self.banks = banks
         self.grid: dict[int, float] = {}
 
@@ -152,7 +152,7 @@ class Solver:
             return False
         if not self.ways:
             self.ways = [self._ways(bank) for bank in self.plain]
-        banks: list[Bank] = []
+        banks: list[QuantBank] = []
         for ways in self.ways:
             rounded = [way.round(multiplier) for way in ways]
             best = torch.stack([r.distortion + multiplier * r.bits for r in rounded]).argmin(0).tolist()
@@ -165,13 +165,13 @@ class Solver:
         self._use(banks)
         return True
 
-    def _ways(self, bank: Bank) -> list[Bank]:
+    def _ways(self, bank: QuantBank) -> list[QuantBank]:
         ways = [bank] + ([bank.lowered(self.config.low_rank)] if self.config.low_rank else [])
         config = self.config
         return ways + [way.rotated(config.damping, config.activation_order) for way in ways if config.rotation]
 
 
-class _Search:
+class _MultiplierSearch:
     """Searches the multiplier whose file just fits."""
 
     def __init__(self, solver: Solver, build: Callable[[Contents], bytes], cap: int) -> None:
@@ -257,7 +257,7 @@ def describe_uncalibrated(names: tuple[str, ...]) -> str:
 
 def _stack_banks(
     tensors: Mapping[str, Tensor], calibration: Calibration, config: QuantConfig, device: torch.device
-) -> list[Bank]:
+) -> list[QuantBank]:
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
@@ -272,7 +272,7 @@ def _stack_banks(
         weights = torch.stack([tensors[name].detach().float().to(device) for name in names])
         hessians = torch.stack([calibration.hessians.get(name, eye).to(device) for name in names])
         sensitivity = torch.stack([calibration.sensitivity.get(name, ones).to(device) for name in names])
-        bank = Bank.stack(tuple(names), weights, hessians, sensitivity, config.damping, config.activation_order)
+        bank = QuantBank.stack(tuple(names), weights, hessians, sensitivity, config.damping, config.activation_order)
         banks.append(replace(bank, pruning=config.pruning))
     return banks
 

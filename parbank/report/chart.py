@@ -24,6 +24,7 @@ MOST_IN_CHART = 3000  # of all its lines, so that a page of many runs stays ligh
 MARKED_POINTS = 40  # a line with more points has a marker on some of them only
 TABLE_ROWS = 40
 MEAN_PARTS = 30  # a running mean reaches so small a share of the axis to each side; fewer points have none
+OTHER_TOKENS = "Vocabularies differ: a token is not the same amount of text, so do not compare losses per token."
 EARLY = 0.06  # the share of a curve whose steepness may be left out of the frame
 RARE = 0.005  # the share of the other points that may be left out, if they alone are far above the rest
 
@@ -52,6 +53,8 @@ class Axis:
     """Begins at zero."""
     reach: float = 0.0
     """Goes as far as this, also where the points end before: charts above each other are then compared by eye."""
+    scale: float = 1.0
+    """The unit that is shown, in that of the points and of `reach`: 60 shows seconds as minutes."""
     cut: bool = False
     """Leaves a steep beginning and rare spikes out of the frame, so that the rest has room. The chart says so."""
 
@@ -110,6 +113,9 @@ def line_chart(
     found = [one for one in series if any(map(is_point, one.points))]
     if not found:
         return ""
+    if x.scale != 1:
+        found = [replace(one, points=[(a / x.scale, b) for a, b in one.points]) for one in found]
+        x = replace(x, reach=x.reach / x.scale, scale=1.0)
     kept = [thin(one, min(MOST_POINTS, MOST_IN_CHART // len(found))) for one in found]
     points = [point for one in kept for point in one.points if is_point(point)]
     xs, ys = [p[0] for p in points], [p[1] for p in points]
@@ -146,7 +152,8 @@ def figure(title: str, legend: str, picture: str, table: str, note: str = "", un
         else ""
     )
     measure = f" <small>{escape(unit)}</small>" if unit else ""
-    return f"<figure><figcaption>{escape(title)}{measure}</figcaption>{legend}{picture}{more}{numbers}</figure>"
+    caption = f"<figcaption>{escape(title)}{measure}</figcaption>"
+    return f'<figure>{caption}{legend}<div class="picture">{picture}{more}{numbers}</div></figure>'
 
 
 def legend(series: Sequence[Series]) -> str:
@@ -165,13 +172,13 @@ def legend(series: Sequence[Series]) -> str:
 def _top(series: Sequence[Series]) -> float:
     """The highest value that the frame has: without the values before EARLY of each series, and without RARE values after
     it, where they would take much of the height."""
-    lowest = min(p[1] for one in series for p in one.points if is_point(p))
-    top = max(p[1] for one in series for p in one.points if is_point(p))
-    later = []
+    values, later = [], []
     for one in series:
         points = [p for p in one.points if is_point(p)]
         begin = points[0][0] + EARLY * (points[-1][0] - points[0][0])
+        values += [p[1] for p in points]
         later += [p[1] for p in points if p[0] >= begin]
+    lowest, top = min(values), max(values)
     later.sort()
     for found in (later[-1], later[-1 - int(RARE * len(later))]):
         top = found if lowest < found and found - lowest < 0.62 * (top - lowest) else top
@@ -273,11 +280,11 @@ def thin(one: Series, most: int) -> Series:
     size = math.ceil(2 * len(between) / max(2, most - 2))
     kept = [first]
     for start in range(0, len(between), size):
-        group = list(enumerate(between[start : start + size]))
-        gaps = [n for n, point in group if not is_point(point)]
-        order = sorted((point[1], n) for n, point in group if is_point(point))
-        places = {*gaps[:1], *(n for _, n in (order[:1] + order[-1:]))}
-        kept += [point for n, point in group if n in places]
+        group = between[start : start + size]
+        finite = {n: point[1] for n, point in enumerate(group) if is_point(point)}
+        gaps = [n for n in range(len(group)) if n not in finite] if len(finite) < len(group) else []
+        ends = [min(finite, key=finite.__getitem__), max(finite, key=finite.__getitem__)] if finite else []
+        kept += [group[n] for n in sorted({*gaps[:1], *ends})]
     return replace(one, points=[*kept, last])
 
 

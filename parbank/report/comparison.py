@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parbank.eval.paired import FEWEST, PairedDifference, compare_documents
-from parbank.report.chart import MEAN_PARTS, Axis, Series, line_chart, smooth
+from parbank.report.chart import MEAN_PARTS, MOST_POINTS, OTHER_TOKENS, Axis, Series, line_chart, smooth
 from parbank.report.dots import Difference, difference_chart
 from parbank.report.page import Section, grid, missing, page, table
 from parbank.report.record import Record, flatten
@@ -60,15 +60,22 @@ def _explain() -> str:
 
 def _compare(record: Record, first: Record) -> Compared:
     ours, theirs = record.summary or {}, first.summary or {}
+    for one in (first, record):
+        if not one.summary:
+            return Compared(record, None, f"{one.name} has no score")
     for key, what in LIKE.items():
-        if ours.get(key) != theirs.get(key):
+        if ours.get(key) == theirs.get(key):
+            continue
+        if key in ours and key in theirs:
             return Compared(record, None, f"{what} than {first.name}")
+        older = first if key in ours else record
+        return Compared(record, None, f"{older.name} is older than the record of the text that a run is scored on")
     windows = [r.config.get("batch", {}).get("sequence_length") for r in (record, first)]
     if windows[0] != windows[1]:
         return Compared(record, None, f"windows of {windows[0]} tokens, {first.name} has {windows[1]}")
     pair = [_documents(r) for r in (record, first)]
     if pair[0] is None or pair[1] is None:
-        return Compared(record, None, "no bits by document: a run has not ended, or is older than details.json")
+        return Compared(record, None, "no bits by document: a run is older than details.json")
     (sizes, mine), (their_sizes, others) = pair[0], pair[1]
     if sizes != their_sizes:
         return Compared(record, None, f"other documents than {first.name}")
@@ -153,21 +160,34 @@ def _by_document(first: Record, others: Sequence[Compared]) -> str:
 
 
 def _curves(records: Sequence[Record]) -> str:
-    charts = []
+    charts, notes = [], {}
+    if _differ(records, "model", "vocab_size"):
+        notes["loss"] = OTHER_TOKENS
+    if _differ(records, "train", "validate_tokens") or _differ(records, "batch", "sequence_length"):
+        notes["val_bpb"] = (
+            "Samples or windows differ, so the levels of these lines cannot be compared, only their course."
+        )
     for title, name, label in (
-        ("Loss", "loss", f"nats per token{_say_mean(records)}"),
         ("Validation", "val_bpb", "bits per byte of the sample"),
+        ("Loss", "loss", f"nats per token{_say_mean(records)}"),
         ("Speed", "tokens_per_second", "tokens per second"),
     ):
         for what, key, axis in find_axes(*records):
             if name == "tokens_per_second" and key == "tokens":
                 continue
             lines = [r.column(name, key) for r in records]
-            lines = [smooth(line) for line in lines] if name == "loss" else lines
+            lines = [smooth(line) if name == "loss" or len(line) > MOST_POINTS else line for line in lines]
             series = [Series(name=r.name, points=line, style=n) for n, (r, line) in enumerate(zip(records, lines))]
             y = Axis(label=label, zero=name == "tokens_per_second", cut=name == "loss")
-            charts.append(line_chart(f"{title} by {what}", series, axis, y, wide=True, unit=label))
+            charts.append(
+                line_chart(f"{title} by {what}", series, axis, y, wide=True, unit=label, note=notes.get(name, ""))
+            )
     return grid(*charts) or missing("No run has rows of metrics.")
+
+
+def _differ(records: Sequence[Record], part: str, name: str) -> bool:
+    """Whether a setting is not the same in all runs."""
+    return len({str(record.config.get(part, {}).get(name)) for record in records}) > 1
 
 
 def _say_mean(records: Sequence[Record]) -> str:

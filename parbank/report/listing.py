@@ -2,13 +2,15 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from parbank.errors import ConfigError
 from parbank.report.record import Record, is_run, read_record
+from parbank.report.text import is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,7 @@ class Line:
     """Bytes of the artifact, and of the code where it counts."""
     score: float | None
     """Bits per byte of the packed model."""
+    state: Literal["ended", "running", "stopped"]
     date: str
     """The end of the run in UTC; of a run that has not ended, when its last row was written."""
 
@@ -46,7 +49,7 @@ def list_runs(
         raise ConfigError(f"there is no folder {folder}; `parbank train` makes runs/, or give another folder")
     if sort not in SORTS:
         raise ConfigError(f"--sort must be one of {', '.join(SORTS)}, got {sort!r}")
-    lines = [_describe(read_record(path)) for path in find_runs(folder)]
+    lines = [_describe(record) for record in find_runs(folder)]
     lines = [
         line for line in lines if (recipe is None or line.recipe == recipe) and (not ended or line.score is not None)
     ]
@@ -55,18 +58,15 @@ def list_runs(
     return known + [line for line in lines if key(line) is None]
 
 
-def find_runs(folder: Path) -> Iterator[Path]:
-    """Run folders in the order of their names. Links are not followed, and nothing inside a run is another run."""
+def find_runs(folder: Path) -> Iterator[Record]:
+    """Runs in the order of their folders' names. Links are not followed, and nothing inside a run is another run."""
     for here, inside, _ in os.walk(folder):
         inside.sort()
         path = Path(here)
         if is_run(path):
             inside.clear()
-            try:
-                read_record(path)
-            except ConfigError:  # another program's config.json
-                continue
-            yield path
+            with suppress(ConfigError):  # another program's config.json
+                yield read_record(path, brief=True)
 
 
 def _describe(record: Record) -> Line:
@@ -76,9 +76,10 @@ def _describe(record: Record) -> Line:
     return Line(
         folder=str(record.folder),
         recipe=record.recipe,
-        minutes=None if seconds is None else seconds / 60,
+        minutes=seconds / 60 if is_number(seconds) else None,
         bytes=None if size is None else int(size + summary.get("code_bytes", 0)),
         score=summary.get("val_bpb"),
+        state="ended" if record.summary else "running" if record.is_going else "stopped",
         date=_date(record),
     )
 

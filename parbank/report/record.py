@@ -88,18 +88,20 @@ class Record:
         return {k: (was, mine[k]) for k in mine if k in recipe and (was := _plain(recipe[k])) != mine[k]}
 
 
-def read_record(folder: Path) -> Record:
-    """The record of a run's folder. A folder without a config is no run."""
+def read_record(folder: Path, *, brief: bool = False) -> Record:
+    """The record of a run's folder. A folder without a config is no run. `brief` leaves out the rows of a run that has
+    ended."""
     config = _read_json(folder / "config.json")
     if not config:
         raise ConfigError(
             f"{folder} holds no run: it has no config.json that can be read; give the folder that `parbank train` wrote"
         )
+    summary = _read_json(folder / "summary.json") or None
     return Record(
         folder,
         config,
-        read_rows(folder / "metrics.jsonl"),
-        _read_json(folder / "summary.json") or None,
+        [] if brief and summary else read_rows(folder / "metrics.jsonl"),
+        summary,
         _read_json(folder / "details.json"),
         is_going=is_going(folder),
     )

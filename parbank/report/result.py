@@ -68,7 +68,7 @@ def bytes_section(record: Record) -> Section:
     tensors = [t for t in details.get("tensors", ()) if is_number(t.get("packed_bytes"))]
     if not tensors:
         return Section(
-            title, missing("Bytes by tensor: the run is older than details.json; `parbank inspect` lists them.")
+            title, missing("Bytes by tensor: the run is older than details.json; parbank inspect lists them.")
         )
     per_byte = _bits_per_byte(summary)
     most = max(tensor["packed_bytes"] for tensor in tensors) or 1

@@ -2,12 +2,13 @@
 
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from parbank.display import plural
 from parbank.report.bars import parted_bar
-from parbank.report.chart import MEAN_PARTS, Axis, Series, line_chart, running_mean
+from parbank.report.chart import MEAN_PARTS, MOST_POINTS, Axis, Point, Series, line_chart, running_mean
 from parbank.report.page import Section, grid, missing, page, table, tiles
 from parbank.report.record import Record, Values, flatten
 from parbank.report.result import bytes_section, sample_section, score_section, surprise_section
@@ -26,7 +27,8 @@ from parbank.report.text import (
     size,
 )
 
-CLOCK = Axis(label="seconds of training", zero=True)
+CLOCKS = ((6 * 3600, 3600, "hours"), (1200, 60, "minutes"), (0, 1, "seconds"))
+"""(seconds of a run from which it is used, its own seconds, name) of each unit of the clock."""
 TOKENS = Axis(label="training tokens", zero=True)
 OWN, PAGE_PARTS = "page", ("details for the page", "page")
 """The page's part of the time, and the entries of `finish_parts` that it sums."""
@@ -60,12 +62,12 @@ def _head(record: Record) -> str:
     tokens = summary.get("tokens", last.get("tokens"))
     minutes = budget.get("minutes")
     items = [
-        ("Score, bits per byte", number(summary.get("val_bpb")), _against_best(summary)),
+        _score_tile(record),
         ("Artifact", size(summary.get("artifact_bytes")), _of_cap(summary)),
         (
             "Training clock",
             duration(seconds),
-            f"of {duration(60 * minutes)}" if is_number(minutes) else _steps(summary, last),
+            f"of {duration(60 * minutes)}" if is_number(minutes) else _steps(record, last),
         ),
         ("Tokens", short(tokens) if is_number(tokens) else "–", _speed(summary, last)),
         ("Parameters", short(parameters) if is_number(parameters) else "–", ""),
@@ -104,8 +106,27 @@ def _of_cap(summary: Values) -> str:
     return f"{share(summary['artifact_bytes'] + code, summary.get('max_bytes'))} of {size(summary.get('max_bytes'))}{with_code}"
 
 
-def _steps(summary: Values, last: Values) -> str:
-    return f"{count(summary.get('steps', last.get('step')))} steps"
+def _score_tile(record: Record) -> tuple[str, str, str]:
+    """The score; until there is one, the last validation."""
+    validated = [row for row in record.rows if is_number(row.get("val_bpb"))]
+    if record.summary or not validated:
+        return (
+            "Score, bits per byte",
+            number((record.summary or {}).get("val_bpb")),
+            _against_best(record.summary or {}),
+        )
+    last = validated[-1]
+    return "Last validation, bits per byte", number(last["val_bpb"]), f"of a sample, at step {count(last['step'])}"
+
+
+def _steps(record: Record, last: Values) -> str:
+    """Steps, of how many while the run has not ended."""
+    steps, planned = (record.summary or {}).get("steps", last.get("step")), record.config.get("budget", {}).get("steps")
+    if not is_number(steps):
+        return ""
+    if record.summary or not is_number(planned):
+        return plural(steps, "step")
+    return f"{count(steps)} of {plural(planned, 'step')}"
 
 
 def _speed(summary: Values, last: Values) -> str:
@@ -124,7 +145,7 @@ def _ranks(record: Record) -> str:
 def _sections(record: Record, began: float | None) -> list[Section]:
     first, then = [curve_section(record), Section("Training", _training(record))], []
     if record.summary:
-        first += [score_section(record), bytes_section(record)]
+        first = [score_section(record), *first, bytes_section(record)]
         then += [surprise_section(record), sample_section(record)]
     then += [config_section(record), Section("Machine and versions", _machine(record))]
     own = 0.0 if began is None else time.perf_counter() - began
@@ -133,7 +154,7 @@ def _sections(record: Record, began: float | None) -> list[Section]:
 
 def curve_section(record: Record) -> Section:
     note = "" if record.has("val_bpb") else _no_validation(record)
-    body = grid(*loss_charts(record), *validation_charts(record))
+    body = grid(*validation_charts(record), *loss_charts(record))
     return Section("Curves", body or missing("metrics.jsonl has no rows."), note)
 
 
@@ -148,24 +169,34 @@ def _no_validation(record: Record) -> str:
 def find_axes(*records: Record) -> Iterator[tuple[str, str, Axis]]:
     """(name, column of the rows, axis) of clock and tokens. They go as far as the longest of the runs: charts above each other
     have the same."""
-    for what, key, axis in (("clock", "seconds", CLOCK), ("tokens", "tokens", TOKENS)):
-        end = {"seconds": "train_seconds"}.get(key, key)
+    for what, key, end in (("clock", "seconds", "train_seconds"), ("tokens", "tokens", "tokens")):
         ends = [(r.summary or {}).get(end) for r in records] + [row.get(key) for r in records for row in r.rows[-1:]]
-        yield what, key, replace(axis, reach=max(filter(is_number, ends), default=0.0))
+        reach = max(filter(is_number, ends), default=0.0)
+        yield what, key, clock_axis(reach) if what == "clock" else replace(TOKENS, reach=reach)
+
+
+def clock_axis(reach: float) -> Axis:
+    """The clock of a run of so many seconds: in minutes or hours where it is long."""
+    _, scale, unit = next(one for one in CLOCKS if reach >= one[0])
+    return Axis(label=f"{unit} of training", zero=True, reach=reach, scale=scale)
 
 
 def loss_charts(record: Record) -> list[str]:
     y, found = Axis(label="Loss, nats per token", cut=True), []
     for what, key, axis in find_axes(record):
-        points = record.column("loss", key)
-        series = [
-            Series(name="training loss", points=points, style=5, faint=True),
-            Series(name="running mean", points=running_mean(points)),
-        ]
-        if len(points) < MEAN_PARTS:  # the mean would be the loss itself, and cover it
-            series = [Series(name="training loss", points=points)]
+        series = with_mean("training loss", record.column("loss", key), MEAN_PARTS)
         found.append(line_chart(f"Loss by {what}", series, axis, y, wide=True, unit="nats per token"))
     return found
+
+
+def with_mean(name: str, points: Sequence[Point], least: int) -> list[Series]:
+    """The points behind their running mean; the points alone where they are fewer than `least`."""
+    if len(points) < least:
+        return [Series(name=name, points=points)]
+    return [
+        Series(name=name, points=points, style=5, faint=True),
+        Series(name="running mean", points=running_mean(points)),
+    ]
 
 
 def validation_charts(record: Record) -> list[str]:
@@ -204,9 +235,10 @@ def _describe_sample(record: Record) -> str:
 
 
 def _training(record: Record) -> str:
+    _, _, clock = next(find_axes(record))
     charts = [
         line_chart(
-            "Learning rates", _rates(record), CLOCK, Axis(label="Learning rate", zero=True), unit="by kind of parameter"
+            "Learning rates", _rates(record), clock, Axis(label="Learning rate", zero=True), unit="by kind of parameter"
         )
     ]
     for title, name, scale, zero, label in (
@@ -218,16 +250,8 @@ def _training(record: Record) -> str:
         ("GPU power", "gpu_power_w", 1, True, "watts"),
     ):
         points = [(x, scale * y) for x, y in record.column(name, "seconds")]
-        y = Axis(label=label, zero=zero)
-        charts.append(
-            line_chart(
-                title,
-                [Series(name=title, points=points)],
-                CLOCK,
-                y,
-                unit=label,
-            )
-        )
+        series = with_mean(title, points, MOST_POINTS)  # of more, a noisy line would fill its chart
+        charts.append(line_chart(title, series, clock, Axis(label=label, zero=zero), unit=label))
     if not any(charts):
         return ""
     gpu = "" if record.has("gpu_clock_mhz") else missing(_no_gpu(record))
@@ -285,7 +309,8 @@ def _time(record: Record, own: float) -> str:
     bar = parted_bar("Seconds of the run", [(n, s, duration(s)) for n, s in parts])
     setup = ", ".join(f"{name} {duration(s)}" for name, s in summary.get("setup_parts", {}).items() if s >= 0.05)
     waited = share(summary.get("data_wait_seconds"), summary.get("train_seconds"), 2)
-    notes = [f"Setup: {escape(setup)}." if setup else "", f"Waiting for data took {waited} of the training clock."]
+    notes = [f"Setup: {escape(setup)}." if setup else ""]
+    notes += [f"Waiting for data took {waited} of the training clock."] if "data_wait_seconds" in summary else []
     if stalled := summary.get("stalled_seconds"):
         notes.append(f"Steps that stalled took {duration(stalled)} of the clock.")
     if skipped := summary.get("skipped_steps"):

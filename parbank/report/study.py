@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from parbank.display import plural
-from parbank.report.chart import COLOURS, Axis, Point, Series, line_chart, running_mean
+from parbank.report.chart import COLOURS, OTHER_TOKENS, Axis, Point, Series, line_chart, running_mean
 from parbank.report.dots import Difference, difference_chart
 from parbank.report.page import Section, grid, missing, page, table
 from parbank.report.record import Values, read_rows
-from parbank.report.run import CLOCK, setting
+from parbank.report.run import clock_axis, setting
 from parbank.report.text import count, duration, is_number, number, short_spec, shown, signed, size
 
 BASE = "base"
@@ -71,9 +71,21 @@ def study_page(result: Values, folder: Path) -> str:
     arms, seeds = plural(len(record.arms), "arm"), plural(len(study["seeds"]), "seed")
     head = (
         f"<h1>{shown(study['name'])}</h1><p>A study of {shown(study['kind'])}: recipe {shown(recipe)} on "
-        f"{shown(short_spec(data))}, {arms} against the base, {seeds}.</p>"
+        f"{shown(short_spec(data))}{_budget(record)}, {arms} against the base, {seeds}.</p>"
     )
     return page(f"{study['name']} · parbank study", head, _sections(record))
+
+
+def _budget(record: StudyRecord) -> str:
+    """The budget of a run, and when it is scored. A study of stored runs or of kernels has none."""
+    study, budget = record.study, record.study["base"].get("budget", {})
+    if record.percent or study.get("checkpoints"):
+        return ""
+    scored = "scored packed" if study.get("packed") else "scored before packing"
+    if is_number(budget.get("minutes")):
+        return f", {duration(60 * budget['minutes'])} of training a run, {scored}"
+    unit = "steps" if is_number(budget.get("steps")) else "tokens"
+    return f", {count(budget.get(unit))} {unit} a run, {scored}"
 
 
 def _sections(record: StudyRecord) -> Iterator[Section]:
@@ -85,14 +97,15 @@ def _sections(record: StudyRecord) -> Iterator[Section]:
         "Training loss, a running mean over time and seeds, against that of the base.",
     )
     yield Section("Cost", _cost(record))
-    yield Section("Every run", _runs(record))
+    errors = "The errors of runs that failed are under What to know." if record.result["failures"] else ""
+    yield Section("Every run", _runs(record), errors)
     yield Section("What to know", _notes(record))
 
 
 def _how(record: StudyRecord) -> str:
     return (
         f"Differences are arm minus base, in {record.unit}; below zero is better. The interval decides, and nothing else "
-        f"does. The noise was taken to be "
+        f"does. The standard deviation of a difference was taken to be "
         f"{record.form(record.result['noise']['sd'], 5).lstrip('+')}{'' if record.percent else ' bits per byte'} "
         f"({shown(record.result['noise']['source'])})."
     )
@@ -159,14 +172,15 @@ def _curves(record: StudyRecord) -> str:
         if not own:
             continue
         series = [Series(name=BASE, points=base), Series(name=arm["name"], points=own, style=_style(n))]
-        charts.append(
-            line_chart(arm["name"], series, CLOCK, Axis(label="Loss, nats per token", cut=True), unit="nats per token")
-        )
+        clock, y = clock_axis(max(one.points[-1][0] for one in series if one.points)), Axis(label="Loss", cut=True)
+        note = OTHER_TOKENS if any(text.startswith("model.vocab_size=") for text in arm["settings"]) else ""
+        charts.append(line_chart(arm["name"], series, clock, y, unit="nats per token", note=note))
     return grid(*charts) or missing("Curves: runs of this kind have none, or their folders are gone.")
 
 
 def _mean_curve(record: StudyRecord, arm: str) -> list[Point]:
-    """The loss at equal seconds, over the seeds. It ends where the first of them ends."""
+    """The loss at equal seconds, over the seeds. It ends where the first of them ends; empty where they have no time in
+    common."""
     curves: list[np.ndarray] = []
     for seed in record.runs(arm):
         rows = read_rows(record.folder / "runs" / f"{arm}.{seed}" / "metrics.jsonl")
@@ -174,7 +188,10 @@ def _mean_curve(record: StudyRecord, arm: str) -> list[Point]:
         curves += [np.array(points)] if len(points) > 1 else []
     if not curves:
         return []
-    seconds = np.linspace(max(c[0, 0] for c in curves), min(c[-1, 0] for c in curves), GRID)
+    first, last = max(c[0, 0] for c in curves), min(c[-1, 0] for c in curves)
+    if first >= last:
+        return []
+    seconds = np.linspace(first, last, GRID)
     mean = np.mean([np.interp(seconds, c[:, 0], c[:, 1]) for c in curves], axis=0)
     return running_mean(list(zip(seconds.tolist(), mean.tolist())))
 
@@ -211,8 +228,8 @@ def _runs(record: StudyRecord) -> str:
     for name in names:
         for seed in record.study["seeds"]:
             run = record.result["runs"].get(f"{name}.{seed}")
-            error = record.result["failures"].get(f"{name}.{seed}")
-            state = "done" if run else f"failed twice: {shown(error)}" if error else "to come"
+            failed = f"{name}.{seed}" in record.result["failures"]
+            state = "done" if run else "failed twice" if failed else "to come"
             rows.append(
                 (
                     shown(name),

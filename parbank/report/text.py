@@ -7,13 +7,15 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, TypeGuard
 
-# Characters that a browser hides, or that reorder the text around them: they are shown by their code.
+# Characters that a browser hides, or that reorder the text around them: they are shown by their code. Joiners (U+200C and
+# U+200D) stay: Persian words, Indian scripts and emoji need them.
 _HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
 _FOLDERS = re.compile("(?<=[:=])[^,:=]*/(?=[^,/])")
 _JOINTS = re.compile(r"(?<=[^\W_])[-._/](?=[^\W_])")
+MOST = 1e300  # far above any number of a run
 _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -36,7 +38,10 @@ def _code(found: re.Match[str]) -> str:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Finite, and no integer beyond the range of floats, which JSON may hold and no format can write."""
+    if type(value) is float:  # a page asks this some million times
+        return math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MOST
 
 
 def number(value: Any, digits: int = 4) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parbank.errors import FileError
-from parbank.files import write_file
+from parbank.files import refuse_link, write_file
 from parbank.report.comparison import comparison_page
 from parbank.report.page import GENERATOR
 from parbank.report.record import clean, read_record
@@ -44,6 +44,7 @@ def _write(out: Path, text: str) -> Path:
     """Writes a page, over an earlier page at most."""
     if os.path.lexists(out) and not _is_page(out):
         raise FileError(f"{out} exists and is no page of parbank; choose another --out, or delete it yourself")
+    refuse_link(out)
     write_file(out, text.encode("utf-8", "replace"))
     return out
 

@@ -14,7 +14,7 @@ from parbank.api.model import Model, load
 from parbank.config import require
 from parbank.data.tokenizer import DecodeState, Tokenizer
 from parbank.errors import DataError
-from parbank.eval.sampling import Choice, check_settings, draw_steps
+from parbank.eval.sampling import NextToken, check_settings, draw_steps
 from parbank.eval.surprise import score_pieces
 from parbank.model import GPT
 from parbank.serve.worker import Item
@@ -95,7 +95,7 @@ class Player:
         assert isinstance(network, GPT)  # `load_players` takes no other
         return network
 
-    def _alternative(self, choice: Choice, pieces: "Pieces") -> Item:
+    def _alternative(self, choice: NextToken, pieces: "Pieces") -> Item:
         """`take`: the text that the page appends to continue with this token; None where the token is no whole text."""
         if choice.token == self.model.tokenizer.bos_id:
             return {"text": None, "take": None, **_chances(choice)}
@@ -141,7 +141,7 @@ def show_token(tokenizer: Tokenizer, token: int) -> str:
         return f"<{data.hex(' ').upper()}>"
 
 
-def _chances(choice: Choice) -> Item:
+def _chances(choice: NextToken) -> Item:
     return {"token": choice.token, "probability": choice.probability, "chance": choice.chance}
 
 

@@ -26,7 +26,7 @@ from parbank.eval.compression import compressor_bpb
 from parbank.serve.pages import page_route
 from parbank.serve.player import MOST_TOKENS, Player
 from parbank.serve.server import Address, TooLargeError, read_body, serve
-from parbank.serve.worker import BusyError, Job, Worker
+from parbank.serve.worker import BusyError, Worker, WorkerJob
 
 MOST_TEXT = 2_000_000
 """Bytes of a text, in UTF-8."""
@@ -39,7 +39,7 @@ MOST_COMPRESSING = 2
 class JobResponse(StreamingResponse):
     """The items of a job, a JSON line each. The job ends when the answer does, also by a closed tab."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WorkerJob) -> None:
         self._job = job
         super().__init__(_lines(job), media_type="application/x-ndjson")
 
@@ -50,7 +50,7 @@ class JobResponse(StreamingResponse):
             self._job.cancel()
 
 
-async def _lines(job: Job) -> AsyncIterator[bytes]:
+async def _lines(job: WorkerJob) -> AsyncIterator[bytes]:
     async for item in job.items():
         yield json.dumps(item).encode() + b"\n"
 

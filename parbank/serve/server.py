@@ -98,7 +98,7 @@ def _is_ip(name: str) -> bool:
     return True
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware: refuses requests from elsewhere, and gives every answer the headers that keep the page closed."""
 
     def __init__(self, app: ASGIApp, *, address: Address) -> None:
@@ -177,7 +177,7 @@ def serve(
         server.should_exit = True
         on_end()
 
-    app = Guard(make_app(end), address=found)
+    app = RequestGuard(make_app(end), address=found)
     config = uvicorn.Config(
         app,
         log_level="warning",

@@ -6,6 +6,7 @@ captured while another thread computes. In turn, a short request is not kept wai
 
 import asyncio
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
@@ -15,19 +16,37 @@ from parbank.errors import ParbankError
 from parbank.threads import use_threads
 
 Item = dict[str, Any]
+MOST_UNREAD = 64
+"""Items that wait for a reader before its job does: a client that reads slowly must not fill the memory."""
+STUCK_SECONDS = 60.0
+"""A job whose reader has taken nothing for so long is cancelled: it would keep its place from others."""
+_POLL = 0.02  # seconds between looks at readers, where all of them are behind
 
 
 class BusyError(ParbankError):
     """More requests at once than are answered."""
 
 
-class Job:
+class WorkerJob:
     """A request on its way: steps that the worker takes, and the items they give, for one reader."""
 
     def __init__(self, steps: Iterator[Item], loop: asyncio.AbstractEventLoop) -> None:
         self._steps, self._loop = steps, loop
         self._items: asyncio.Queue[Item | None] = asyncio.Queue()
         self._cancelled = threading.Event()
+        self._behind_since: float | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the reader has to read before the next step. Cancels the job of a reader that has stopped."""
+        if self._cancelled.is_set() or self._items.qsize() < MOST_UNREAD:
+            self._behind_since = None
+            return False
+        now = time.monotonic()
+        self._behind_since = self._behind_since or now
+        if now - self._behind_since > STUCK_SECONDS:
+            self.cancel()
+        return True
 
     def cancel(self) -> None:
         """Ends the work before its next step. A job that has ended stays as it is."""
@@ -73,7 +92,7 @@ class Worker:
 
     def __init__(self, *, most: int, threads: int | None = None) -> None:
         self._most, self._threads = most, threads
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[WorkerJob] = deque()
         self._change = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="parbank-serve", daemon=True)
@@ -85,9 +104,9 @@ class Worker:
         with self._change:
             return len(self._jobs)
 
-    def submit(self, steps: Iterator[Item]) -> Job:
+    def submit(self, steps: Iterator[Item]) -> WorkerJob:
         """A job for these steps. Call it in the event loop that reads the items."""
-        job = Job(steps, asyncio.get_running_loop())
+        job = WorkerJob(steps, asyncio.get_running_loop())
         with self._change:
             if self._closed:
                 raise BusyError("the server is ending")
@@ -119,6 +138,13 @@ class Worker:
                     self._change.wait_for(lambda: self._jobs or self._closed)
                     if not self._jobs:
                         return
+                    behind = 0
+                    while behind < len(self._jobs) and self._jobs[0].is_behind:
+                        self._jobs.rotate(-1)
+                        behind += 1
+                    if behind == len(self._jobs):
+                        self._change.wait(_POLL)
+                        continue
                     job = self._jobs[0]
                 going = job.step()
                 with self._change:

@@ -36,6 +36,7 @@ class Crew:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> "Crew":
+        self._queue.make_folders()
         (self._folder / "workers").mkdir(exist_ok=True)
         for number in range(self._workers):
             self._start(number)

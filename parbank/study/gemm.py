@@ -1,4 +1,4 @@
-"""A plain matrix product in Triton, y = x w^T: what an own GEMM costs beside cuBLAS. Only the study of kernels uses it.
+"""A plain matrix product in Triton, y = x w^T: what a hand-written GEMM costs beside cuBLAS. Only the study of kernels uses it.
 
 Each program computes one tile of y and walks over K. Programs that run together share rows of x and w: they come in groups
 of GROUP rows of tiles, so that both stay in L2 (as in Triton's tutorial of matrix products).

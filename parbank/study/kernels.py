@@ -82,8 +82,8 @@ def _plain_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 @kernel
 def own_product(bench: Bench) -> tuple[Call, Call]:
-    """The MLP's first product by an own GEMM in Triton, in place of cuBLAS: 2.5 times slower (parameter-golf #670)."""
-    bench.need_cuda("an own GEMM")
+    """The MLP's first product by a hand-written GEMM in Triton, in place of cuBLAS: 2.5 times slower (parameter-golf #670)."""
+    bench.need_cuda("a hand-written GEMM")
     from parbank.study.gemm import product
 
     x, weight, _ = _mlp_inputs(bench)
@@ -92,7 +92,7 @@ def own_product(bench: Bench) -> tuple[Call, Call]:
 
 @kernel
 def own_symmetric_product(bench: Bench) -> tuple[Call, Call]:
-    """X X^T by an own kernel that computes half the tiles, in place of cuBLAS: up to 1.5 times as fast (modded-nanogpt
+    """X X^T by a hand-written kernel that computes half the tiles, in place of cuBLAS: up to 1.5 times as fast (modded-nanogpt
     #109)."""
     x = bench.random(22, 512, 512)
     return lambda: ops.xxt(x), lambda: torch.bmm(x, x.mT)

@@ -17,15 +17,15 @@ _FIELDS = {"clock_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "
 _EVERY = 500  # milliseconds between samples
 
 
-class Watch:
-    """`with Watch(device) as watch: ...`, then `watch.found`: medians, and the lowest clock. Empty without nvidia-smi."""
+class ClockWatch:
+    """`with ClockWatch(device) as watch: ...`, then `watch.found`: medians, and the lowest clock. Empty without nvidia-smi."""
 
     def __init__(self, device: torch.device) -> None:
         self.found: dict[str, float] = {}
         self._device = device
         self._process: subprocess.Popen[str] | None = None
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "ClockWatch":
         self._process = start_sampling(self._device, _FIELDS.values(), milliseconds=_EVERY)
         return self
 

@@ -12,7 +12,7 @@ from parbank.errors import ParbankError
 from parbank.study.queue import Queue
 from parbank.study.study import BASE, STUDY, TRAINED, Job, Study, describe_budget, read_study
 
-# Two runs that share nothing: sqrt(2) times the deviation of `sprint` over seeds, 120 s on one H200.
+# Two runs that share nothing: sqrt(2) times an assumed deviation over seeds, until benchmarks/studies/QUEUE.md measures it.
 USUAL = math.sqrt(2) * 0.0007
 NANO = 0.083  # 30 pairs of `nano` runs of 20 steps that share nothing: benchmarks/results/study_noise
 FEWEST = 3  # differences, or seeds, below which a deviation is no estimate
@@ -66,13 +66,11 @@ def find_like(study: Study, folder: Path) -> Iterator[tuple[Path, Study]]:
 
 def measure_noise(study: Study, results: Results, name: str) -> Noise | None:
     """The deviation of differences, the median over arms, since an arm that goes wrong is noisy, too; of a study without
-    arms, sqrt(2) times the deviation of its runs."""
-    found = [values for values in differences(study, results).values() if len(values) > 1]
+    arms, sqrt(2) times the deviation of its runs. An arm that changes nothing says nothing of the noise: it is left out."""
+    found = [values for values in differences(study, results).values() if len(values) > 1 and stdev(values) > 0]
     pairs = sum(map(len, found))
     if pairs - len(found) >= FEWEST - 1:
-        sd = median(stdev(values) for values in found)
-        if sd > 0:
-            return Noise(sd, f"{pairs} pairs of runs in {name}")
+        return Noise(median(stdev(values) for values in found), f"{pairs} pairs of runs in {name}")
     values = [result["value"] for job, result in results.items() if job.arm == BASE]
     if len(values) >= FEWEST and stdev(values) > 0:
         return Noise(

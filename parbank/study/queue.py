@@ -10,7 +10,6 @@ renewed for PATIENCE seconds, goes back. If the worker was only asleep, it finds
 count.
 """
 
-import json
 import os
 import secrets
 import socket
@@ -23,13 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
+from parbank.config import parse_json
+from parbank.errors import FileError
 from parbank.files import is_running, write_json
 from parbank.study.study import Job
 
 HEARTBEAT = 5.0
 PATIENCE = 60.0  # seconds without a heartbeat after which a worker elsewhere counts as dead
+LOCK_PATIENCE = 600.0  # a worker holds the lock for milliseconds, for seconds on a slow file system with many jobs
 TRIES = 2
 FAILED = "failures/evaluated"  # of studies on stored runs: errors that all seeds of an arm share
 
@@ -48,11 +50,15 @@ class Queue:
     def __init__(self, folder: Path, *, heartbeat: float = HEARTBEAT, patience: float = PATIENCE) -> None:
         self.folder = folder
         self._heartbeat, self._patience = heartbeat, patience
+
+    def make_folders(self) -> None:
+        """For somebody who will write: a reader leaves the study as it is."""
         for name in ("results", "failures", "claims"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
+            (self.folder / name).mkdir(exist_ok=True)
 
     def claim(self, jobs: Sequence[Job]) -> Claim | None:
         """The first job that waits, now this worker's. A job that failed once goes last."""
+        self.make_folders()
         with self._locked():
             states = self._states(jobs)
             job = self.next_of(states)
@@ -74,8 +80,9 @@ class Queue:
 
         def beat() -> None:
             while not over.wait(self._heartbeat):
-                with suppress(OSError):  # the claim has gone to another worker
-                    os.utime(self._claim(claim.job))
+                if self._holds(claim):  # else the job has gone to another worker, whose claim is not ours to renew
+                    with suppress(OSError):
+                        os.utime(self._claim(claim.job))
 
         thread = threading.Thread(target=beat, daemon=True, name="study-heartbeat")
         thread.start()
@@ -126,22 +133,31 @@ class Queue:
             return len(failed)
 
     def states(self, jobs: Sequence[Job]) -> dict[Job, State]:
+        """The state of every job, also in a folder that this user may only read."""
+        if not os.access(self.folder, os.W_OK):
+            return self._states(jobs)
         with self._locked():
             return self._states(jobs)
 
     def failures(self, job: Job) -> list[dict[str, Any]]:
-        found = _read(self._failures(job))
-        return list(found["failures"]) if found else []
+        """The errors of a job, the last one last; none where their file is damaged."""
+        found = (_read(self._failures(job)) or {}).get("failures")
+        return [one for one in found if isinstance(one, dict) and "error" in one] if isinstance(found, list) else []
 
     def results(self, jobs: Sequence[Job]) -> dict[Job, dict[str, Any]]:
-        found = {job: _read(self._result(job)) for job in jobs}
+        found = {job: self._read_result(job) for job in jobs}
         return {job: result for job, result in found.items() if result is not None}
+
+    def _read_result(self, job: Job) -> dict[str, Any] | None:
+        """The result of a run. A damaged file is none: the job is run again."""
+        found = _read(self._result(job))
+        return found if found is not None and isinstance(found.get("value"), (int, float)) else None
 
     def _states(self, jobs: Sequence[Job]) -> dict[Job, State]:
         now = self._now()
         found: dict[Job, State] = {}
         for job in jobs:
-            if self._result(job).exists():
+            if self._read_result(job) is not None:
                 found[job] = "done"
             elif len(self.failures(job)) >= TRIES:
                 found[job] = "failed"
@@ -152,17 +168,16 @@ class Queue:
         return found
 
     def _is_running(self, job: Job, now: float) -> bool:
-        """Whether somebody alive holds the job. A claim of somebody dead is deleted."""
+        """Whether somebody alive holds the job. A claim of somebody dead stays until the job is claimed again."""
         path = self._claim(job)
         try:
             age = now - path.stat().st_mtime
-        except FileNotFoundError:
+        except OSError:
             return False
         held = _read(path)
-        if held is not None and age < self._patience and not (_is_here(held) and not is_running(int(held["pid"]))):
-            return True
-        path.unlink(missing_ok=True)
-        return False
+        if held is None or age >= self._patience:
+            return False
+        return not _is_here(held) or (isinstance(held.get("pid"), int) and is_running(held["pid"]))
 
     def _note(self, job: Job, error: BaseException | str) -> None:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
@@ -172,10 +187,13 @@ class Queue:
         self._claim(job).unlink(missing_ok=True)
 
     def _now(self) -> float:
-        """The time by the clock of the file system, which machines that share it agree on."""
+        """The time by the clock of the file system, which machines that share it agree on; this machine's clock for somebody
+        who may only read the folder."""
         probe = self.folder / ".clock"
-        probe.touch()
-        return probe.stat().st_mtime
+        with suppress(OSError):
+            probe.touch()
+            return probe.stat().st_mtime
+        return time.time()
 
     def _holds(self, claim: Claim) -> bool:
         held = _read(self._claim(claim.job))
@@ -192,13 +210,21 @@ class Queue:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with FileLock(self.folder / ".lock").acquire(poll_interval=0.02):
+        path = self.folder / ".lock"
+        try:
+            held = FileLock(path).acquire(timeout=LOCK_PATIENCE, poll_interval=0.02)
+        except Timeout:
+            raise FileError(
+                f"another process has held {path} for {LOCK_PATIENCE:.0f} s; it may have been suspended: resume or end it, then "
+                "start this again"
+            ) from None
+        with held:
             yield
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -90,8 +90,8 @@ class Report:
 
     def _against_claim(self, arm: Arm) -> str:
         found = self.comparisons[arm.name]
-        here = "no pair of runs" if math.isnan(found.mean) else f"{found.mean:+.{self.digits}f}{self.unit}"
-        return f"- {arm.name}: {arm.claim.rstrip('.')}. Here: {here}, {self.verdict(arm.name)}."
+        here = "" if math.isnan(found.mean) else f"{found.mean:+.{self.digits}f}{self.unit}, "
+        return f"- {arm.name}: {arm.claim.rstrip('.')}. Here: {here}{self.verdict(arm.name)}."
 
     def verdict(self, arm: str) -> str:
         """The verdict in words. More seeds would not help where every run failed."""
@@ -100,6 +100,8 @@ class Report:
             if states == {"failed"}:
                 return f"{who}failed in every run"
         found = self.comparisons[arm]
+        if not found.pairs:
+            return "no pair of runs yet"
         if found.verdict == "too few seeds" and found.pairs > 1 and self.study.checkpoints:
             if len(self.study.checkpoints) == 1:
                 return f"undecided: this text cannot show {found.target:.{self.digits}f}"
@@ -158,8 +160,8 @@ class Report:
         found += [f"Not complete: {left} of {len(self.states)} runs are still to come."] if left else []
         for added in study.added:
             if added.results:
-                what = [f"seeds {', '.join(map(str, added.seeds))}"] if added.seeds else []
-                what += [f"arms {', '.join(added.arms)}"] if added.arms else []
+                what = [_list_all("seed", added.seeds)] if added.seeds else []
+                what += [_list_all("arm", added.arms)] if added.arms else []
                 found.append(
                     f"Added after {added.results} runs had ended: {' and '.join(what)}. Looking first makes false verdicts "
                     "likelier than 5%; the intervals do not correct for it."
@@ -219,14 +221,20 @@ def _costs(runs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _list_failures(failures: Mapping[Job, str]) -> list[str]:
-    """One note for the runs of an arm that failed alike."""
-    alike: dict[tuple[str, str], list[int]] = {}
+    """One note for the runs of an arm that failed alike. Errors that differ in the run's folder alone are alike; the first
+    stands for all."""
+    alike: dict[tuple[str, str], list[Job]] = {}
     for job, error in failures.items():
-        alike.setdefault((job.arm, error), []).append(job.seed)
+        alike.setdefault((job.arm, error.replace(job.key, "")), []).append(job)
     return [
-        f"Failed twice and left out: {arm}, seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}: {error}"
-        for (arm, error), seeds in alike.items()
+        f"Failed twice and left out: {arm}, {_list_all('seed', [job.seed for job in jobs])}: {failures[jobs[0]]}"
+        for (arm, _), jobs in alike.items()
     ]
+
+
+def _list_all(noun: str, items: Sequence[object]) -> str:
+    """seed 3; seeds 3, 4."""
+    return f"{noun}{'s' * (len(items) > 1)} {', '.join(map(str, items))}"
 
 
 def _notes_on_runs(runs: Sequence[dict[str, Any]]) -> list[str]:

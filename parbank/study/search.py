@@ -12,12 +12,13 @@ before, over the trials that both have.
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parbank.config import override, parse_value, require, to_dict
+from parbank.config import override, parse_json, parse_value, require, to_dict
+from parbank.data.progress import Say
 from parbank.errors import ConfigError
 from parbank.files import write_json
 from parbank.study.crew import count_gpus
@@ -28,7 +29,6 @@ from parbank.study.study import STUDY, Arm, Study, describe_budget, read_budget
 from parbank.training.signals import watch_signals
 
 SEARCH = "search.json"
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ def _refusal(report: Report, name: str, settings: Sequence[str]) -> str:
 
 
 def _read_search(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / SEARCH).read_bytes())
+    found: dict[str, Any] = parse_json((folder / SEARCH).read_bytes())
     return found
 
 

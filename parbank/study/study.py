@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from parbank.config import from_dict, override, parse_value, require, to_dict, walk
+from parbank.config import from_dict, override, parse_json, parse_value, require, to_dict, walk
 from parbank.errors import CheckpointError, ConfigError
 from parbank.files import write_json
 from parbank.training.config import RunConfig, read_config
@@ -96,6 +96,9 @@ class Study:
 
     def __post_init__(self) -> None:
         names = [BASE, *(arm.name for arm in self.arms)]
+        require(
+            BASE not in names[1:], f"{BASE!r} is the name of what the arms are compared with; call the arm otherwise"
+        )
         twice = sorted({name for name in names if names.count(name) > 1})
         require(not twice, f"two arms are called {twice[0] if twice else ''!r}; give each a name of its own")
         require(len(set(self.seeds)) == len(self.seeds) > 0, f"a study needs seeds, each once; got {self.seeds}")
@@ -187,7 +190,7 @@ def write_study(folder: Path, study: Study) -> None:
 
 def read_study(folder: Path) -> Study:
     try:
-        values = json.loads((folder / STUDY).read_text(encoding="utf-8"))
+        values = parse_json((folder / STUDY).read_text(encoding="utf-8"))
         if values.pop("format", None) != 1:
             raise ConfigError("it has another format; use the parbank that wrote it")
         return from_dict(Study, {**values, "base": read_config(values["base"])})

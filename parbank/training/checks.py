@@ -1,9 +1,12 @@
 """Checks of a run before any work: of its settings, of the memory it takes, and whether its model can fit its cap."""
 
+import torch
+
 from parbank.artifact.model import check_model
 from parbank.config import require
 from parbank.data.tokenizer import Tokenizer
 from parbank.display import Display
+from parbank.model import GPT
 from parbank.model.gpt import MAX_POSITIONS
 from parbank.ops.fp8 import check_device
 from parbank.runtime import Runtime, check_seed
@@ -16,6 +19,9 @@ from parbank.training.memory import COMPILED, activation_bytes, free_memory
 SURE = 0.8
 """Of the estimated memory: a run that needs more than is free even so is refused. The estimate is within a tenth of three
 measured models (parbank.training.memory)."""
+
+WEIGHT_BYTES = 12
+"""Of a parameter in training: float32 value, gradient and momentum. Averages and Adam's second moments come on top."""
 
 
 def check_settings(config: RunConfig, runtime: Runtime) -> None:
@@ -36,6 +42,13 @@ def check_memory(config: RunConfig, runtime: Runtime, display: Display) -> None:
     if runtime.is_cuda:
         return
     model, batch, free = config.model, config.batch, free_memory(runtime)
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in GPT(model).parameters())
+    require(
+        WEIGHT_BYTES * parameters <= free,
+        f"training {parameters:,} parameters takes at least {WEIGHT_BYTES * parameters / 1e9:.3g} GB of memory, and "
+        f"{free / 1e9:.3g} GB are free: give a smaller model (model.layers, model.width, model.vocab_size, tables)",
+    )
     each = activation_bytes(
         float(model.layers), float(model.width), float(model.hidden), float(model.vocab_size), cuda=False
     )

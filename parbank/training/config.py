@@ -12,7 +12,7 @@ from parbank.data.tokenizer import TokenizerConfig
 from parbank.model.config import ModelConfig
 from parbank.ops.fp8 import MULTIPLE, Parts
 from parbank.optim.config import OptimConfig
-from parbank.precision import Choice
+from parbank.precision import PrecisionChoice
 from parbank.quant.config import QuantConfig
 from parbank.training.averaging import AverageConfig
 from parbank.training.loggers import LOGGERS
@@ -201,7 +201,7 @@ class BatchConfig:
 class TrainConfig:
     """The training loop. Only precision, fp8, dropout and token_dropout change the result by more than its last bits."""
 
-    precision: Choice = "auto"
+    precision: PrecisionChoice = "auto"
     """Precision of products in training. auto: bfloat16 on CUDA and on a CPU that multiplies it in hardware, else float32. A
     checkpoint keeps auto's choice. Scoring on a CPU is always in float32."""
     compile: bool | None = None

@@ -1,7 +1,7 @@
 """The passes of a training step through torch.compile's Inductor, on a CPU.
 
 PyTorch's operations for CPUs read and write memory once each. Inductor fuses them into loops that a C++ compiler
-translates: a step of the demo takes 146 ms of a core instead of 174 (docs/log/2026-11-16-cpu.md).
+translates: a step of the demo takes 146 ms of a core instead of 174 (docs/log/cpu.md).
 Compiling takes 65 s of core time the first time, and a few seconds when the cache has the code. So it is done by
 default only for runs that are long enough. A machine without a working compiler trains as plain PyTorch.
 """
@@ -19,7 +19,7 @@ from parbank.training.compiled import keep_compiled_graphs
 from parbank.training.config import RunConfig
 
 LEAST_MINUTES = 2.0
-"""The first compilation takes about 40 s of two cores, and steps are a quarter faster: a wait of a third buys a third."""
+"""In a shorter run, faster steps do not make up for the first compilation (docs/log/cpu.md)."""
 
 LEAST_FLOP = 1e13
 """The least FLOP of the matrix products of a run without a clock: about two minutes of two cores."""

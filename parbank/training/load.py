@@ -1,6 +1,5 @@
 """Loads a model from an artifact, a checkpoint, or the folder of a run."""
 
-import json
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from parbank.artifact.about import About
 from parbank.artifact.container import is_artifact
 from parbank.artifact.load import LoadedModel, Shaped, ignore_shape, load_artifact
+from parbank.config import parse_json
 from parbank.data.sources import remembered_spec
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import CheckpointError, ParbankError, enough_memory
@@ -60,7 +60,7 @@ def check_model(path: Path) -> None:
 
 def _trained_on(folder: Path) -> str | None:
     try:
-        found = json.loads((folder / "config.json").read_bytes())["data"]
+        found = parse_json((folder / "config.json").read_bytes())["data"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return remembered_spec(found) if isinstance(found, str) else None

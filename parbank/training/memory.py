@@ -23,7 +23,7 @@ GPU_BYTES, GPU_LOGIT_BYTES = 32.0, 10.0
 tokens of 11 layers of 512 (benchmarks/results/sprint), 27 bytes with weights and logits; a margin of a fifth."""
 CPU_BYTES, CPU_LOGIT_BYTES, CPU_MORE_LAYERS = 118.0, 15.0, 0.7
 """The same on a CPU, by the peak of resident memory in plain PyTorch: `sprint` takes 734 kB a token, `demo` 82 kB, and `demo`
-with 8,192 tokens in its vocabulary 181 kB. Embeddings and head count as 0.7 layers. In float32 it is 6 to 11% less."""
+with 8,192 tokens in its vocabulary 181 kB. Embeddings and head count as 0.7 layers. In float32 it is a little less."""
 COMPILED = 0.37
 """What is left of it if Inductor compiles the passes, at least: `demo` takes 30.5 kB in bfloat16, and 0.62 in float32."""
 

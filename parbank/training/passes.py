@@ -1,7 +1,7 @@
 """Forward and backward over one micro-batch, launch by launch or replayed as one CUDA graph.
 
 A pass of the golf model is about six hundred launches, and Python needs almost as long to make them as the GPU to run
-them (docs/log/2026-11-15-step.md). A graph makes them one. Its memory stays in place: the batch is copied in,
+them (docs/log/step.md). A graph makes them one. Its memory stays in place: the batch is copied in,
 gradients are accumulated in place, and the loss is added to a total.
 """
 

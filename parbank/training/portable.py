@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
+from parbank.config import parse_json
 from parbank.errors import DeviceError, FileError
-from parbank.files import write_file
+from parbank.files import refuse_link, write_file
 from parbank.runtime import versions
 from parbank.training.compiled import IMPORTED, code_digest, kernel_folder, note_kernels, used_kernels
 
@@ -51,7 +52,7 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedCache:
     """The result of an import."""
 
     new: int
@@ -104,12 +105,15 @@ def check_export(path: Path) -> None:
     if not os.path.lexists(path):
         return
     try:
-        with zipfile.ZipFile(path) as archive:
-            ours = json.loads(archive.read(ABOUT))["made_by"] == "parbank"
+        ours = os.path.isfile(path)  # a pipe would be waited for
+        if ours:
+            with zipfile.ZipFile(path) as archive:
+                ours = parse_json(archive.read(ABOUT))["made_by"] == "parbank"
     except (OSError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError, RuntimeError, EOFError):
         ours = False
     if not ours:
         raise FileError(f"{path} exists and is no export of parbank; give another name, or delete it yourself")
+    refuse_link(path)
 
 
 def export_code(
@@ -139,7 +143,7 @@ def export_code(
     return Exported(len(entries), len(members), write_file(path, buffer.getvalue()))
 
 
-def import_code(path: Path, key: Mapping[str, str], folder: Path) -> Imported:
+def import_code(path: Path, key: Mapping[str, str], folder: Path) -> ImportedCache:
     """Puts the code of an archive into Triton's cache `folder`, and into PyTorch's. Refuses an archive for another machine,
     and names the difference. A file that exists is never replaced."""
     members = read_archive(path, key)
@@ -152,7 +156,7 @@ def import_code(path: Path, key: Mapping[str, str], folder: Path) -> Imported:
         write_file(target, files[target])
     if graphs is not None:
         torch.compiler.load_cache_artifacts(graphs)
-    return Imported(len(new), len(files) - len(new), graphs is not None)
+    return ImportedCache(len(new), len(files) - len(new), graphs is not None)
 
 
 def read_archive(path: Path, key: Mapping[str, str]) -> dict[str, bytes]:
@@ -162,7 +166,7 @@ def read_archive(path: Path, key: Mapping[str, str]) -> dict[str, bytes]:
             listed = archive.infolist()
             if sum(member.file_size for member in listed) > _MOST_BYTES:
                 raise FileError(f"{path} would unpack to more than {_MOST_BYTES:,} bytes; it holds no code of parbank")
-            about = json.loads(archive.read(ABOUT))
+            about = parse_json(archive.read(ABOUT))
             hashes = _check_about(about, key, path)
             members = {member.filename: archive.read(member) for member in listed if member.filename != ABOUT}
     except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, RuntimeError, EOFError) as error:
@@ -218,14 +222,14 @@ def _read_portable(file: Path) -> bytes:
     data = file.read_bytes()
     if not _is_group(file.name):
         return data
-    children = json.loads(data)["child_paths"]
+    children = parse_json(data)["child_paths"]
     return json.dumps({"child_paths": {name: Path(child).name for name, child in children.items()}}).encode()
 
 
 def _localise(data: bytes, entry: Path, path: Path) -> bytes:
     """The list of a kernel's files with their paths on this machine."""
     try:
-        children = json.loads(data)["child_paths"]
+        children = parse_json(data)["child_paths"]
         sound = all(re.fullmatch(_FILE, name) and re.fullmatch(_FILE, child) for name, child in children.items())
     except (ValueError, KeyError, TypeError, AttributeError):
         sound = False

@@ -5,7 +5,6 @@ file.
 import json
 import lzma
 import shlex
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -34,6 +33,7 @@ from parbank.training.compiled import use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.details import describe_place
 from parbank.training.folder import open_folder
+from parbank.training.laps import Laps
 from parbank.training.metrics import Metrics
 from parbank.training.pack import calibrate_model, pack_run
 from parbank.training.reports import introduce, train_with_reports
@@ -53,35 +53,6 @@ class Result:
 
     summary: dict[str, Any] | None
     stop_signal: int = 0
-
-
-class Laps:
-    """The seconds of each part of a sequence, measured from now on. A part may come more than once."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    def end(self, part: str) -> None:
-        now = time.perf_counter()
-        self._add(part, now - self._last)
-        self._last = now
-
-    def move(self, seconds: float, part: str, to: str) -> None:
-        """Counts seconds of a part as those of another."""
-        self._add(part, -seconds)
-        self._add(to, seconds)
-
-    def _add(self, part: str, seconds: float) -> None:
-        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
-
-    def describe(self) -> dict[str, Any]:
-        """The entries of a summary about the time after training."""
-        return {"finish_seconds": self.total, "finish_parts": dict(self.seconds)}
 
 
 def run(
@@ -225,12 +196,17 @@ def finish(
         _write_details(trainer.out, details | after.details, display, metrics=metrics)
     laps.end(DETAILS)
     if runtime.is_main and write_page is not None:
-        _write_page(write_page, trainer.out, summary | laps.describe(), display)
+        _write_page(write_page, trainer.out, summary | _describe_finish(laps), display)
         laps.end(PAGE)
-    summary |= laps.describe()
+    summary |= _describe_finish(laps)
     if runtime.is_main:
         write_json(trainer.out / "summary.json", summary)
     return summary
+
+
+def _describe_finish(laps: Laps) -> dict[str, Any]:
+    """The entries of a summary about the time after training."""
+    return {"finish_seconds": laps.total, "finish_parts": dict(laps.seconds)}
 
 
 def _write_details(

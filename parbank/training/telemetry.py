@@ -37,18 +37,18 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _Time:
     """A moment, on the device's clock if it has one, else on the host's."""
 
     event: "torch.cuda.Event | None"
     host: float
 
     @staticmethod
-    def now(cuda: bool) -> "_Mark":
+    def now(cuda: bool) -> "_Time":
         event = torch.cuda.Event(enable_timing=True) if cuda else None
         if event is not None:
             event.record()
-        return _Mark(event, time.perf_counter())
+        return _Time(event, time.perf_counter())
 
     def reached(self, *, wait: bool) -> bool:
         """Whether the device has reached it; with `wait`, waits for that."""
@@ -58,7 +58,7 @@ class _Mark:
             self.event.synchronize()
         return True
 
-    def since(self, other: "_Mark") -> float:
+    def since(self, other: "_Time") -> float:
         if self.event is not None and other.event is not None:
             return other.event.elapsed_time(self.event) / 1e3
         return self.host - other.host
@@ -69,7 +69,7 @@ class Telemetry:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._queue: deque[tuple[int, float, int, Tensor, _Mark]] = deque()
+        self._queue: deque[tuple[int, float, int, Tensor, _Time]] = deque()
         self._pinned = torch.empty(SLOTS, 4, dtype=torch.float64, pin_memory=True) if self._cuda else None
         self._slot = 0
         self.restart()
@@ -81,7 +81,7 @@ class Telemetry:
     def restart(self) -> None:
         """Call it when the loop starts: the first step is timed from here."""
         assert not self._queue
-        self._last = _Mark.now(self._cuda)
+        self._last = _Time.now(self._cuda)
 
     def record(
         self,
@@ -99,7 +99,7 @@ class Telemetry:
             assert len(self._queue) < SLOTS  # `collect` sees to it
             values = self._pinned[self._slot].copy_(values, non_blocking=True)
             self._slot = (self._slot + 1) % SLOTS
-        self._queue.append((step, lr_share, tokens, values, _Mark.now(self._cuda)))
+        self._queue.append((step, lr_share, tokens, values, _Time.now(self._cuda)))
 
     def collect(self, *, wait: bool = False, drain: bool = False) -> list[Reading]:
         """The steps that have finished. `wait` waits for all but the last queued step, `drain` for that one too."""

@@ -6,7 +6,6 @@ checkpoint keeps it.
 """
 
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,9 @@ CALM_LOOKS = 2
 
 NOT_BUSY = 0.5
 """Cores. Others that want less, such as a desktop, cost less than a thread would bring."""
+
+LEAST_THREADS = 2
+"""With short waits, two threads trained faster than one beside any number of busy processes (docs/log/cpu.md)."""
 
 
 class Threads:
@@ -64,15 +66,6 @@ class Threads:
         else:
             self._waits.end()
         self._warn(others)
-
-    def measure_busy(self, seconds: float = 0.5) -> bool:
-        """Whether other processes want our cores now. Takes `seconds`, in which this thread sleeps."""
-        if self._meter is None:
-            return False
-        self._meter.measure(self.now)
-        time.sleep(seconds)
-        others = self._meter.measure(self.now)
-        return others is not None and is_busy(cores=self._cores, threads=self.now, others=others)
 
     def close(self) -> None:
         """Threads wait as before; their number is the caller's again (parbank.threads.use_threads)."""
@@ -124,7 +117,8 @@ class Threads:
         self._warned = True
         found = f"warning: other processes want {others:.1f} of the {self._cores} cores of this machine"
         if self._adapts:
-            self._say(f"{found}. Training takes {self.now} of {self.most} threads until they end")
+            fewer = f" {self.now} of {self.most} threads, and" if self.now < self.most else ""
+            self._say(f"{found}. Until they end, training uses{fewer} short waits between its threads")
         else:
             self._say(
                 f"{found}, so steps take longer. This run keeps its number of threads ({self.now}), which the last bits of its "
@@ -153,9 +147,9 @@ def is_busy(*, cores: int, threads: int, others: float) -> bool:
 def choose_threads(*, cores: int, most: int, others: float) -> int:
     """The threads that fit on `cores` cores beside other processes that want `others` cores: at most `most`.
 
-    On a busy machine `most` threads would get `most / (most + others)` of it. That share, rounded down, is the number:
-    a thread that shares its core holds up all of them.
+    On a busy machine `most` threads would get `most / (most + others)` of it. That share, rounded down, is the number, but
+    at least LEAST_THREADS: a thread that shares its core holds up all of them.
     """
     if not is_busy(cores=cores, threads=most, others=others):
         return most
-    return max(1, int(most * cores / (most + others)))
+    return max(min(most, LEAST_THREADS), int(most * cores / (most + others)))

@@ -154,11 +154,10 @@ class Trainer:
         if find_compiler() is None:
             self._run_plainly("there is no C++ compiler; install g++ or clang++")
             return
-        by_clock = self.budget.limit is not None  # other runs must not depend on the load
-        if by_clock and self.config.train.compile is None and self.threads.measure_busy():
-            self._run_plainly("other processes are busy, and compiling beside them takes minutes")
-            return
-        self.say("compiling the training step: up to a minute the first time, a few seconds later on")
+        self.say(
+            "compiling the training step, before the clock starts: up to a minute the first time, longer on a busy machine, a "
+            "few seconds later on"
+        )
         self.passes.use(compile_model(self.model, self.threads.most))
         rows, random = self.stream.micro_sequences, random_state()
         try:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import torch
 
 from parbank.config import override, to_dict
 from parbank.data.dataset import Dataset
+from parbank.data.progress import Say
 from parbank.data.shards import TokenSet
 from parbank.eval.details import PROMPT_TOKENS
 from parbank.eval.sampling import extend
@@ -28,8 +29,6 @@ from parbank.training.checks import check_settings
 from parbank.training.compiled import Lookups, compile_folder, count_lookups, has_kernels, note_kernels
 from parbank.training.config import RunConfig
 from parbank.training.trainer import Trainer
-
-Say = Callable[[str], None]
 
 # The first step compiles. The second captures the pass as a graph, and the optimizer's step; the third replays them.
 STEPS = 3
@@ -74,7 +73,7 @@ def warm_up(config: RunConfig, runtime: Runtime, say: Say) -> Warmed | None:
 
 
 @dataclass
-class KernelsAside:
+class TrainingKernels:
     """The kernels that a thread compiles or loads."""
 
     compiles: bool = False
@@ -84,7 +83,7 @@ class KernelsAside:
 
 
 @contextmanager
-def compile_aside(config: RunConfig, runtime: Runtime, say: Say) -> Iterator[KernelsAside]:
+def compile_aside(config: RunConfig, runtime: Runtime, say: Say) -> Iterator[TrainingKernels]:
     """Inside, a thread compiles the kernels of a step, or loads kernels that were kept, while the caller prepares its
     data and its weights in host memory.
 
@@ -92,9 +91,9 @@ def compile_aside(config: RunConfig, runtime: Runtime, say: Say) -> Iterator[Ker
     process may.
     """
     if not (runtime.is_cuda and runtime.world == 1 and can_rehearse()):
-        yield KernelsAside()
+        yield TrainingKernels()
         return
-    kernels = KernelsAside(compiles=not has_kernels(_name_work(config, runtime)))
+    kernels = TrainingKernels(compiles=not has_kernels(_name_work(config, runtime)))
     if kernels.compiles:
         say("compiling kernels beside the preparation of the data")
     with ThreadPoolExecutor(1) as aside:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import parbank
 from parbank.artifact.state_dict import unpack_state_dict
 from parbank.data.dataset import Dataset, open_dataset
-from parbank.errors import ArtifactError, ConfigError
+from parbank.errors import ArtifactError, ConfigError, ParbankError
 from parbank.model.protocol import LanguageModel
 
 WIDTH, CONTEXT = 48, 32
@@ -110,6 +110,7 @@ def trained(text_spec: str) -> Trained:
 
 def test_it_is_trained_on_banks(trained: Trained) -> None:
     module: LanguageModel = trained.module  # the protocol, as mypy sees it
+    assert isinstance(module, LanguageModel)
     assert trained.banks == 3, "8 squares, 2 up, 2 down: one tensor each"
     squares = [m.weight for layer in trained.module.layers for m in (layer.query, layer.key, layer.value, layer.out)]
     assert len({weight.untyped_storage().data_ptr() for weight in squares}) == 1
@@ -139,6 +140,74 @@ def test_it_is_scored_in_bits_per_byte(trained: Trained) -> None:
     assert len(model.sample("def ", tokens=8, seed=1)) > 0
     with pytest.raises(ConfigError, match="export needs a model that parbank built"):
         model.export("x.safetensors")
+
+
+class Seeing(nn.Module):
+    """Attention over all tokens, or over the earlier ones alone; with dropout, which scoring switches off."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.causal, self.table, self.drop = causal, nn.Embedding(320, WIDTH), nn.Dropout(0.2)
+        self.query, self.key, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 320)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        seen = F.scaled_dot_product_attention(self.query(x), self.key(x), x, is_causal=self.causal)
+        return self.head(x + self.drop(seen))
+
+
+class Peeking(nn.Module):
+    """Knows the next token of the text alone: no window without its end would show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(9.0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.weight * F.one_hot(torch.cat([ids[:, 1:], ids[:, :1]], 1), 320)
+        return logits.masked_fill(torch.arange(320) == 7, -math.inf)  # a token that is ruled out
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(320, 320)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids) + torch.randn(320)
+
+
+def test_a_module_that_sees_later_tokens_gets_no_score(trained: Trained) -> None:
+    def score(module: nn.Module, text: str = TEXT) -> float:
+        return parbank.Model(module, trained.data.tokenizer, context=CONTEXT).score(text).bpb
+
+    for module in (Seeing(causal=False), Peeking()):
+        with pytest.raises(ConfigError, match=f"{type(module).__name__} sees later tokens: its logits before position"):
+            score(module)
+        assert module.training, "the mode stays"
+    assert score(Seeing(causal=True)) > 5
+    assert score(Noisy()) > 5, "noise is no sight"
+    assert score(trained.module, "a") > 0, "one token, which nothing follows"
+
+
+def test_a_module_may_have_no_weights(trained: Trained) -> None:
+    class Uniform(nn.Module):
+        def forward(self, ids: Tensor) -> Tensor:
+            return torch.zeros(*ids.shape, 320)
+
+    model = parbank.Model(Uniform(), trained.data.tokenizer, context=8)
+    assert model.score(TEXT).loss == pytest.approx(math.log(320))
+    assert model.sample("a", tokens=3) != ""
+
+
+def test_no_token_is_drawn_from_logits_that_are_no_numbers(trained: Trained) -> None:
+    class Broken(nn.Module):
+        def forward(self, ids: Tensor) -> Tensor:
+            return torch.full((*ids.shape, 320), math.nan)
+
+    with pytest.raises(ParbankError, match="logits that are not numbers"):
+        parbank.Model(Broken(), trained.data.tokenizer, context=8).sample("a", tokens=3)
 
 
 def test_parbank_reads_what_the_protocol_lists_and_no_more(trained: Trained) -> None:
@@ -244,7 +313,7 @@ def test_what_pack_refuses(trained: Trained) -> None:
     state = trained.module.state_dict()
     for arguments, message in (
         ({"model": state, "max_bytes": 0}, "must be positive"),
-        ({"model": state, "max_bytes": "8MB"}, "a number of bytes such as 8_000_000, got '8MB'"),
+        ({"model": state, "max_bytes": "8 apples"}, "'8 apples' is not understood; a size is written as 16MB"),
         ({"model": state, "max_bytes": 10_000, "calibration": []}, "nothing runs it"),
         ({"model": trained.module, "max_bytes": 10_000, "calibration": "stdlib"}, "give a list of batches"),
         ({"model": [1], "max_bytes": 10_000}, "a Model, a torch.nn.Module or a state dict, got a list"),

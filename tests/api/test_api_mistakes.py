@@ -46,8 +46,18 @@ def _fail() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_bytes": float("nan")}, "a number of bytes such as 8_000_000, got nan"),
-        ({"max_bytes": float("inf")}, "a number of bytes such as 8_000_000, got inf"),
+        ({"max_bytes": float("nan")}, "a number of bytes such as 8_000_000, or '8MB'; got nan"),
+        ({"max_bytes": float("inf")}, "a number of bytes such as 8_000_000, or '8MB'; got inf"),
+        ({"max_bytes": None}, "or '8MB'; got None"),
+        ({"max_bytes": True}, "or '8MB'; got True"),
+        ({"max_bytes": "8 megs"}, "'8 megs' is not understood; a size is written as 16MB"),
+        ({"max_bytes": 10_000, "loss": 3}, "loss is a function of the output and the batch, got 3"),
+        (
+            {"max_bytes": 10_000, "calibration": [IDS], "loss": lambda out, batch: out},
+            r"one number as a tensor, got shape \(2, 6, 20\)",
+        ),
+        ({"max_bytes": 10_000, "calibration": [IDS], "loss": lambda out, batch: 1.0}, "as a tensor, got float"),
+        ({"max_bytes": 10_000, "out": 3}, "a path is a string or a Path, got 3"),
         ({"max_bytes": 10_000, "calibration": IDS}, r"a list of batches, got one tensor; give \[batch\]"),
         (
             {"max_bytes": 10_000, "calibration": [IDS[0]]},
@@ -65,6 +75,21 @@ def test_what_pack_refuses(arguments: dict[str, Any], message: str) -> None:
 def test_a_cap_may_be_any_kind_of_number() -> None:
     assert parbank.pack(make_module(), max_bytes=1e4).size <= 10_000  # type: ignore[arg-type]
     assert parbank.pack(make_module(), max_bytes=np.int64(10_000)).size <= 10_000  # type: ignore[arg-type]
+    assert parbank.pack(make_module(), max_bytes="10kB").size <= 10_000
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({3: torch.ones(2)}, "names in a state dict are strings, got 3"),
+        ({"w": torch.ones(4, 4, device="meta")}, "w is on the device meta, which holds no values"),
+        ({"w": torch.eye(4).to_sparse()}, r"w is sparse; pack tensor\.to_dense\(\)"),
+        ({"w": torch.ones(4, 4).to(torch.float8_e4m3fn)}, r"w is of torch\.float8_e4m3fn; convert it"),
+    ],
+)
+def test_tensors_that_no_file_can_give_back(state: dict[Any, Tensor], message: str) -> None:
+    with pytest.raises(ArtifactError, match=message):
+        parbank.pack(state, max_bytes=10_000)
 
 
 @pytest.mark.parametrize("text", [3, ["a"], 1.5])
@@ -123,6 +148,65 @@ def test_logits_are_those_of_eval_mode_and_the_mode_stays(model: parbank.Model) 
 def test_a_prompt_is_a_string(model: parbank.Model) -> None:
     with pytest.raises(ConfigError, match="the prompt is a string, got a int"):
         model.sample(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokens": "a"}, "a whole number, at least 1; got 'a'"),
+        ({"tokens": 1.5}, "a whole number, at least 1; got 1.5"),
+        ({"temperature": "x"}, "a finite number, 0 or more, got 'x'"),
+        ({"top_k": 1.5}, "a positive whole number, got 1.5"),
+        ({"top_p": "x"}, "at most 1 .keep all., got 'x'"),
+        ({"stop": [3]}, r"a list of strings, got \[3\]"),
+        ({"stop": None}, "a list of strings, got None"),
+        ({"seed": "a"}, "a seed is a whole number from 0 to [0-9]+, got 'a'"),
+        ({"context": "x"}, "a whole number of tokens, at least 1; got 'x'"),
+    ],
+)
+def test_settings_of_a_sample_have_their_types(model: parbank.Model, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model.sample("a", **settings)
+
+
+def test_a_method_is_named_by_a_string(model: parbank.Model) -> None:
+    with pytest.raises(ConfigError, match=r"method= must be one of chunked, .*, got 3"):
+        model.score("a", method=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", [None, 3, b"runs", ["runs"]])
+def test_a_path_is_a_string_or_a_path(model: parbank.Model, path: Any) -> None:
+    for door in (
+        parbank.load,
+        model.save,
+        model.export,
+        parbank.Run.open,
+        lambda out: parbank.train(recipe="nano", out=[out]),
+    ):
+        with pytest.raises(ConfigError, match="a path is a string or a Path, got"):
+            door(path)
+
+
+def test_a_path_may_begin_with_the_home_folder(
+    model: parbank.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert model.save("~/copy.pbk") == tmp_path / "copy.pbk"
+    assert model.export("~/copy.safetensors") == tmp_path / "copy.safetensors"
+    assert parbank.load("~/copy.pbk").source == tmp_path / "copy.pbk"
+    with pytest.raises(ConfigError, match="zero byte"):
+        model.save("a\0b")
+
+
+def test_the_parts_take_what_they_work_on() -> None:
+    with pytest.raises(ConfigError, match=r"bank takes the model, a torch.nn.Module, got a list"):
+        parbank.bank([nn.Parameter(torch.ones(2, 2))])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"got a Sequential; split_parameters\(model\) makes the groups"):
+        parbank.ParallelMuon(make_module())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"takes a tensor of matrices .*, got a ndarray"):
+        parbank.orthogonalize(np.eye(3))  # type: ignore[arg-type]
+    banks = parbank.bank(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert repr(banks) == "[Bank(names=('0.weight', '1.weight'))]", "not thousands of numbers"
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,8 @@ def test_options_become_settings() -> None:
     assert (config.budget.steps, config.budget.max_bytes, config.seed) == (7, 9, 3)
     assert (config.model.layers, config.model.value_layers) == (2, ())
     assert config == configure("nano", read_changes(**options, settings=["model.layers=2", "model.value_layers=[]"]))
+    written = configure("nano", read_changes(tokens="30_000", max_bytes="16MB")).budget
+    assert (written.tokens, written.max_bytes) == (30_000, 16_000_000), "as the command takes them"
     clock = configure("nano", read_changes(minutes=0.5)).budget
     assert (clock.minutes, clock.steps) == (0.5, None), "one budget replaces the recipe's"
     numbers = {"model.layers": np.int64(2), "model.value_layers": np.array([0, 1]), "model.softcap": torch.tensor(3.0)}
@@ -93,15 +95,19 @@ def test_options_become_settings() -> None:
         ({"recipe": "nan"}, "did you mean nano"),
         ({"recipe": 3}, "there is no recipe 3; there are demo"),
         (
-            {"recipe": "nano", "max_bytes": "200kB"},
-            "a whole number, got '200kB'; write the digits alone, such as 200_000",
+            {"recipe": "nano", "max_bytes": "200 k"},
+            "'200 k' is not understood; a size is written as 16MB",
         ),
         ({"recipe": "nano", "minutes": float("nan")}, "budget.minutes must be a number that is finite, got nan"),
         (
             {"recipe": "nano", "seed": object()},
             "seed must be a number, a string, a bool, None or a list of them; got a object",
         ),
-        ({"recipe": "nano", "settings": [3]}, r"strings such as 'model.layers=6', got \[3\]"),
+        ({"recipe": "nano", "settings": [3]}, r"strings such as 'model.layers=6'; got \[3\]"),
+        ({"recipe": "nano", "settings": None}, "strings such as 'model.layers=6'; got None"),
+        ({"recipe": "nano", "glob": 3}, r"glob is a pattern such as '\*.txt', or a list of patterns; got 3"),
+        ({"recipe": "nano", "threads": "x"}, "threads= is a number from 1 to 1024, got 'x'"),
+        ({"recipe": "nano", "tokens": "1MB"}, "'1MB' is not understood; a count is written as 2000000"),
         ({"recipe": "nano", "data": 3}, "data is a spec such as text:books, or a Path; got a int"),
         ({"recipe": "nano", "data": Path("a,b")}, "has a comma, which separates paths"),
     ],

@@ -119,6 +119,13 @@ def test_grids_and_pictures_follow_the_newest_result(claims: ModuleType, results
     assert found.block("grid", page).splitlines()[2] == "| a step | 5 |  |"
 
 
+def test_results_of_lost_commits_are_listed(claims: ModuleType, results: Path) -> None:
+    spec = SPEC | {"published": {"bbbbbbbbb": "abc"}, "blocks": {"lost": {"lost": ["result", "made by", "here"]}}}
+    text = claims.Claims(spec, results).block("lost", results / "page.md")
+    assert "| [step](step/2026-01-02-h200-bbbbbbbbb/result.md) | `bbbbbbbbb` | `abc` |" in text
+    assert "aaaaaaaaa" not in text
+
+
 @pytest.mark.parametrize("text", ["[1][step.nothing]", "[1][nothing.x]", "<!-- claims:none -->\n<!-- /claims -->"])
 def test_names_that_do_not_exist_are_errors(claims: ModuleType, results: Path, text: str) -> None:
     with pytest.raises(claims.ClaimError, match=r"claims\.toml has no"):

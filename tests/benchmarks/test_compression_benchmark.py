@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from parbank.data.dataset import open_dataset
-from parbank.eval.compressor.coder import Coder
+from parbank.eval.compressor.coder import TokenCoder
 from tests.eval.test_compressor import make_loaded
 
 
@@ -18,7 +18,7 @@ def test_scored_segments_are_the_coded_ones(benchmark: Callable[[str], ModuleTyp
     tokens = script.read_text(loaded, text_spec, 400)
     assert 300 < len(loaded.tokenizer.decode_bytes(tokens)) <= 400
     for segments in (5, 20):
-        _, bits = Coder(loaded.model, loaded.context).encode(tokens[1:], segments)
+        _, bits = TokenCoder(loaded.model, loaded.context).encode(tokens[1:], segments)
         assert script.score_segments(loaded, tokens, segments) == pytest.approx(bits, rel=1e-5)
 
 

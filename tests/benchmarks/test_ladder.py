@@ -13,12 +13,12 @@ from parbank.display import Display
 from parbank.plan.candidates import Request
 from parbank.plan.choose import make_plan
 from parbank.plan.laws import load_laws
-from parbank.plan.texts import Text
+from parbank.plan.texts import PlanText
 from parbank.recipes import sprint
 from parbank.training.checks import check_size
 from tests.plan.machines import H200
 
-CORPUS = Text(name="corpus", bytes=182.8e6, hardness=3.233)
+CORPUS = PlanText(name="corpus", bytes=182.8e6, hardness=3.233)
 
 
 @pytest.fixture

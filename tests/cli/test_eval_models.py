@@ -142,6 +142,20 @@ def test_several_models_are_compared_by_document(call: Call, trained: Path, othe
     assert difference["verdict"] == "too few documents"
 
 
+def test_the_table_of_several_models_names_the_method_and_the_plain_score(
+    call: Call, trained: Path, other: Path, page: str
+) -> None:
+    (tested,) = page.split("=")[1:]
+    single = f"text:val={Path(tested) / '0.txt'}"
+    answer = call("eval", trained, other, "--data", single, "--method", "adaptive", "--rank", "0")
+    assert answer.code == 0, answer.err
+    titles = " ".join(answer.out.split())
+    assert "adaptive" in titles
+    assert "streaming" in titles
+    assert "by 1 document:" in answer.out
+    assert "streaming" not in call("eval", trained, other, "--data", single).out
+
+
 def test_the_unpacked_model_is_one_of_them(call: Call, trained: Path, other: Path, page: str) -> None:
     found = json.loads(call("eval", trained, "--data", page, "--unpacked", "--json").out)
     packed, unpacked = found["models"]
@@ -194,3 +208,27 @@ def test_compress_and_decompress_as_commands(call: Call, trained: Path, tmp_path
     assert again.code == 2
     assert "nothing is overwritten" in again.err
     assert "give a folder to write into" in call("decompress", out, "--model", trained, "-o", source).err
+
+
+def test_an_empty_file_has_no_bits_per_byte(call: Call, trained: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "empty", tmp_path / "out.pbz"
+    source.touch()
+    answer = call("compress", source, "--model", trained, "-o", out, "--device", "cpu")
+    assert answer.code == 0, answer.err
+    assert "bits per byte" not in answer.out
+    twice = call("compress", source, source, "--model", trained, "-o", tmp_path / "twice.pbz")
+    assert "is given twice; give each file once" in twice.err
+
+
+def test_standard_input_and_output_are_refused(call: Call, trained: Path, tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("a", encoding="utf-8")
+    for arguments in (
+        ("compress", "-", "-o", tmp_path / "a.pbz"),
+        ("compress", source, "-o", "-"),
+        ("decompress", "-", "-o", tmp_path),
+        ("decompress", source, "-o", "-"),
+    ):
+        answer = call(*arguments, "--model", trained)
+        assert answer.code == 2
+        assert "only files are read and written; name a file" in answer.err

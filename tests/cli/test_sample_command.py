@@ -164,7 +164,7 @@ def test_sample_writes_the_prompt_and_goes_on(call: Call, trained: Path) -> None
     for option, value, message in (
         ("--tokens", 0, "at least 1"),
         ("--temperature", -1, "0 or more"),
-        ("--top-k", -2, "0 (keep all) or positive"),
+        ("--top-k", -2, "0 (keep all) or a positive"),
         ("--seed", 10**30, "from 0 to"),
         ("--prompt", "half \udc80", "surrogate"),
     ):

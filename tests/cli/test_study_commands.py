@@ -66,7 +66,7 @@ def test_a_study_is_continued_added_to_shown_and_listed(call: Call, text_spec: s
     added = call(
         "study", "add", tmp_path / "s", "--seeds", 1, "--arms", "no-softcap", "--device", "cpu", "--workers", 0
     )
-    assert "Added after 9 runs had ended: seeds 3 and arms no-softcap." in added.out
+    assert "Added after 9 runs had ended: seed 3 and arm no-softcap." in added.out
     found = json.loads(call("study", "show", tmp_path / "s", "--json").out)
     assert found["arms"]["swa"]["verdict"] == "better"
     assert len(found["runs"]) == 16

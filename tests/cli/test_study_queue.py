@@ -30,6 +30,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run_jobs(folder: Path, *arguments: object) -> None:
         study = read_study(folder)
+        (folder / "results").mkdir(exist_ok=True)
         for job in study.jobs():
             noise = (7 * job.seed + 3 * len(job.arm)) % 5 / 1000
             value = 1 + job.seed / 100 + noise + len(job.arm) / 100 * (job.arm != BASE)

@@ -10,7 +10,8 @@ import torch
 
 from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError
-from parbank.eval.adaptation.documents import DocumentReader, find_documents, group_documents
+from parbank.eval.adaptation.documents import DocumentReader, DocumentSpan, find_documents, group_documents
+from parbank.eval.adaptation.factors import DocumentFactors
 from parbank.eval.audit import POSITIONS, audited
 from parbank.eval.methods import make_method
 from parbank.eval.methods.adaptive import _find_best
@@ -33,6 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "n-grams of the document": {"rank": 0, "scopes": ("document",)},
     "everything": {},
     "a rate that two documents choose": {"orders": (), "lr": None, "rates": (0.02, 0.05), "pilot": 2},
+    "a start that one document teaches": {"orders": (), "temperatures": (1.0,), "pilot": 1, "warm": 2.0},
 }
 
 
@@ -139,7 +141,8 @@ def test_documents_learn_apart_from_each_other() -> None:
 
 @pytest.mark.parametrize("pilot", [1, 3, 5, 9])
 def test_the_first_documents_choose_the_rate_of_all_others(pilot: int) -> None:
-    tokens, rates, shape = make_tokens(), (0.001, 0.05, 0.02), {"context": CONTEXT, "chunk": 8, "rows": 2}
+    tokens, rates = make_tokens(), (0.001, 0.05, 0.02)
+    shape: dict[str, Any] = {"context": CONTEXT, "chunk": 8, "rows": 2, "warm": 0.0}
     text, temperatures = Text.load(TokenSet([tokens]), CPU), (1.0, 1.1)
 
     def read(**settings: Any) -> np.ndarray:
@@ -158,11 +161,91 @@ def test_the_first_documents_choose_the_rate_of_all_others(pilot: int) -> None:
         np.testing.assert_allclose(found[known:, number], best[known:], rtol=1e-4, atol=1e-4)
 
 
+def test_later_documents_start_from_what_earlier_phases_taught() -> None:
+    """The first chunk of a document shows where its factors start: nothing in it has been learnt from yet."""
+    tokens = make_tokens()
+    text, place = Text.load(TokenSet([tokens]), CPU), place_in_document(tokens, BOS)
+    number = np.cumsum(tokens[:-1] == BOS) - 1
+
+    def read(warm: float, own: Text = text, pilot: int = 1) -> np.ndarray:
+        shape: dict[str, Any] = {"context": CONTEXT, "chunk": 8, "rows": 2, "temperatures": (1.0,)}
+        method: Any = make_method("adaptive", **shape, rates=(0.001, 0.02), pilot=pilot, warm=warm)
+        return np.asarray(method.read_documents(make_model(), own, CPU, lambda share: None))
+
+    cold, warm = read(0.0), read(1.0)
+    assert np.array_equal(warm[number == 0], cold[number == 0]), "the first phase has no teacher"
+    starts = place < 8
+    assert np.abs(warm - cold)[starts & (number == 1)].max() > 1e-3
+    changed = tokens.copy()
+    changed[np.flatnonzero(tokens == BOS)[1] + 5] = 2  # in the first document of the second phase, which has two
+    other = read(1.0, Text.load(TokenSet([changed]), CPU))
+    moved = np.abs(other - warm).max(1)
+    assert moved[number == 2].max() < 1e-5, "documents of one phase see nothing of each other"
+    assert moved[number == 3].max() > 1e-5, "those of the next phase do"
+    assert np.array_equal(read(1.0, pilot=5), read(0.0, pilot=5)), "one phase alone"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 11, 100])
+def test_phases_double_and_leave_no_document_out(count: int) -> None:
+    documents = [DocumentSpan(10 * number, 10 * number + 10) for number in range(count)]
+    method: Any = make_method("adaptive", context=CONTEXT, pilot=2)
+    first, *later = method.find_phases(documents, 3)
+    assert [(d.first, d.rate) for d in first] == [(d.first, rate) for d in documents[:2] for rate in range(3)]
+    assert [d for phase in later for d in phase] == documents[2:]
+    assert [len(phase) for phase in later[:-1]] == [4, 8, 16, 32, 64][: max(len(later) - 1, 0)]
+    cold: Any = make_method("adaptive", context=CONTEXT, pilot=2, warm=0.0)
+    assert len(cold.find_phases(documents, 3)) == 1 + (count > 2)
+
+
+def test_a_start_is_the_mean_of_sound_ends() -> None:
+    factors = DocumentFactors({"a.key.0": (3, 5)}, rows=4, rank=2, device=CPU.device)
+    left = torch.arange(24.0).view(4, 3, 2)
+    factors.left["a.key.0"].copy_(left)
+    factors._square["a.key.0"].fill_(0.5)
+    factors.left["a.key.0"][3, 0, 0] = math.nan
+    rows, steps = (
+        torch.tensor([0, 1, 2, 3]),
+        torch.tensor([1.0, 2.0, 0.0, 4.0]),
+    )  # row 2 learnt nothing, row 3 overflowed
+    ends = factors.sum_ends(rows, steps)
+    assert len(ends) == factors.end_size
+    assert ends[0] == 2
+    assert factors.sum_ends(rows[:0], steps[:0])[0] == 0
+    factors.start_from(torch.zeros(factors.end_size), 1.0)
+    assert not factors.warm, "nothing was learnt"
+    factors.start_from(ends, 0.5)
+    factors.reset()
+    torch.testing.assert_close(factors.left["a.key.0"][2], 0.5 * (left[0] + left[1]) / 2)
+    square = (0.5 / 0.01 + 0.5 / (1 - 0.99**2)) / 2  # means over one step and two, which started from zero
+    torch.testing.assert_close(factors._square["a.key.0"], torch.full((4, 3, 2), square))
+
+
+def test_a_document_that_is_over_keeps_its_factors() -> None:
+    factors = DocumentFactors({"a.key.0": (3, 5)}, rows=2, rank=2, device=CPU.device)
+    grads, rate = {"a.key.0": torch.ones(2, 3, 2)}, torch.ones(2, 1, 1)
+    factors.step(grads, rate, torch.ones(()), torch.ones(2, 1, 1))
+    before, left = factors._square["a.key.0"].clone(), factors.left["a.key.0"].clone()
+    none = {"a.key.0": torch.tensor([0.0, 1.0])[:, None, None].expand(2, 3, 2)}
+    factors.step(none, rate, torch.full((), 2.0), torch.tensor([0.0, 1.0])[:, None, None])
+    assert torch.equal(factors._square["a.key.0"][0], before[0])
+    assert (factors._square["a.key.0"][1] > before[1]).all()
+    assert torch.equal(factors.left["a.key.0"][0], left[0])
+
+
 def test_a_rate_at_which_factors_overflow_is_never_the_best() -> None:
     nats = torch.tensor([[[math.nan, math.nan], [3.0, 4.0], [2.5, 9.0]]]).repeat(5, 1, 1)
     assert _find_best(nats) == 2
     nats[2, 2] = math.inf
     assert _find_best(nats) == 1
+
+
+def test_a_share_of_the_plain_model_is_one_of_the_predictions() -> None:
+    """Two that are wrong by turns: alone, each costs 6 nats every second token, and together at most log 4 each."""
+    tokens = make_tokens()
+    turns = np.arange(len(tokens) - 1) % 2 * 6.0
+    method: Any = make_method("adaptive", context=CONTEXT, orders=(), allowance=1e9, prior=1e-9)
+    found = method.mix(tokens, BOS, np.ones(len(turns)), turns, 6 - turns[:, None], {})
+    assert found.sum() < 0.35 * turns.sum()
 
 
 def test_factors_that_wreck_the_model_cost_next_to_nothing() -> None:

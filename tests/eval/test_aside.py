@@ -7,7 +7,7 @@ import torch
 
 from parbank.errors import ConfigError
 from parbank.eval import aside
-from parbank.eval.aside import KernelsAside
+from parbank.eval.aside import ScoringKernels
 from parbank.eval.methods import METHODS, make_method
 from parbank.eval.methods.base import Method, random_tokens
 from parbank.eval.methods.streaming import StreamScorer
@@ -35,12 +35,12 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_first_model_is_rehearsed_on_a_gpu(rehearsed: list[str]) -> None:
-    kernels = KernelsAside(CUDA, print)
+    kernels = ScoringKernels(CUDA, print)
     kernels.begin(CONFIG, chunked)
     kernels.begin(CONFIG, chunked)
     kernels.wait()
     assert rehearsed == ["chunked"]
-    elsewhere = KernelsAside(CPU, print)
+    elsewhere = ScoringKernels(CPU, print)
     elsewhere.begin(CONFIG, chunked)
     elsewhere.wait()
     assert rehearsed == ["chunked"]
@@ -52,7 +52,7 @@ def test_a_failure_is_left_to_the_score(rehearsed: list[str], error: Exception, 
         raise error
 
     said: list[str] = []
-    kernels = KernelsAside(CUDA, said.append)
+    kernels = ScoringKernels(CUDA, said.append)
     kernels.begin(CONFIG, fail)
     kernels.wait()
     assert len(said) == notes

@@ -18,7 +18,7 @@ from parbank.eval.audit import POSITIONS, SAMPLE, Audit, Audited, audited
 from parbank.eval.methods import METHODS as registered
 from parbank.eval.methods import adaptive, make_method
 from parbank.eval.mixing import audit as mixture
-from parbank.eval.mixing.ngrams import Counts, Prediction
+from parbank.eval.mixing.ngrams import NgramCounts, Prediction
 from parbank.eval.score import Scored
 from parbank.model import GPT
 from parbank.recipes import get_recipe
@@ -163,7 +163,7 @@ def test_every_part_of_a_mixture_is_summed(model: GPT, tokens: TokenSet, setting
 def too_few_kinds(predict: Callable[..., Prediction]) -> Callable[..., Prediction]:
     """n-grams that give away less for unseen tokens than they take off the seen ones."""
 
-    def wrong(base: np.ndarray, counts: Iterable[Counts], **settings: float) -> Prediction:
+    def wrong(base: np.ndarray, counts: Iterable[NgramCounts], **settings: float) -> Prediction:
         more = (replace(found, pair=np.where(found.pair > 0, found.pair + 1, 0)) for found in counts)
         return predict(base, more, **settings)
 

@@ -1,5 +1,6 @@
 """The compressor: the same bytes back, a size that is the score, and a refusal wherever something is not as it was."""
 
+import io
 import lzma
 import os
 from collections.abc import Callable
@@ -17,11 +18,12 @@ from parbank.artifact.load import LoadedModel
 from parbank.data.dataset import open_dataset
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ConfigError, FileError, ParbankError
-from parbank.eval.compressor import archive, identity
+from parbank.eval.compressor import archive, blocks, container, identity
 from parbank.eval.compressor.archive import compress, decompress
-from parbank.eval.compressor.coder import PRECISION, Coder, make_weights
+from parbank.eval.compressor.blocks import BlockWriter
+from parbank.eval.compressor.coder import PRECISION, TokenCoder, make_weights
 from parbank.eval.compressor.container import (
-    Block,
+    ContentBlock,
     Header,
     read_blocks,
     read_header,
@@ -126,7 +128,7 @@ def test_the_score_of_one_segment_is_the_streaming_score(loaded: LoadedModel, so
     from parbank.runtime import Runtime
 
     tokens = loaded.tokenizer.encode(some_text.decode())[:150]
-    _, bits = Coder(loaded.model, CONTEXT).encode(tokens, 1)
+    _, bits = TokenCoder(loaded.model, CONTEXT).encode(tokens, 1)
     text = np.concatenate([np.array([loaded.tokenizer.bos_id], np.uint16), tokens])
     method = make_method("streaming", context=CONTEXT)
     scored = method.score(loaded.model, TokenSet([text]), Runtime(device=torch.device("cpu")))
@@ -183,7 +185,7 @@ def test_other_arithmetic_is_found_out(loaded: LoadedModel, tmp_path: Path, monk
     assert not list((tmp_path / "back").iterdir())
 
 
-Change = Callable[[Header, Block], tuple[Header, Block]]
+Change = Callable[[Header, ContentBlock], tuple[Header, ContentBlock]]
 
 
 @pytest.mark.parametrize(
@@ -360,6 +362,39 @@ def test_pieces_end_after_a_line_or_between_characters(tmp_path: Path) -> None:
             assert all(is_text(piece) and piece.decode("utf-8") for piece in pieces)
 
 
+@pytest.mark.parametrize("size", [1, 7, 40])
+def test_no_block_is_longer_than_a_reader_takes(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """With the most segments, a full block is as long as any reader takes: the piece that fills it must not exceed it."""
+    for module in (container, blocks):
+        monkeypatch.setattr(module, "MOST_BLOCK", 64)
+    monkeypatch.setattr(blocks, "_LEAST_BLOCK", 64)
+    monkeypatch.setattr(blocks, "LANE_BYTES", 64 // 4)
+    contents = [size * b"a"] * (200 // size)
+    assert round_trip(loaded, contents, tmp_path, segments=4) == contents
+
+
+def test_many_small_files_are_added_up_once(loaded: LoadedModel, tmp_path: Path) -> None:
+    class Counted(bytes):
+        asked = 0
+
+        def __len__(self) -> int:
+            Counted.asked += 1
+            return super().__len__()
+
+    writer = BlockWriter(io.BytesIO(), loaded, None, lambda done: None)
+    for _ in range(100):
+        writer.add_tokens(np.zeros(1, np.uint16), Counted(b"a"))
+    assert Counted.asked <= 400
+
+
+def test_a_document_longer_than_any_block_is_refused(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MOST_BLOCK", 2)
+    with pytest.raises(ConfigError, match="a document of 3 bytes cannot be coded: at most 2"):
+        BlockWriter(io.BytesIO(), loaded, None, lambda done: None).add_tokens(np.zeros(1, np.uint16), b"abc")
+
+
 @pytest.mark.parametrize("segments", [0, 5000])
 def test_a_wrong_number_of_segments_is_refused(loaded: LoadedModel, tmp_path: Path, segments: int) -> None:
     (tmp_path / "a").write_bytes(b"abc")
@@ -400,7 +435,7 @@ def test_a_header_of_nonsense_is_refused(loaded: LoadedModel, tmp_path: Path, no
 def test_a_gpu_decodes_its_own_file(loaded: LoadedModel, some_text: bytes, tmp_path: Path) -> None:
     """Steps are replayed as a graph there, and the second block takes the graph of the first."""
     there = replace(loaded, model=make_model().cuda())
-    coder, tokens = Coder(there.model, CONTEXT), loaded.tokenizer.encode(some_text.decode())
+    coder, tokens = TokenCoder(there.model, CONTEXT), loaded.tokenizer.encode(some_text.decode())
     for _ in range(2):
         coded, bits = coder.encode(tokens, 16)
         assert 0 <= 8 * len(coded) - bits <= 64 + 0.002 * bits

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parbank.eval.mixing.ngrams import MANY, Counts, count_ngrams, predict
+from parbank.eval.mixing.ngrams import MANY, NgramCounts, count_ngrams, predict
 
 VOCAB = 4
 
 
-def count_plainly(tokens: np.ndarray, scope: np.ndarray, order: int) -> Counts:
+def count_plainly(tokens: np.ndarray, scope: np.ndarray, order: int) -> NgramCounts:
     contexts, pairs = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
     rows = []
     for place in range(len(tokens) - 1):
@@ -27,7 +27,7 @@ def count_plainly(tokens: np.ndarray, scope: np.ndarray, order: int) -> Counts:
         rows.append((contexts[own], pairs[pair], followers))
         contexts[own] += 1
         pairs[pair] += 1
-    return Counts(*np.array(rows).T)
+    return NgramCounts(*np.array(rows).T)
 
 
 @given(st.data())

@@ -274,15 +274,15 @@ def test_a_space_after_the_prompt_stays_with_a_tokenizer_that_drops_one_before_d
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": 0}, "at least 1, got 0"),
+        ({"tokens": 0}, "at least 1; got 0"),
         ({"temperature": -0.1}, "0 or more, got -0.1"),
         ({"temperature": math.nan}, "0 or more, got nan"),
         ({"temperature": math.inf}, "0 or more, got inf"),
-        ({"top_k": -1}, "0 .keep all. or positive, got -1"),
+        ({"top_k": -1}, "0 .keep all. or a positive whole number, got -1"),
         ({"top_p": 0.0}, "above 0 and at most 1 .keep all., got 0.0"),
         ({"top_p": 1.1}, "got 1.1"),
         ({"top_p": math.nan}, "got nan"),
-        ({"context": 0}, "at least 1 token, got 0"),
+        ({"context": 0}, "a whole number of tokens, at least 1; got 0"),
         ({"seed": 2**70}, "from 0 to"),
         ({"seed": -1}, "from 0 to"),
     ],

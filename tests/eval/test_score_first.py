@@ -1,16 +1,23 @@
 """Test-time training scores before it learns: for every adapter and every way of scoring, and whatever an adapter tries."""
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.nn.modules.module as torch_module
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from parbank import ops
 from parbank.errors import ParbankError
 from parbank.eval.adaptation import ADAPTERS
+from parbank.eval.methods import ttt as ttt_module
 from parbank.eval.methods.ttt import SCORES
 from parbank.model import GPT, ModelConfig
 from tests.eval.test_ttt import BOS, CHUNK, CONTEXT, ttt
@@ -97,6 +104,67 @@ def _replace_forward(model: GPT) -> None:
     model.blocks[0].forward = lambda *args: (_see(), forward(*args))[1]  # type: ignore[method-assign]
 
 
+class Undo:
+    """Puts back what a trick has changed outside the model, as the handle of a hook does."""
+
+    def __init__(self, undo: Callable[[], Any]) -> None:
+        self.remove = undo
+
+
+def _patch(place: Any, name: str) -> Undo:
+    before = getattr(place, name)
+    setattr(place, name, lambda *args, **options: (_see(), before(*args, **options))[1])
+    return Undo(lambda: setattr(place, name, before))
+
+
+def _patch_class(cls: type, name: str) -> Undo:
+    """Calls of the model's own class, whose instances all change."""
+    before = vars(cls)[name]
+
+    def spy(self: Any, *args: Any, **options: Any) -> Any:
+        return before(self, *args, **options)
+
+    setattr(cls, name, spy)
+    return Undo(lambda: setattr(cls, name, before))
+
+
+class SpyTensor(torch.Tensor):
+    """Sees every function that it is an argument of."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class SpyFunctions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class SpyOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _put_a_table(model: GPT) -> None:
+    model.cos = model.cos.as_subclass(SpyTensor)
+
+
+def _put_a_config(model: GPT) -> None:
+    model.config = replace(model.config)
+
+
+def _enter(mode: Any) -> Undo:
+    mode.__enter__()
+    return Undo(lambda: mode.__exit__(None, None, None))
+
+
+def _profile(model: GPT) -> Undo:
+    before = sys.getprofile()
+    sys.setprofile(lambda *event: None)
+    return Undo(lambda: sys.setprofile(before))
+
+
 TRICKS: dict[str, Callable[[GPT], Any]] = {
     "a hook": lambda model: model.blocks[1].register_forward_hook(_see),
     "a hook before": lambda model: model.register_forward_pre_hook(_see),
@@ -109,6 +177,17 @@ TRICKS: dict[str, Callable[[GPT], Any]] = {
     "a hook of every module": lambda model: torch_module.register_module_forward_hook(_see),
     "another forward": _replace_forward,
     "another module": _put_in_place,
+    "another forward of a class": lambda model: _patch_class(type(model.blocks[0]), "forward"),
+    "another call of every module": lambda model: _patch_class(nn.Module, "__call__"),
+    "another method of tensors": lambda model: _patch_class(torch.Tensor, "split"),
+    "another function of PyTorch": lambda model: _patch(F, "linear"),
+    "another function of ours": lambda model: _patch(ops, "rms_norm"),
+    "another scorer": lambda model: _patch_class(ttt_module.Text, "upto"),
+    "a tensor that sees": _put_a_table,
+    "another config": _put_a_config,
+    "a mode of functions": lambda model: _enter(SpyFunctions()),
+    "a mode of operators": lambda model: _enter(SpyOperators()),
+    "a profiler": _profile,
 }
 
 

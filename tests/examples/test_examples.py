@@ -48,6 +48,12 @@ def test_muon_loop(tmp_path: Path) -> None:
     assert all(0 < loss < 2.4 for loss in losses.values()), "below log(12), which guessing gives"
 
 
+def test_qk_clip(tmp_path: Path) -> None:
+    losses = [float(line.split()[-1]) for line in run_example("qk_clip", folder=tmp_path).splitlines()]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+
+
 def test_pack_module(tmp_path: Path) -> None:
     out = run_example("pack_module", folder=tmp_path)
     sizes = [int(size.replace(",", "")) for size in re.findall(r"-> ([\d,]+) bytes", out)]

@@ -1,7 +1,9 @@
 """No damaged byte of a checkpoint goes unnoticed, and a hostile one takes little memory. Older files still load."""
 
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -63,3 +65,18 @@ def test_tensors_without_numbers_are_refused(tensor: torch.Tensor, tmp_path: Pat
     path = save_checkpoint(tmp_path, {"step": 1, "model": {"w": tensor}}, keep=1)
     with pytest.raises(CheckpointError, match="claim more numbers than it holds"):
         load_checkpoint(path)
+
+
+@pytest.mark.parametrize("module", ["builtins", "__builtin__"])
+def test_a_length_is_not_taken_for_bytes(module: str, tmp_path: Path, benchmark: Callable[[str], ModuleType]) -> None:
+    """torch.load knows bytearray, which a few bytes of a pickle can ask for at any length: bytearray(300_000_000)."""
+    path, length = tmp_path / "x.pt", (300_000_000).to_bytes(8, "little")
+    call = b"c" + module.encode() + b"\nbytearray\n\x8a\x08" + length + b"\x85R"
+    pickled = b"\x80\x02}(X\x06\x00\x00\x00formatK\x01X\x05\x00\x00\x00model" + call + b"u."
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in {"data.pkl": pickled, "version": b"3\n", "byteorder": b"little"}.items():
+            archive.writestr(f"archive/{name}", data)
+    found = benchmark("faults_processes").measure(lambda: load_checkpoint(path))
+    assert found.ending == "error"
+    assert "it holds an array of bytes" in found.said
+    assert found.megabytes < 64

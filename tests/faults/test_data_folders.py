@@ -84,7 +84,7 @@ def test_a_folder_that_cannot_be_replaced_stays(text: Path, tmp_path: Path, monk
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", fail_to_take_the_place)
-    monkeypatch.setattr("parbank.data.prepare.exchange", lambda one, other: False)
+    monkeypatch.setattr("parbank.data.folder.exchange", lambda one, other: False)
     with pytest.raises(DataError, match=r"cannot write to .*Read-only file system"):
         prepare(text, out, vocab=310)
     assert contents(out) == before
@@ -118,8 +118,8 @@ def test_a_folder_comes_back_after_a_kill_while_it_was_replaced(text: Path, tmp_
     prepare(text, out)
     before = contents(out)
     code = (
-        "import os, sys; from pathlib import Path; import parbank.data.prepare; from parbank.data.prepare import prepare_text\n"
-        "parbank.data.prepare.exchange = lambda one, other: False\n"
+        "import os, sys; from pathlib import Path; import parbank.data.folder; from parbank.data.prepare import prepare_text\n"
+        "parbank.data.folder.exchange = lambda one, other: False\n"
         "rename, out = os.rename, Path(sys.argv[2])\n"
         "os.rename = lambda a, b: rename(a, b) if out.exists() else os._exit(9)\n"
         "prepare_text([sys.argv[1]], out, vocab_size=310, say=print)"
@@ -265,8 +265,8 @@ def test_a_second_preparation_is_told_of_the_first(text: Path, tmp_path: Path) -
 KILLED_LATE = """
 import os, signal, sys
 from pathlib import Path
-from parbank.data import prepare
-prepare._remove_prepared = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+from parbank.data import folder, prepare
+folder._remove_prepared = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
 prepare.prepare_text([sys.argv[1]], Path(sys.argv[2]), vocab_size=310, say=lambda line: None)
 """
 

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,18 @@ import parbank
 from parbank.artifact.container import read_artifact, write_artifact
 from parbank.artifact.safetensors import export_model, import_model
 from parbank.cli.main import app
-from parbank.config import override
+from parbank.config import override, parse_json
 from parbank.data import tokenizer
 from parbank.data.tokenizer import Tokenizer
 from parbank.display import Display
 from parbank.errors import ArtifactError, CheckpointError, ConfigError, DataError, FileError
+from parbank.eval.result import read_result
 from parbank.model import GPT, ModelConfig
 from parbank.model.config import MAX_BUCKETS, MAX_CHANNELS, MAX_LAYERS, MAX_VOCAB
 from parbank.recipes import get_recipe
 from parbank.report.write import write_pages
 from parbank.runtime import Runtime
+from parbank.study.study import read_study
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
 from parbank.training.folder import load_run_config
 from parbank.training.load import load_model, load_trained
@@ -222,3 +225,25 @@ def test_packing_says_what_it_cost(finished: Path, tmp_path: Path) -> None:
     (line,) = (line for line in said.getvalue().splitlines() if line.startswith("measured on "))
     before, after = (float(word) for word in line.split() if word.count(".") == 1 and len(word) == 6)
     assert 0 < before <= after + 0.01 < 10
+
+
+def test_json_that_is_nested_too_deeply_is_damaged_json(finished: Path, tmp_path: Path) -> None:
+    """Python's parser raises a RecursionError, which few readers expect."""
+    deep = tmp_path / "study.json"
+    deep.write_text("[" * 20_000 + "]" * 20_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json(deep.read_bytes())
+    with pytest.raises(ConfigError, match=r"cannot read the result .*: it is nested too deeply"):
+        read_result(deep)
+    with pytest.raises(CheckpointError, match="holds no study that can be read"):
+        read_study(tmp_path)
+    for value, why in ("[" * 5000, "nested too deeply"), ("9" * 5000, "4300 digits"):
+        with pytest.raises(ConfigError, match=f"a value of 5,000 characters cannot be read: .*{why}"):
+            override(get_recipe("nano"), f"model.width={value}")
+    folder = shutil.copytree(finished, tmp_path / "run")
+    shutil.copy(deep, folder / "summary.json")
+    with pytest.raises(CheckpointError, match="holds no run that has ended"):
+        parbank.Run.open(folder)
+    (tmp_path / "t.txt").write_text("hello")
+    done = CliRunner().invoke(app, ["eval", str(folder), "--data", f"text:val={tmp_path / 't.txt'}"])
+    assert done.exit_code == 0, done.output

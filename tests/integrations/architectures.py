@@ -1,9 +1,9 @@
-"""Where `split_parameters` puts the parameters of public architectures: the table in docs/reference/architectures.md.
+"""Where `split_parameters` puts the parameters of public architectures: a table of docs/reference/compatibility.md.
 
-    python -m tests.integrations.architectures            writes it
     python -m tests.integrations.architectures timm       prints the findings for timm's architectures
 
-Models are built on the meta device at the sizes of their default configs: without memory, downloads or random numbers.
+Models are built on the meta device at the sizes of their default configs: without memory, downloads or random numbers. A
+step is taken with small weights of as many dimensions.
 
 timm imports torchvision. Where that is installed, transformers uses it too, and its compiled library fits one build of
 PyTorch only. `make integrations` therefore installs both packages into a folder that only a process for timm sees.
@@ -26,7 +26,6 @@ from torch import nn
 from parbank.optim import ParallelMuon, split_parameters
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reference" / "architectures.md"
 TIMM_FOLDER = Path(sys.prefix) / "timm"
 
 TRANSFORMERS = {
@@ -48,6 +47,7 @@ TIMM = (
     "convnext_tiny efficientnet_b0 mobilenetv3_small_100"
 )
 TIMM_NAMES = [f"{kind} timm" for kind in TIMM.split()]
+SIDE = 6  # of the weights that a step is taken with; a joint query, key and value has a third
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,11 @@ def import_timm() -> Any:
 
 
 def inspect(name: str) -> Findings:
-    """Splits an architecture, and makes an optimizer of the groups: it checks every shape."""
+    """Splits an architecture, makes an optimizer of the groups, which checks every shape, and takes a step with small ones."""
     model = build(name)
     groups = split_parameters(model)
     ParallelMuon([dict(group) for group in groups])
+    _step(groups)
     modules = list(model.named_modules())
     linears = {n: min(m.weight.shape) for n, m in modules if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
     ids = {id(param) for layer in _find_heads(model) for param in layer.parameters()}
@@ -116,6 +117,22 @@ def inspect(name: str) -> Findings:
         embeddings=[f"{n}.weight" for n, m in modules if isinstance(m, nn.Embedding) and m.weight.numel()],
         heads=[n for n, param in model.named_parameters() if id(param) in ids],
     )
+
+
+def _step(groups: list[dict[str, Any]]) -> None:
+    """A step with weights of at most SIDE numbers a dimension, stacks of as many matrices as they have."""
+    small = []
+    for group in groups:
+        shapes = [tuple(param.shape) for _, param in group["params"]]
+        keep = [int(len(shape) == 3 and group["algorithm"] == "muon" and not group.get("flatten")) for shape in shapes]
+        sizes = [(*s[:k], *(min(side, SIDE) for side in s[k:])) for s, k in zip(shapes, keep)]
+        small.append({**group, "params": [nn.Parameter(torch.ones(size)) for size in sizes]})
+    optimizer = ParallelMuon(small, max_norm=1.0)
+    params = [param for group in small for param in group["params"]]
+    for param in params:
+        param.grad = torch.randn(param.shape)
+    optimizer.step()
+    assert not [param for param in params if param.numel() and bool((param == 1).all())], "every weight has moved"
 
 
 def _find_heads(model: nn.Module) -> list[nn.Module]:
@@ -158,16 +175,21 @@ def _shorten(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
 
 
+def count() -> int:
+    """How many architectures there are."""
+    return len(NAMES) + len(TIMM_NAMES)
+
+
 def write() -> str:
-    """The page."""
+    """The part of the page."""
     import transformers
 
     version = next(TIMM_FOLDER.glob("timm-*.dist-info")).stem.removeprefix("timm-")
-    head = f"""# Architectures and their split
+    head = f"""## Architectures
 
 Where `split_parameters(model)` puts the parameters of {len(NAMES)} architectures of transformers
-{transformers.__version__} and {len(TIMM_NAMES)} of timm {version}, without overrides. Models are built from default
-configs. `python -m tests.integrations.architectures` writes this page.
+{transformers.__version__} and {len(TIMM_NAMES)} of timm {version}, without overrides. All of them work: models are built from
+their default configs, an optimizer takes their groups, and a step moves every weight.
 
 - **Muon** is the share of all numbers that go to Muon. *Matrices*, *stored (in, out)* and *convolutions* count its
   weights; a stack of experts counts as one.
@@ -182,7 +204,4 @@ configs. `python -m tests.integrations.architectures` writes this page.
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["timm"]:
-        print(json.dumps({name: asdict(inspect(name)) for name in TIMM_NAMES}))
-    else:
-        PAGE.write_text(write())
+    print(json.dumps({name: asdict(inspect(name)) for name in TIMM_NAMES}))

@@ -5,7 +5,9 @@ from collections import Counter
 
 import pytest
 
-from tests.integrations.architectures import NAMES, PAGE, TIMM_NAMES, Findings, inspect, inspect_timm
+from tests.integrations.architectures import NAMES, ROOT, TIMM_NAMES, Findings, inspect, inspect_timm
+
+PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 
 NO_MATRICES = ("embed", "router", "gate", "classifier", "head", "decoder.upscale", "mapping_in")
 
@@ -26,7 +28,7 @@ def test_parameters_of_timm_go_where_the_table_says(name: str, timm_findings: di
 
 
 def check(found: Findings) -> None:
-    assert found.row in PAGE.read_text(), "python -m tests.integrations.architectures writes the table"
+    assert found.row in PAGE.read_text(), "python -m tests.integrations.compatibility writes the table"
     assert set(found.algorithms) == set(found.trainable)
 
     # Independent of the rules in parbank: a Linear that every layer has is hidden, unless its name says otherwise.

@@ -67,7 +67,7 @@ def test_curves_have_a_point_for_every_row(browser: Browser, pages: dict[str, Pa
         drawn = line.evaluate("one => one.points.numberOfItems")
         above = "above the frame" in (figure.text_content() or "")  # the first values, as the figure then says
         assert POINTS - 10 < drawn < POINTS if above else drawn == POINTS
-        box, frame = line.bounding_box(), reader.page.locator("svg[data-chart]").first.bounding_box()
+        box, frame = line.bounding_box(), figure.locator("svg[data-chart]").bounding_box()
         assert box
         assert frame
         assert box["width"] > frame["width"] / 2
@@ -143,6 +143,19 @@ def test_no_text_lies_upon_another(browser: Browser, tmp_path: Path, size: tuple
         assert score["x"] + score["width"] <= size[0], "the score is in sight"
         reader.page.goto(write_pages(runs[:1], tmp_path / "one.html").as_uri())
         reader.check_no_text_overlaps("figure")
+
+
+def test_charts_of_a_row_begin_at_one_height(browser: Browser, pages: dict[str, Path]) -> None:
+    """One of them has a legend, the others have none."""
+    with open_reader(browser) as reader:
+        reader.page.goto(pages["run"].as_uri())
+        row = [f"figure:has(figcaption:text-is('{name}'))" for name in ("Learning rates", "Gradient norm", "Speed")]
+        captions, charts = (
+            {round(box["y"]) for one in row if (box := reader.page.locator(f"{one} {part}").first.bounding_box())}
+            for part in ("figcaption", "svg[data-chart]")
+        )
+        assert len(captions) == 1, "they are a row"
+        assert len(charts) == 1
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

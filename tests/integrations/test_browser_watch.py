@@ -61,20 +61,20 @@ def test_the_page_grows_and_the_readers_place_stays(browser: Browser, tmp_path: 
         page = reader.page
         page.goto(address.url)
         expect(page.locator("header")).to_contain_text("The run trains now.")
-        loss = page.locator("svg[data-chart]").first
+        loss = page.locator("figure:has(figcaption:text-is('Loss by clock')) svg[data-chart]")
         assert loss.evaluate(COUNT_POINTS) == 20
         reader.check_accessible()
-        heading = page.locator("main h2").nth(1)
+        heading = page.locator("#training")  # at the end, the score comes before it
         heading.evaluate("one => one.scrollIntoView()")
         details = page.locator("main details").last
         details.locator("summary").first.click()
         heading.evaluate("one => one.scrollIntoView()")
-        focused = page.locator("main section").nth(1).locator("svg[data-chart]").first
+        focused = page.locator("section:has(#training) svg[data-chart]").first
         focused.evaluate("one => one.focus({ preventScroll: true })")
         place = heading.evaluate("one => one.getBoundingClientRect().top")
         run.grow(40)
         page.wait_for_selector("svg[data-chart*='52.4']", state="attached")  # the clock of row 40
-        assert page.locator("svg[data-chart]").first.evaluate(COUNT_POINTS) == 40
+        assert loss.evaluate(COUNT_POINTS) == 40
         assert heading.evaluate("one => one.getBoundingClientRect().top") == pytest.approx(place, abs=1)
         assert details.evaluate("one => one.open")
         assert page.evaluate("document.activeElement.matches('svg[data-chart]')")

@@ -14,7 +14,7 @@ import torch
 import parbank
 from parbank.data.dataset import open_dataset
 from parbank.data.tokenizer import Tokenizer, TokenizerConfig
-from parbank.errors import ConfigError, DataError
+from parbank.errors import ConfigError, DataError, ParbankError
 from tests.data.attacks import letters_to_a
 
 with warnings.catch_warnings():
@@ -218,6 +218,36 @@ def test_arguments(model: parbank.Model) -> None:
     assert ParbankLM(model).tokenizer_name.startswith("parbank-")
     with pytest.raises(ConfigError, match="no argument 'pretrained'; it takes model, device"):
         ParbankLM(model, pretrained="x")
+    for wrong in ("x", "0", -1, 1.5):
+        for name in ("context", "batch_size"):
+            with pytest.raises(ConfigError, match=f"{name} must be a whole number, at least 1; got {wrong!r}"):
+                ParbankLM(model, **{name: wrong})
+        with pytest.raises(ConfigError, match="max_gen_toks must be a whole number"):
+            read_generation({"max_gen_toks": wrong})
+
+
+def test_batches_keep_answers_with_their_requests(model: parbank.Model) -> None:
+    """Windows are sorted by length and padded: each answer is that of its request alone."""
+    pairs = [("import", " os"), ("def f(a, b, c):\n    return", " a"), ("x", " = 1\n"), ("class A", ":\n    pass\n")]
+    alone = [ask(ParbankLM(model), pair)[0] for pair in pairs]
+    for rows in (1, 3, 4):
+        together = ask(ParbankLM(model, batch_size=rows), *pairs)
+        assert [nats for nats, _ in together] == pytest.approx([nats for nats, _ in alone], rel=1e-4)
+
+
+def test_a_module_that_sees_later_tokens_or_gives_no_numbers_is_refused(model: parbank.Model) -> None:
+    class Peeking(torch.nn.Module):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return 9.0 * torch.nn.functional.one_hot(ids.roll(-1, 1), model.tokenizer.vocab_size)
+
+    class Broken(torch.nn.Module):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return torch.full((*ids.shape, model.tokenizer.vocab_size), math.nan)
+
+    with pytest.raises(ConfigError, match="Peeking sees later tokens"):
+        ParbankLM(parbank.Model(Peeking(), model.tokenizer, context=64))
+    with pytest.raises(ParbankError, match="logits that are not numbers"):
+        ask(ParbankLM(parbank.Model(Broken(), model.tokenizer, context=64)), ("a", "b"))
 
 
 def test_a_tokenizer_that_rewrites_the_text_gets_no_score(model: parbank.Model) -> None:

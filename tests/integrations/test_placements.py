@@ -116,16 +116,19 @@ def _fsdp2_and_tensor_parallel(model: Net) -> Made:
     return model, mesh["first"].get_local_rank(), 2, {}
 
 
-WAYS: dict[str, Callable[[Net], Made]] = {
-    "DDP": _ddp,
-    "ranks without a wrapper": _without_wrapper,
-    "FSDP2": _fsdp2,
-    "HSDP": _hsdp,
-    "tensor parallel, column-wise": _column_wise,
-    "tensor parallel, row-wise": _row_wise,
-    "sequence-parallel norms": _sequence_parallel,
-    "FSDP2 and tensor parallel": _fsdp2_and_tensor_parallel,
+OWN, EQUAL = "`ParallelMuon(groups)`", "`ParallelMuon(groups, reduce_gradients=False)`"
+
+WAYS: dict[str, tuple[Callable[[Net], Made], str]] = {
+    "DDP": (_ddp, EQUAL),
+    "ranks without a wrapper": (_without_wrapper, OWN),
+    "FSDP2": (_fsdp2, OWN),
+    "HSDP": (_hsdp, OWN),
+    "tensor parallel, column-wise, of some layers": (_column_wise, EQUAL),
+    "tensor parallel, row-wise, of some layers": (_row_wise, EQUAL),
+    "tensor parallel of all layers, with sequence-parallel norms": (_sequence_parallel, OWN),
+    "FSDP2 and tensor parallel": (_fsdp2_and_tensor_parallel, OWN),
 }
+"""By name: the function, and what a user writes, for docs/reference/compatibility.md."""
 
 
 def _mesh(*sizes: int) -> Any:
@@ -163,7 +166,9 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _share(way: str) -> dict[str, Any]:
-    model, part, parts, options = WAYS[way](net := Net())
+    wrap, written = WAYS[way]
+    model, part, parts, options = wrap(net := Net())
+    assert options == ({"reduce_gradients": False} if written == EQUAL else {})
     optimizer = ParallelMuon(net.groups(), max_norm=0.1, **options)
     for step in range(STEPS):
         _step(model, optimizer, step, part, parts)

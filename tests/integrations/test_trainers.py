@@ -231,7 +231,15 @@ def _act_as_torchrun() -> None:
 
 # --- the tests --------------------------------------------------------------------------------------------------------
 
-TRAINERS = [plain_loop, plain_ddp, fsdp, accelerate, huggingface, lightning]
+TRAINERS: dict[str, tuple[Callable[..., dict[str, Tensor]], str]] = {
+    "a loop under `torch.compile`, without a wrapper": (plain_loop, "`ParallelMuon(groups)`"),
+    "a loop with DDP, rank 0 saving alone": (plain_ddp, "`ParallelMuon(groups, reduce_gradients=False)`"),
+    "FSDP2 with `torch.distributed.checkpoint`": (fsdp, "`ParallelMuon(groups)`"),
+    "Accelerate": (accelerate, "`accelerator.prepare(model, ParallelMuon(groups, reduce_gradients=False))`"),
+    "HF Trainer": (huggingface, "`Trainer(..., optimizers=(ParallelMuon(groups, reduce_gradients=False), None))`"),
+    "Lightning": (lightning, "`ParallelMuon(groups, reduce_gradients=False)` from `configure_optimizers`"),
+}
+"""By name: the function, and what a user writes, for docs/reference/compatibility.md."""
 
 
 def _call(trainer: Callable[..., dict[str, Tensor]], folder: Path, first: int, last: int) -> dict[str, Tensor]:
@@ -245,11 +253,12 @@ def _expect() -> dict[str, Tensor]:
     return _weights(model)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.__name__)
-def test_saved_on_two_ranks_and_resumed_on_one_two_and_three(trainer: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TRAINERS)
+def test_saved_on_two_ranks_and_resumed_on_one_two_and_three(name: str, tmp_path: Path) -> None:
+    trainer = TRAINERS[name][0]
     run_distributed_test(_call, 2, args=(trainer, tmp_path, 0, HALF))
     expected = _expect()
     for world in (1, 2, 3):
         for found in run_distributed_test(_call, world, args=(trainer, tmp_path, HALF, STEPS)):
-            for name, weight in expected.items():
-                torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5, msg=f"{world} ranks: {name}")
+            for key, weight in expected.items():
+                torch.testing.assert_close(found[key], weight, rtol=1e-4, atol=1e-5, msg=f"{world} ranks: {key}")

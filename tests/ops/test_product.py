@@ -16,7 +16,7 @@ from parbank.errors import ParbankError
 from parbank.ops import cublaslt
 from parbank.ops import product as module
 from parbank.ops.cublaslt import CublasError, lie
-from parbank.ops.product import Choice, choose, plans, product, random_like
+from parbank.ops.product import KernelChoice, choose, plans, product, random_like
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -107,7 +107,7 @@ def nothing(out: Tensor) -> None:
     """Leaves the output as it was."""
 
 
-def choice_of(runs: list[module.Run], *times: list[float]) -> Choice:
+def choice_of(runs: list[module.Run], *times: list[float]) -> KernelChoice:
     asked: list[int] = []
 
     def clock(calls):
@@ -121,29 +121,29 @@ def choice_of(runs: list[module.Run], *times: list[float]) -> Choice:
 
 
 def test_the_fastest_of_equal_bits_is_chosen():
-    assert choice_of([writing(1), writing(1), writing(1)], [3.0], [1.0], [2.0]) == Choice(1, 3.0, 1.0)
+    assert choice_of([writing(1), writing(1), writing(1)], [3.0], [1.0], [2.0]) == KernelChoice(1, 3.0, 1.0)
 
 
 def test_other_bits_are_out_however_fast():
     # 1.0078125 is the neighbour of 1 in bfloat16
-    assert choice_of([writing(1), writing(1.0078125), writing(1)], [3.0], [2.0]) == Choice(2, 3.0, 2.0)
-    assert choice_of([writing(0), writing(-0.0)], [3.0]) == Choice(0, 3.0, 3.0)
+    assert choice_of([writing(1), writing(1.0078125), writing(1)], [3.0], [2.0]) == KernelChoice(2, 3.0, 2.0)
+    assert choice_of([writing(0), writing(-0.0)], [3.0]) == KernelChoice(0, 3.0, 3.0)
 
 
 def test_what_fails_is_out():
-    assert choice_of([failing, writing(1), failing, writing(2), writing(1)], [3.0], [2.0]) == Choice(4, 3.0, 2.0)
+    assert choice_of([failing, writing(1), failing, writing(2), writing(1)], [3.0], [2.0]) == KernelChoice(4, 3.0, 2.0)
     with pytest.raises(CublasError, match="none of the algorithms"):
         choice_of([failing, failing])
 
 
 def test_what_writes_nothing_is_out():
-    assert choice_of([writing(1), nothing, writing(1)], [3.0], [4.0]) == Choice(0, 3.0, 3.0)
+    assert choice_of([writing(1), nothing, writing(1)], [3.0], [4.0]) == KernelChoice(0, 3.0, 3.0)
     # nor may it pass for what the one before has written
-    assert choice_of([writing(1), writing(1), nothing], [3.0], [4.0]) == Choice(0, 3.0, 3.0)
+    assert choice_of([writing(1), writing(1), nothing], [3.0], [4.0]) == KernelChoice(0, 3.0, 3.0)
 
 
 def test_a_single_fast_run_does_not_count():
-    assert choice_of([writing(1), writing(1)], [3.0, 3.0, 3.0], [4.0, 0.1, 4.0]) == Choice(0, 3.0, 3.0)
+    assert choice_of([writing(1), writing(1)], [3.0, 3.0, 3.0], [4.0, 0.1, 4.0]) == KernelChoice(0, 3.0, 3.0)
 
 
 def test_the_first_of_equally_fast_ones_is_kept():
@@ -264,7 +264,7 @@ def test_no_memory_to_choose_is_no_error(by_stand_in, monkeypatch, caplog):
     monkeypatch.setattr(module, "random_like", full)
     a, b, _ = counted(5, 8, 6)
     assert torch.equal(by_stand_in(a, b, None).double(), exact(a, b))
-    assert plans()[0].choice == Choice(0)
+    assert plans()[0].choice == KernelChoice(0)
     assert "no memory to compare" in caplog.text
 
 

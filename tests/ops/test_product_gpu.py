@@ -9,7 +9,7 @@ from matrices import LAYOUTS, Layout, by_columns, exact, made
 from torch import Tensor
 
 from parbank.ops import product as module
-from parbank.ops.product import Choice, plans, product
+from parbank.ops.product import KernelChoice, plans, product
 
 pytestmark = pytest.mark.gpu
 GOLF = (98304, 512, 1024)
@@ -52,7 +52,7 @@ def test_the_choice_changes_no_bit(added, fresh, device, monkeypatch):
     a, b, c = made(*GOLF, device, torch.bfloat16)
     b, c = by_columns(b), c if added else None
     with monkeypatch.context() as untuned:
-        untuned.setattr(module, "_tune", lambda *_: Choice(0))
+        untuned.setattr(module, "_tune", lambda *_: KernelChoice(0))
         first = product(a, b, c)
         module._plans.clear()
     assert_same_bits(product, [a, b, c], backward=False)

@@ -112,6 +112,18 @@ def test_after_a_capture_that_fails_another_succeeds() -> None:
     assert x.tolist() == [1.0] * 4
 
 
+def test_after_a_capture_that_fails_there_are_random_numbers_and_replays_of_other_graphs() -> None:
+    """PyTorch 2.11 keeps the default generator in the capture that failed."""
+    x, graph = torch.zeros(4, device="cuda"), torch.cuda.CUDAGraph()
+    with recording(graph):
+        x.add_(torch.rand(4, device="cuda") + 1)
+    with pytest.raises(RuntimeError):
+        _fail_in_a_capture()
+    assert torch.rand(4, device="cuda").max().item() < 1
+    graph.replay()
+    assert x.min().item() >= 1
+
+
 def test_captures_that_fail_keep_no_memory() -> None:
     """Also of other streams' tensors, which the allocator holds back as long as it believes in a capture."""
     side = torch.cuda.Stream()

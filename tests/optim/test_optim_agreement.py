@@ -35,7 +35,8 @@ def _backward(model: Any, seed: int) -> None:
 def _alike(rank: int) -> ParallelMuon:
     model = _model()
     _backward(model, rank)
-    return ParallelMuon(split_parameters(model))
+    empty: list[dict[str, Any]] = [{"params": [], "algorithm": "adamw"}]  # as a filter leaves it that finds nothing
+    return ParallelMuon(empty + split_parameters(model))
 
 
 def _other_weight(rank: int) -> ParallelMuon:
@@ -170,7 +171,8 @@ def _run() -> dict[str, Any]:
     said["parted"], said["reloaded"] = _part_later(rank), _reload_later(rank)
     shared = {"pickled": _pickle(rank), "mixed": _mix_dtypes([_gradient(n, rank) for n in range(3)])}
     dtypes = _default_dtypes(rank)
-    return {"said": said, **shared, "dtypes": dtypes, "alone": _save_alone(rank), "warned": _save_too_soon(rank)}
+    saved = {"alone": _save_alone(rank), "warned": _save_too_soon(rank)}
+    return {"said": said, **shared, "dtypes": dtypes, **saved, "added": _add_later(rank)}
 
 
 def _pickle(rank: int) -> bytes:
@@ -256,6 +258,26 @@ def _save_too_soon(rank: int) -> str:
     dist.barrier()
     assert len(optimizer.state_dict()["state"]) == 8
     return said
+
+
+def _add_later(rank: int) -> tuple[str, str]:
+    """One rank adds a group alone, after the first step; then every rank adds one, and that of one rank differs."""
+    optimizer = _alike(rank)
+    optimizer.step()
+    meeting.WARN_SECONDS, meeting.ALONE_SECONDS = 0.2, 0.5
+    said = ""
+    if rank == 0:
+        try:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.eye(4))]})
+        except RankError as error:
+            said = str(error)
+    dist.barrier()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.eye(4 + (rank == 1)))]})
+    try:
+        optimizer.step()
+    except RankError as error:
+        return said, str(error)
+    return said, "trained on"
 
 
 def _default_dtypes(rank: int) -> tuple[list[str], bool]:
@@ -357,6 +379,13 @@ def test_one_rank_saves_alone_where_gradients_are_equal(ranks: list[dict[str, An
             for result in ranks:
                 assert torch.equal(result["alone"]["state"][number][key], saved["state"][number][key]), (number, key)
     optimizer.load_state_dict(saved)
+
+
+def test_a_group_that_one_rank_adds_alone_or_otherwise_is_told(ranks: list[dict[str, Any]]) -> None:
+    assert "rank 1, 2 did not call it" in ranks[0]["added"][0]
+    assert "add the group on every rank" in ranks[0]["added"][0]
+    for result in ranks:
+        assert "rank 1 differs from rank 0 in parameter 0 of group" in result["added"][1]
 
 
 def test_saving_on_one_rank_alone_says_what_to_do(ranks: list[dict[str, Any]]) -> None:

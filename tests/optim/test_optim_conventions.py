@@ -182,3 +182,17 @@ def test_parameters_without_names_beside_others_with_names() -> None:
     assert not torch.equal(added[1], torch.ones(4, 4))
     with pytest.raises(TypeError, match="set"):
         optimizer.add_param_group({"params": {nn.Parameter(torch.ones(4, 4))}})
+
+
+def test_parameters_with_names_after_others_without() -> None:
+    """An empty group, too: a filter may find nothing."""
+    first, second = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    optimizer = ParallelMuon([{"params": [first]}, {"params": []}, {"params": [("mine", second)]}, {"params": []}])
+    names = [group["param_names"] for group in optimizer.param_groups]
+    assert names == [["parameter 0 of group 0"], [], ["mine"], []]
+    for param in (first, second):
+        param.grad = torch.randn(4, 4)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ConfigError, match="a dict with 'params', got"):
+        optimizer.add_param_group({"lr": 0.1})

@@ -102,6 +102,36 @@ def test_refuses_a_checkpoint_that_does_not_fit() -> None:
     _train(optimizer, ours, 0, 1)
 
 
+@pytest.mark.parametrize(
+    "given", [None, [1], {}, {"state": {}}, {"state": 3, "param_groups": 3}, {"model": {}, "optimizer": {}}]
+)
+def test_something_else_than_a_state_dict_is_refused(given: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"takes what state_dict\(\) of an optimizer returns.*pass the optimizer's part"
+    ):
+        ParallelMuon(_params()).load_state_dict(given)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key", "value", "message"),
+    [
+        ("muon", "momentum_buffer", torch.zeros(8, 12, dtype=torch.complex64), "momentum_buffer is torch.complex64"),
+        ("muon", "momentum_buffer", torch.zeros(8, 12, dtype=torch.int32), "momentum_buffer is torch.int32"),
+        ("adamw", "step", "3", "step is '3' instead of a number"),
+        ("adamw", "step", torch.zeros(2), "step is .* instead of a number"),
+    ],
+)
+def test_a_state_of_other_numbers_is_refused(algorithm: str, key: str, value: Any, message: str) -> None:
+    params = _params()
+    optimizer = ParallelMuon([{"params": params, "algorithm": algorithm}])
+    _train(optimizer, params, 0, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0][key] = value
+    with pytest.raises(ConfigError, match=f"parameter 0 .*{message}"):
+        optimizer.load_state_dict(saved)
+    _train(optimizer, params, 1, 2)
+
+
 OTHERS = ("RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adafactor", "ASGD", "Rprop", "Adadelta")
 
 

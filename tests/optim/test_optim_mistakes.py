@@ -1,6 +1,7 @@
 """Mistakes around an optimizer that must not pass in silence: weights that change, shared gradients, foreign checkpoints."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ def _random(seed: int, *shape: int) -> Tensor:
 
 
 def _make(param: nn.Parameter, algorithm: str, **options: Any) -> ParallelMuon:
-    return ParallelMuon([{"params": [param], "algorithm": algorithm, "lr": 0.1, **options}])
+    return ParallelMuon([{"params": [param], "algorithm": algorithm, **{"lr": 0.1, **options}}])
 
 
 def _step(optimizer: ParallelMuon, seed: int) -> None:
@@ -122,6 +123,42 @@ def test_a_norm_beyond_float32_is_not_called_another_ranks_fault(caplog: pytest.
     assert torch.equal(param, torch.eye(4))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])
+def test_a_gradient_of_other_numbers_is_refused(dtype: torch.dtype) -> None:
+    param = nn.Parameter(torch.eye(4))
+    param.grad_dtype = None
+    param.grad = torch.ones(4, 4, dtype=dtype)
+    with pytest.raises(ConfigError, match=f"parameter 0 .* has a gradient of {dtype}; .*floating-point"):
+        ParallelMuon([param]).step()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_gradient_of_another_shape_is_refused(algorithm: str) -> None:
+    """As many numbers as the weight has: Muon would take rows for columns."""
+    param = nn.Parameter(_random(0, 8, 4))
+    optimizer = _make(param, algorithm)
+    param.grad, param.data = _random(1, 8, 4), _random(2, 4, 8)
+    with pytest.raises(ConfigError, match=r"has shape \(4, 8\) and a gradient of shape \(8, 4\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e-3])
+def test_scaled_gradients_whose_squares_overflow_are_no_reason_to_skip(max_norm: float | None) -> None:
+    """The scaler sees finite gradients and keeps its scale: every later step would be skipped, too."""
+    plain, scaled = (nn.Parameter(_random(0, 8, 4)) for _ in range(2))
+    optimizers = [ParallelMuon([param], max_norm=max_norm) for param in (plain, scaled)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**80)
+    for seed in range(3):
+        plain.grad = _random(seed + 1, 8, 4)
+        optimizers[0].step()
+        scaler.scale(torch.zeros(()))  # makes its scale
+        scaled.grad = _random(seed + 1, 8, 4) * 2.0**80
+        scaler.step(optimizers[1])
+        scaler.update()
+        torch.testing.assert_close(optimizers[1].last_grad_norm, optimizers[0].last_grad_norm)
+    torch.testing.assert_close(scaled, plain)
+
+
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +167,84 @@ def test_a_tensor_option_is_checked_as_a_number_is(key: str) -> None:
     for value, message in ((torch.tensor([0.1, 0.2]), "one number"), (torch.tensor(-1.0), "negative")):
         with pytest.raises(ConfigError, match=f"{key} must.*{message}"):
             ParallelMuon([{"params": [nn.Parameter(torch.eye(4))], key: value}])
+
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"lr": "0.1"}, "lr must be a number, got '0.1'"),
+    ({"lr": math.inf}, "lr must be a finite number, got inf"),
+    ({"weight_decay": math.nan}, "weight_decay must be a finite number, got nan"),
+    ({"momentum": "high"}, "momentum must be a number"),
+    ({"ns_steps": 2.5}, "ns_steps must be a whole number of at least 1, got 2.5"),
+    ({"betas": 0.9}, "betas must be two numbers, got 0.9"),
+    ({"betas": (0.9, 1.0)}, "second of betas must be at least 0 and below 1, got 1.0"),
+    ({"eps": -1.0}, "eps must not be negative"),
+    ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
+    ({"num_heads": 2.0}, "num_heads must be a whole number"),
+    ({"nesterov": "no"}, "nesterov must be True or False, got 'no'"),
+    ({"max_norm": "1"}, "max_norm must be a number above 0"),
+    ({"extra_captured": 3}, "extra_captured must be callable, got 3"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS)
+def test_an_option_of_another_kind_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ParallelMuon([nn.Parameter(torch.eye(4))], **options)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("momentun", "momentun is not an option of a group of ParallelMuon; use momentum instead"),
+        ("adam_lr", "use lr instead"),
+        ("use_muon", "use algorithm='adamw' or 'muon' instead"),
+        ("mu", "use momentum instead"),
+        ("max_norm", "max_norm is an option of the whole optimizer"),
+        ("split_sizes", r"split_sizes must be the heights of the blocks of rows, such as \(768, 256, 256\); got 1"),
+        ("transposed", "transposed must be True or False for each matrix"),
+    ],
+)
+def test_a_name_in_a_group_that_would_do_nothing_is_refused(key: str, message: str) -> None:
+    """PyTorch takes any key: embeddings under use_muon=False would be orthogonalised."""
+    with pytest.raises(ConfigError, match=message):
+        ParallelMuon([{"params": [nn.Parameter(torch.eye(4))], key: 1}])
+
+
+def test_names_of_the_callers_own_and_of_schedulers_are_kept() -> None:
+    own = {"name": "body", "initial_lr": 0.1, "max_momentum": 0.95, "base_momentum": 0.8, "layer": 3, "lr_mult": 2.0}
+    optimizer = ParallelMuon([{"params": [nn.Parameter(torch.eye(4))], **own}])
+    assert own.items() <= optimizer.param_groups[0].items()
+    with pytest.raises(ConfigError, match="a parameter group is a dict with 'params', got"):
+        optimizer.add_param_group([nn.Parameter(torch.eye(4))])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("lr", math.nan), ("lr", -0.1), ("momentum", 1.5), ("weight_decay", math.inf)]
+)
+def test_a_schedule_that_writes_what_no_step_can_use_is_told(key: str, value: float) -> None:
+    param = nn.Parameter(torch.eye(4))
+    optimizer = ParallelMuon([param])
+    _step(optimizer, 1)
+    before, optimizer.param_groups[0][key] = param.detach().clone(), value
+    with pytest.raises(ConfigError, match=f"{key} must"):
+        _step(optimizer, 2)
+    assert torch.equal(param, before)
+
+
+@pytest.mark.parametrize("key", ["lr", "momentum", "weight_decay", "row_beta"])
+def test_a_number_may_be_a_tensor(key: str) -> None:
+    params = [nn.Parameter(_random(0, 8, 4)) for _ in range(2)]
+    for param, value in zip(params, (0.5, torch.tensor(0.5))):
+        optimizer = _make(param, "muon", normuon=True, **{key: value})
+        for seed in range(3):
+            _step(optimizer, seed + 1)
+    assert torch.equal(*params)
+
+
+def test_a_schedule_may_end_a_rounding_error_below_zero() -> None:
+    optimizer = ParallelMuon([nn.Parameter(torch.eye(4))])
+    optimizer.param_groups[0]["lr"] = -1e-18
+    _step(optimizer, 1)
 
 
 def test_an_option_changed_later_is_checked_too() -> None:

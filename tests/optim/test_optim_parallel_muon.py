@@ -431,7 +431,7 @@ def test_extra_work_runs_at_the_end_of_each_step() -> None:
         ({"params": [torch.zeros(3)]}, "algorithm='adamw'"),
         ({"algorithm": "sgd"}, "one of muon, adamw"),
         ({"lr": -1.0}, "lr must not be negative"),
-        ({"momentum": 1.0}, "momentum must lie"),
+        ({"momentum": 1.0}, "momentum must be at least 0 and below 1"),
         ({"betas": (0.9,), "algorithm": "adamw"}, "betas"),
         ({"ns_steps": 0}, "ns_steps"),
         ({"coefficients": "magic"}, "unknown coefficients"),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parbank.errors import ConfigError
 from parbank.optim import ParallelMuon
 from parbank.optim.algorithms import muon
 from tests.distributed import run_distributed_test
@@ -116,9 +117,29 @@ def _find_order(folder: Path) -> list[str]:
     return events
 
 
+def _make_mistakes() -> list[str]:
+    """Gradients that change while they are being summed: by a second backward, and by a clip of the caller's."""
+    said = []
+    for mistake in ("a second backward", "a clip"):
+        model = Net()
+        optimizer = model.optimizer(None)
+        try:
+            with optimizer.reducing():
+                for _ in range(1 + (mistake == "a second backward")):
+                    model(torch.ones(2, 8)).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            said.append("trained on")
+        except ConfigError as error:
+            said.append(str(error))
+        dist.barrier()
+    return said
+
+
 def _run(folder: Path) -> dict[str, Any]:
     trained = {(during, clip): _train(during, clip) for during in (False, True) for clip in (None, 0.5)}
-    return {**{case: _step(case, folder) for case in CASES}, "trained": trained, "order": _find_order(folder)}
+    steps = {case: _step(case, folder) for case in CASES}
+    return {**steps, "trained": trained, "order": _find_order(folder), "mistakes": _make_mistakes()}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +166,13 @@ def test_gradients_travel_while_backward_runs(ranks: list[dict[str, Any]]) -> No
     without = [[event for event in events if event != "last gradient"] for events in (first, second)]
     assert without[0] == without[1], "one order on all ranks"
     assert len(without[0]) == 9
+
+
+def test_gradients_that_change_while_they_travel_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        second, clip = rank["mistakes"]
+        assert "a second backward inside reducing()" in second
+        assert "gradients were changed between reducing() and step()" in clip
 
 
 def test_updates_travel_while_the_next_batch_is_worked_on(ranks: list[dict[str, Any]], folder: Path) -> None:

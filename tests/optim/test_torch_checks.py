@@ -112,6 +112,16 @@ def test_no_gradient_no_step_and_no_state(algorithm: str) -> None:
     assert not optimizer.state.get(param)
 
 
+@pytest.mark.parametrize("cuda_graph", [False, "auto", True])
+def test_a_group_may_be_empty(cuda_graph: bool | str) -> None:
+    """As a filter leaves it that finds nothing."""
+    optimizer = ParallelMuon([{"params": [], "algorithm": "adamw"}], cuda_graph=cuda_graph)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not optimizer.state
+
+
 @pytest.mark.parametrize("algorithm", LR)
 def test_a_gradient_of_zeros_moves_nothing(algorithm: str) -> None:
     param = _param()

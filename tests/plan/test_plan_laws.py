@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from parbank.errors import ConfigError
 from parbank.model import GPT
 from parbank.plan import fit as fitting
-from parbank.plan.laws import DATA, NAMES, PRIORS, Cases, Packing, load_laws, predict_score
+from parbank.plan.laws import DATA, NAMES, PRIORS, Cases, PackingLaw, load_laws, predict_score
 from parbank.plan.shapes import count_parameters
 from parbank.recipes import RECIPES
 
@@ -20,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PRIOR = np.array([mean for mean, _ in PRIORS.values()])
 USUAL = {
-    "matrices": 1e6, "vocab": 1024, "bigrams": 12_288, "tokens": 1e6, "bytes_per_token": 2.6, "text_bytes": 3e7,
-    "batch_tokens": 1024, "hardness": 2.1,
+    "matrices": 1e6, "params": 2e6, "vocab": 1024, "bigrams": 12_288, "tokens": 1e6, "bytes_per_token": 2.6,
+    "text_bytes": 3e7, "batch_tokens": 1024, "hardness": 2.1,
 }  # fmt: skip
 
 
@@ -32,12 +34,15 @@ def test_the_committed_fit_is_the_fit_of_the_committed_runs() -> None:
     for name in NAMES:
         assert values["parameters"][name] == pytest.approx(kept["parameters"][name], rel=0.02), name
     assert values["packing"] == pytest.approx(kept["packing"], rel=1e-6)
-    assert math.sqrt(np.mean(residuals**2)) < 0.03, "bits per byte"
+    repeated = np.array([row.get("grid") == "epochs" for row in rows])
+    assert math.sqrt(np.mean(residuals[~repeated] ** 2)) < 0.02, "bits per byte"
+    shares = residuals[repeated] / [row["bpb"] for row in rows if row.get("grid") == "epochs"]
+    assert np.abs(shares).max() < 0.06, "of scores between 1.6 and 5.1"
     assert kept["runs"] == len(rows)
 
 
 def test_every_run_says_where_it_comes_from() -> None:
-    """A result or a page of the tree, the script that made it with its commit, or that the row is all there is."""
+    """A result or a page of the log, or the script that made it with its commit."""
     for path in fitting.RUNS:
         text = path.read_text()
         rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines()]
@@ -46,7 +51,29 @@ def test_every_run_says_where_it_comes_from() -> None:
             script = source.split()[0]
             made = "commit" in row and (ROOT / script).is_file() and "dirty" not in row["commit"]
             kept = source.startswith(("benchmarks/results/", "docs/log/")) and (ROOT / source).exists()
-            assert made or kept or source.endswith("this row is all that was kept"), row["key"]
+            assert made or kept, row["key"]
+
+
+def test_every_run_names_a_commit_that_can_be_found() -> None:
+    """A commit of this history, or one that benchmarks/claims.toml lists with the first commit that has its code."""
+    done = subprocess.run(["git", "rev-list", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("no git repository: nothing can be known of commits")
+    known = {commit[:9] for commit in done.stdout.split()}
+    published = tomllib.loads((ROOT / "benchmarks" / "claims.toml").read_text())["published"]
+    named = {row["commit"][:9] for row in json.loads(fitting.RUNS[0].read_text()) if "commit" in row}
+    assert named <= known | set(published)
+
+
+def test_a_run_of_the_log_has_its_figures() -> None:
+    """The page that a row names as its source has the row's score, or what packing lost."""
+    for name in ("runs", "packing"):
+        rows = [row for row in json.loads((DATA / f"{name}.json").read_text()) if row["source"].startswith("docs/log/")]
+        assert len(rows) > 5
+        for row in rows:
+            page = (ROOT / row["source"]).read_text()
+            numbers = {float(number) for number in re.findall(r"\d+\.\d+", page)}
+            assert row.get("bpb", row.get("bpb_lost")) in numbers, row["key"]
 
 
 def test_a_run_with_a_result_has_its_figures() -> None:
@@ -86,7 +113,7 @@ def test_a_fit_recovers_what_made_its_data() -> None:
     for index in range(60):
         row = {**USUAL, "key": str(index), "text": "x", "scored": "x", "steps": 1000}
         for name, low, high in (("matrices", 1e5, 3e7), ("tokens", 1e5, 2e8), ("batch_tokens", 512, 2e5), ("vocab", 512, 8192),
-                                ("bigrams", 256, 2e5), ("text_bytes", 1e5, 1e9)):  # fmt: skip
+                                ("bigrams", 256, 2e5), ("text_bytes", 1e6, 1e9)):  # fmt: skip
             row[name] = float(low * (high / low) ** rng.random())
         row["bpb"] = float(predict_score(truth, fitting.make_cases([row]))[0])
         rows.append(row)
@@ -98,14 +125,61 @@ def test_a_fit_recovers_what_made_its_data() -> None:
 
 @pytest.mark.parametrize("name", ["tokens", "matrices", "bigrams"])
 def test_a_score_falls_with_tokens_and_parameters(name: str) -> None:
+    """While no text is repeated."""
     laws = load_laws()
     assert math.exp(laws.log_parameters[NAMES.index("kappa")]) < 1, (
         "else a larger batch could make more data worth less"
     )
     values = np.geomspace(1e4, 1e10, 200)
-    for text in (1e5, 1e7, 1e9):
+    for text in (1e11, 1e12):
         scores = laws.score(Cases.of(**{**USUAL, "text_bytes": text, name: values}))
         assert (np.diff(scores) <= 0).all()
+
+
+@pytest.mark.parametrize("params", [3e5, 2e6, 3e7])
+@pytest.mark.parametrize("text", [3e5, 1e7, 1e9])
+def test_a_score_falls_with_the_epochs_and_then_rises(params: float, text: float) -> None:
+    laws = load_laws()
+    usual = USUAL | {"text_bytes": text, "params": params}
+    (turn,) = laws.most_tokens(Cases.of(**usual))
+    once = text / USUAL["bytes_per_token"]
+    assert turn >= once
+    before, after = np.geomspace(0.01 * once, turn, 200), np.geomspace(1.02 * turn, 10 * turn, 200)
+    assert (np.diff(laws.score(Cases.of(**{**usual, "tokens": before}))) <= 0).all()
+    assert (np.diff(laws.score(Cases.of(**{**usual, "tokens": after}))) >= 0).all()
+
+
+def test_larger_models_turn_earlier_and_larger_texts_later() -> None:
+    laws = load_laws()
+    epochs = [
+        laws.most_tokens(Cases.of(**{**USUAL, "text_bytes": text, "params": params}))[0]
+        * USUAL["bytes_per_token"]
+        / text
+        for text, params in ((1e6, 1e7), (1e6, 1e6), (1e7, 1e6), (1e8, 1e6))
+    ]
+    assert epochs == sorted(epochs)
+    assert 1 <= epochs[0] < 2 < epochs[-1]
+
+
+def test_the_law_turns_near_the_epochs_that_were_best() -> None:
+    """docs/log/training.md: two models on 285 kB, and `demo` on 2.9 MB. Each ends within 0.1 of its best score."""
+    rows = [row for row in json.loads(fitting.RUNS[0].read_text()) if row.get("grid") == "epochs"]
+    for params in {row["params"] for row in rows}:
+        own = sorted((row for row in rows if row["params"] == params), key=lambda row: row["tokens"])
+        turn = load_laws().most_tokens(fitting.make_cases(own[-1:]))[0]
+        reached = np.interp(turn, [row["tokens"] for row in own], [row["bpb"] for row in own])
+        assert reached < min(row["bpb"] for row in own) + 0.1, params
+
+
+def test_the_law_rises_as_much_as_was_measured() -> None:
+    """By the log of the ratio of the last score to the best, within a fifth: a law without a rise falls here."""
+    rows = [row for row in json.loads(fitting.RUNS[0].read_text()) if row.get("grid") == "epochs"]
+    for params in (767_239, 254_597):
+        own = sorted((row for row in rows if row["params"] == params), key=lambda row: row["tokens"])
+        best, last = min(own, key=lambda row: row["bpb"]), own[-1]
+        expected = load_laws().score(fitting.make_cases([best, last]))
+        measured = math.log(last["bpb"] / best["bpb"])
+        assert math.log(expected[1] / expected[0]) == pytest.approx(measured, abs=0.06), params
 
 
 def test_packing_costs_less_with_more_bits_and_what_was_measured() -> None:
@@ -115,7 +189,7 @@ def test_packing_costs_less_with_more_bits_and_what_was_measured() -> None:
     assert (np.diff(packing.predict(bits, small)) < 0).all()
     assert packing.predict(np.array([4.74]), small)[0] == pytest.approx(0.0008, rel=0.4)
     assert packing.predict(np.array([5.01]), large)[0] == pytest.approx(0.0016, rel=0.5), "benchmarks/results/auto"
-    assert Packing(c=0.5, k=1.0, g=0.0).predict(np.array([-3.0]), small)[0] > 1, "less than nothing is not free"
+    assert PackingLaw(c=0.5, k=1.0, g=0.0).predict(np.array([-3.0]), small)[0] > 1, "less than nothing is not free"
 
 
 def test_a_prediction_far_from_the_runs_is_less_certain() -> None:
@@ -142,6 +216,8 @@ def test_errors_that_are_larger_than_expected_widen_the_interval() -> None:
     assert fitting.inflate(honest) == pytest.approx(1.0)
     assert fitting.inflate([fitting.LeftOut(key="a", alone=(0.03, 0.01), edge=(0.0, 0.02))]) == pytest.approx(4.5**0.5)
     assert fitting.inflate([]) == 1.0
+    few = [fitting.LeftOut(key="a", alone=(error, 0.01), edge=(0.0, 0.01)) for error in (*[0.0] * 17, 0.06, 0.06, 0.06)]
+    assert 2 * fitting.inflate(few) * 0.01 >= 0.06, "an interval that leaves out a tenth is too narrow"
 
 
 def test_a_prediction_of_a_fit_is_that_of_its_laws(tmp_path: Path) -> None:
@@ -150,12 +226,34 @@ def test_a_prediction_of_a_fit_is_that_of_its_laws(tmp_path: Path) -> None:
     values, *_ = fitting.fit(rows, packing)
     (tmp_path / "fit.json").write_text(json.dumps(values))
     laws = load_laws(tmp_path / "fit.json")
-    for key in ("auto-120s-s7", "demo-2x192-s0"):
+    for key in ("auto-120s-s7", "demo-2x192-s0", "demo-49152-s1"):
         row = next(row for row in rows if row["key"] == key)
         cases, planned = fitting.make_cases([row]), row.get("options") == "auto"
         found, deviation = score.predict(row)
-        assert laws.score(cases, row["text"])[0] * (laws.gpu_options if planned else 1) == pytest.approx(found)
-        assert laws.deviations(cases, row["text"], options=planned)[0] == pytest.approx(deviation, rel=0.02)
+        windows = float(row.get("options") == "windows-512")
+        factor = (laws.gpu_options if planned else 1) * laws.cpu_windows**windows
+        assert laws.score(cases, row["text"])[0] * factor == pytest.approx(found)
+        known = laws.deviations(cases, row["text"], options=planned, windows=windows)[0]
+        assert known == pytest.approx(deviation, rel=0.02)
+
+
+def test_windows_of_512_gain_with_the_steps_of_a_run() -> None:
+    laws = load_laws()
+    assert laws.cpu_windows < 1
+    exponents = [float(laws.count_windows(np.array(512.0), np.array(steps))) for steps in (1, 400, 700, 1100, 9000)]
+    assert exponents[:2] == [0, 0]
+    assert 0 < exponents[2] < 1
+    assert exponents[3:] == [1, 1]
+    assert laws.count_windows(np.array(256.0), np.array(9000.0)) == 0
+
+
+def test_the_law_knows_the_scores_of_demo() -> None:
+    """benchmarks/results/demo, three seeds: 1.033 had been expected of a run like them that scored 1.002."""
+    rows, _ = fitting.read_rows(fitting.RUNS)
+    score = fitting.fit_score(rows)
+    for row in rows:
+        if row["key"].startswith("demo"):
+            assert score.predict(row)[0] == pytest.approx(row["bpb"], abs=0.015), row["key"]
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
@@ -181,11 +279,22 @@ def test_parameters_are_counted_as_the_model_has_them(recipe: str, changes: dict
 
 def test_runs_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl").write_text('{"key": "a", "bpb": 1.0, "steps": 100}\n')
-    with pytest.raises(ConfigError, match="the run a lacks matrices, vocab"):
+    with pytest.raises(ConfigError, match="the run a lacks matrices, params, vocab"):
         fitting.read_rows([tmp_path / "runs.jsonl"])
     (tmp_path / "runs.jsonl").write_text("{")
     with pytest.raises(ConfigError, match="cannot read runs"):
         fitting.read_rows([tmp_path / "runs.jsonl"])
+
+
+def test_a_fit_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "fit.json"
+    for text in ("{", "[]", json.dumps({"parameters": {"E": 0.4}})):
+        path.write_text(text)
+        load_laws.cache_clear()
+        with pytest.raises(ConfigError, match=r"cannot read the fit .*fit\.json: .* python -m parbank\.plan\.fit"):
+            load_laws(path)
+    with pytest.raises(ConfigError, match="cannot read the fit"):
+        load_laws(tmp_path / "missing.json")
 
 
 def test_fit_writes_what_plans_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from parbank.quant.bank import Bank
+from parbank.quant.bank import QuantBank
 from parbank.quant.calibration import Calibration
 from parbank.quant.config import QuantConfig
 from parbank.quant.solver import Solver
@@ -45,7 +45,7 @@ def test_a_row_that_happened_to_have_no_gradient_is_not_dropped() -> None:
     sensitivity = torch.ones(1, ROWS)
     sensitivity[0, 0] = 0.0
     weights, hessians = make_weights(1)["w0"][None], torch.eye(COLS)[None]
-    bank = Bank.stack(("w0",), weights, hessians, sensitivity, 0.01)
+    bank = QuantBank.stack(("w0",), weights, hessians, sensitivity, 0.01)
     torch.testing.assert_close(bank.sensitivity[0, 0], 1e-3 * sensitivity.mean())
     assert torch.equal(bank.sensitivity[0, 1:], sensitivity[0, 1:])
     multiplier = 1e-7

@@ -162,8 +162,16 @@ def test_a_study_shows_verdicts_pairs_curves_and_failures(tmp_path: Path) -> Non
             rows = [{"step": n, "seconds": n + seed / 10, "loss": 3 + math.exp(-n)} for n in range(1, 20)]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = Page(write_study_page(study_result(), tmp_path, tmp_path / "page.html"))
-    for words in ("better", "−0.0040", "−0.0050 to −0.0030", "failed twice: </script>", "1.19600"):
+    for words in (
+        "better",
+        "−0.0040",
+        "−0.0050 to −0.0030",
+        "failed twice",
+        "20 steps a run, scored before packing",
+        "1.19600",
+    ):
         assert words in page.text
+    assert "</script><script>" in page.text, "the errors are among the notes"
     assert set(page.chart("wide")) == {"base", "wide"}
     assert next(a for a in page.all("g") if "data-pairs" in a)["data-pairs"] == "2"
     dots = [float(str(a["cy"])) - float(str(a["r"])) for a in page.all("circle") if a.get("class") == "pair"]
@@ -200,3 +208,23 @@ def test_a_study_without_runs_has_a_page(tmp_path: Path) -> None:
     page = Page(write_study_page(result, tmp_path, tmp_path / "page.html"))
     assert "No pair of runs has ended yet" in page.text
     assert page.text.count("to come") == 6
+
+
+def test_the_reason_against_a_comparison_is_the_true_one(tmp_path: Path) -> None:
+    base = make_run(tmp_path / "base", val_text_sha256="a")
+    killed = make_run(tmp_path / "killed", val_text_sha256="a")
+    (killed / "summary.json").unlink()
+    old = make_run(tmp_path / "old")
+    page = Page(write_pages([base, killed, old], tmp_path / "page.html"))
+    assert "killed against base: killed has no score" in page.text
+    assert "old against base: old is older than the record of the text" in page.text
+    assert "another validation text" not in page.text
+
+
+def test_curves_that_cannot_be_compared_say_so(tmp_path: Path) -> None:
+    same = [make_run(tmp_path / f"same-{n}", seed=n) for n in range(2)]
+    assert "Vocabularies differ" not in Page(write_pages(same, tmp_path / "same.html")).text
+    other = make_run(tmp_path / "other", "model.vocab_size=4096", "train.validate_tokens=32768")
+    page = Page(write_pages([same[0], other], tmp_path / "page.html"))
+    assert page.text.count("Vocabularies differ") == 2, "one for each chart of the loss"
+    assert "Samples or windows differ" in page.text

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ from typer.testing import CliRunner
 
 from parbank.cli.main import app
 from parbank.errors import ConfigError
+from parbank.report import record
 from parbank.report.listing import list_runs
+from parbank.report.record import read_rows
+from parbank.training.folder import HOLDER
 from tests.report.folders import make_run
 
 
@@ -22,7 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     old = make_run(root / "old", details=None, val_bpb=1.3)
     os.utime(old / "summary.json", (0, 0))
-    (make_run(root / "running") / "summary.json").unlink()
+    running = make_run(root / "running")
+    (running / "summary.json").unlink()
+    (running / HOLDER).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
     make_run(root / "b" / "checkpoint" / "inside")
     (root / "other").mkdir()
     (root / "other" / "config.json").write_text("no JSON")
@@ -49,7 +55,7 @@ def test_the_command_prints_a_table_and_json(folder: Path) -> None:
     table = call(app, ["runs", str(folder), "--sort", "score"]).output
     assert "1.2000" in table
     assert "15,985,549" in table
-    assert "not ended" in table
+    assert "running" in table.splitlines()[-1].split()[1:], "as a state, beside the name"
     listed = json.loads(call(app, ["runs", str(folder), "--ended", "--json"]).output)
     assert [line["score"] for line in listed] == [1.3, 1.1, 1.2]
     assert "no run below" in call(app, ["runs", str(folder / "other")]).output
@@ -60,3 +66,19 @@ def test_a_sort_or_a_folder_that_is_none_is_refused(folder: Path) -> None:
         list_runs(folder, sort="luck")
     with pytest.raises(ConfigError, match="there is no folder"):
         list_runs(folder / "nowhere")
+
+
+def test_a_list_reads_no_rows_of_ended_runs_and_survives_odd_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of runs may have a hundred thousand rows each."""
+    make_run(tmp_path / "ended", val_bpb=1.0)
+    odd = make_run(tmp_path / "odd")
+    (odd / "summary.json").write_text('{"train_seconds": "long"')
+    (odd / "metrics.jsonl").write_text(json.dumps({"step": 1, "seconds": 10**400}) + "\n")
+    read: list[Path] = []
+    monkeypatch.setattr(record, "read_rows", lambda path: read.append(path) or read_rows(path))
+    found = {Path(line.folder).name: line for line in list_runs(tmp_path)}
+    assert [path.parent.name for path in read] == ["odd"]
+    assert (found["odd"].state, found["odd"].minutes) == ("stopped", None)
+    assert found["ended"].state == "ended"

@@ -245,6 +245,7 @@ def test_the_page_of_a_run_that_trains_says_nothing_untrue(tmp_path: Path) -> No
     page = Page(write_run_page(folder))
     assert "The run trains now." in page.text
     assert "every 5s: none yet" in page.text
+    assert "Last validation" not in page.text
     assert "the run is on a CPU" in page.text
     for untrue in ("--resume", "was off", "is off", "nvidia-smi gave none", "summary.json"):
         assert untrue not in page.text
@@ -256,6 +257,54 @@ def test_few_rows_have_no_running_mean(tmp_path: Path) -> None:
     few, more = (Page(write_run_page(make_run(tmp_path / str(n), rows_of=n))) for n in (29, 30))
     assert {name: len(points) for name, points in few.chart("Loss by clock").items()} == {"training loss": 29}
     assert set(more.chart("Loss by clock")) == {"training loss", "running mean"}
+
+
+def test_the_score_comes_first_and_validation_before_loss(page: Page) -> None:
+    captions = re.findall(r"<figcaption>([^<]*)", page.source)
+    assert captions[0] == "Bits per byte, beside compressors"
+    assert captions.index("Validation by clock ") < captions.index("Loss by clock ")
+
+
+def test_a_long_clock_is_shown_in_minutes_or_hours(tmp_path: Path) -> None:
+    """90 rows of 1.31 s each; the summary says how long the run was."""
+    for name, seconds, unit in (
+        ("short", 120.0, "seconds"),
+        ("long", 5000.0, "minutes"),
+        ("longest", 40_000.0, "hours"),
+    ):
+        folder = make_run(tmp_path / name, train_seconds=seconds)
+        page = Page(write_run_page(folder))
+        found = next(a for a in page.all("svg") if str(a.get("aria-label")).startswith("Loss by clock. "))
+        data = json.loads(str(found["data-chart"]))
+        per = {"seconds": 1, "minutes": 60, "hours": 3600}[unit]
+        assert data["x"]["label"] == f"{unit} of training"
+        assert data["x"]["frame"][1] == pytest.approx(seconds / per)
+        assert data["series"][0]["points"][-1][0] == pytest.approx(90 * 1.31 / per, rel=1e-5)
+
+
+def test_a_long_noisy_line_is_drawn_behind_its_mean(tmp_path: Path) -> None:
+    """A line of a thousand rows that goes up and down would be a filled rectangle."""
+    long, short = (Page(write_run_page(make_run(tmp_path / str(n), rows_of=n))) for n in (1000, 90))
+    assert set(long.chart("GPU power")) == {"GPU power", "running mean"}
+    assert set(short.chart("GPU power")) == {"GPU power"}
+
+
+def test_words_fit_numbers_and_unknown_ones_are_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", "budget.minutes=none", "budget.steps=1", rows_of=1, steps=1)
+    summary = json.loads((folder / "summary.json").read_text())
+    del summary["data_wait_seconds"]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    text = Page(write_run_page(folder)).text
+    assert "1 step" in text
+    assert "1 steps" not in text
+    assert "Waiting for data took" not in text
+
+
+def test_joiners_stay_in_words_and_emoji(tmp_path: Path) -> None:
+    text = "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \U0001f469\u200d\U0001f467 \u200b"
+    page = Page(write_run_page(make_run(tmp_path / "run", details={"samples": [{"text": text}]})))
+    assert text[:-1] in page.text
+    assert "\\u200b" in page.text
 
 
 def test_a_run_without_rows_has_a_page(tmp_path: Path) -> None:
@@ -272,8 +321,24 @@ def test_odd_values_do_no_harm(tmp_path: Path) -> None:
            "surprise": {"pieces": ["a"], "bits": []}, "documents": 3}  # fmt: skip
     folder = make_run(tmp_path / "run", details=odd, val_bpb=None, setup_parts=None, threads=None, tokens="all")
     Page(write_run_page(folder))
+    beyond = make_run(tmp_path / "beyond", val_tokens=10**400)  # an integer that no float holds
+    with open(beyond / "metrics.jsonl", "a", encoding="utf-8") as rows:
+        rows.write(json.dumps({"step": 901, "seconds": 10**400, "loss": 2.0}) + "\n")
+    Page(write_run_page(beyond))
 
 
 def test_no_run_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         write_run_page(tmp_path)
+
+
+def test_a_run_that_trains_shows_its_last_validation_and_how_far_it_is(tmp_path: Path) -> None:
+    """There is no score to show yet."""
+    folder = make_unended(tmp_path / "run", "budget.minutes=none", "budget.steps=4000", rows=50)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    head = Page(write_run_page(folder)).text.partition("Curves")[0]
+    assert f"Last validation, bits per byte{rows[44]['val_bpb']:.4f}of a sample, at step 450" in head
+    assert "500 of 4,000 steps" in head
+    ended = Page(write_run_page(make_run(tmp_path / "ended", "budget.minutes=none", "budget.steps=4000"))).text
+    assert "Last validation" not in ended
+    assert "of 4,000 steps" not in ended

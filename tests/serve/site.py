@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 
 from parbank.serve.player import Player, load_players
 from parbank.serve.playground import Playground
-from parbank.serve.server import Address, Guard, listen
+from parbank.serve.server import Address, RequestGuard, listen
 from parbank.serve.worker import Worker
 
 ARTIFACT = Path(__file__).parents[1] / "artifact" / "data" / "v2.pbk"
@@ -67,7 +67,7 @@ def open_site(players: Sequence[Player], *, most: int) -> Iterator[Site]:
 def open_app(app: Starlette) -> Iterator[Address]:
     """Serves an app as `parbank.serve.server.serve` does, but in a thread."""
     listening, address = listen(Address())
-    config = uvicorn.Config(Guard(app, address=address), log_level="warning", lifespan="off", ws="none")
+    config = uvicorn.Config(RequestGuard(app, address=address), log_level="warning", lifespan="off", ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

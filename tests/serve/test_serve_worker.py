@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from parbank.errors import DataError
-from parbank.serve.worker import BusyError, Item, Job, Worker
+from parbank.serve import worker as module
+from parbank.serve.worker import MOST_UNREAD, BusyError, Item, Worker, WorkerJob
 
 
-async def collect(job: Job) -> list[Item]:
+async def collect(job: WorkerJob) -> list[Item]:
     return [item async for item in job.items()]
 
 
@@ -120,3 +121,49 @@ def test_close_ends_jobs_under_way() -> None:
             worker.submit(iter(()))
 
     asyncio.run(run())
+
+
+def test_a_reader_that_stops_fills_no_memory_and_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps wait for it, other jobs go on, and in the end it is cancelled."""
+    made = 0
+    monkeypatch.setattr(module, "STUCK_SECONDS", 0.5)
+
+    def endless() -> Iterator[Item]:
+        nonlocal made
+        while True:
+            made += 1
+            yield {}
+
+    async def run() -> None:
+        worker = Worker(most=2, threads=1)
+        try:
+            stuck = worker.submit(endless())
+            while made < MOST_UNREAD:
+                await asyncio.sleep(0.01)
+            assert len(await collect(worker.submit(iter([{"n": n} for n in range(500)])))) == 500
+            assert made < 50 * MOST_UNREAD, "items may be on their way to the queue, but not without end"
+            before = made
+            await asyncio.sleep(0.1)
+            assert made == before, "the steps wait"
+            while worker.active:
+                await asyncio.sleep(0.01)
+            assert len(await collect(stuck)) == made, "what was made can still be read, and then it ends"
+        finally:
+            worker.close()
+
+    asyncio.run(run())
+
+
+def test_a_slow_reader_gets_everything() -> None:
+    async def run() -> list[int]:
+        worker = Worker(most=1, threads=1)
+        found = []
+        try:
+            async for item in worker.submit(iter([{"n": n} for n in range(5 * MOST_UNREAD)])).items():
+                found.append(item["n"])
+                await asyncio.sleep(0.001)
+        finally:
+            worker.close()
+        return found
+
+    assert asyncio.run(run()) == list(range(5 * MOST_UNREAD))

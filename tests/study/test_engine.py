@@ -20,7 +20,7 @@ from parbank.study.kinds.training import Training
 from parbank.study.queue import Queue
 from parbank.study.report import make_report
 from parbank.study.ship import make_study
-from parbank.study.study import BASE, Job, Study, read_study
+from parbank.study.study import BASE, Arm, Job, Study, read_study
 from parbank.study.worker import DeviceLost, work
 from tests.faults.frozen import freeze
 from tests.study.conftest import values_of
@@ -240,7 +240,7 @@ def test_what_it_can_show_and_how_long_it_takes_is_said_before(
     fake(monkeypatch)
     run_study(study, tmp_path / "s", device="cpu", workers=0, quiet=True)
     _, smallest, seconds = introduce(study, tmp_path / "like", 2)  # a new study beside it counts on its noise and time
-    assert "(6 pairs of runs in s)" in smallest
+    assert "(3 pairs of runs in s)" in smallest, "the arm that changes nothing says nothing of the noise"
     assert seconds == "time: about 0:12 for 9 runs (2.5 s each in s)"
     timed = introduce(timed_study(study), tmp_path / "timed", 1)[-1]
     assert timed.startswith("time: about 1:54 for 9 runs (6.66 s of training and some 6 s beyond it each)")
@@ -312,6 +312,22 @@ def test_a_score_that_is_no_number_is_a_failure(study: Study, tmp_path: Path, mo
     assert report.notes().count(note) == 1, "one note for failures that are alike"
 
 
+def test_errors_that_differ_in_the_run_s_folder_alone_are_one_note(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(self: Training, study: Study, job: Job) -> dict[str, float]:
+        if job.arm == "slow":
+            raise RuntimeError(f"diverged; the weights are in runs/{job.key}/checkpoint")
+        return {"value": 1.0 + job.seed}
+
+    monkeypatch.setattr(Training, "measure", measure)
+    report = run_study(study, tmp_path / "s", workers=0, device="cpu", quiet=True)
+    found = [note for note in report.notes() if note.startswith("Failed twice")]
+    assert found == [
+        "Failed twice and left out: slow, seeds 0, 1, 2: RuntimeError: diverged; the weights are in runs/slow.0/checkpoint"
+    ]
+
+
 def test_another_noise_or_checkpoint_setting_is_refused_and_not_ignored(
     study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,3 +362,36 @@ def test_skipped_steps_are_shown(study: Study, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Training, "measure", measure)
     report = run_study(study, tmp_path / "s", workers=0, device="cpu", quiet=True)
     assert "Steps skipped because a gradient was not finite: same 6 of 18." in report.notes()
+
+
+def test_an_arm_that_changes_nothing_does_not_hide_the_noise(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of no noise would promise to show half of what the seeds can show."""
+    noise = {"base": (0.0, 0.0, 0.0), "slow": (0.1, -0.1, 0.0), "same": (0.0, 0.0, 0.0)}
+    monkeypatch.setattr(
+        Training, "measure", lambda self, study, job: {"value": 1.0 + job.seed + noise[job.arm][job.seed]}
+    )
+    report = run_study(study, tmp_path / "s", workers=0, device="cpu", quiet=True)
+    assert report.noise.sd == pytest.approx(0.1)
+    assert report.noise.source == "3 pairs of runs in s"
+
+
+def test_a_study_that_has_not_begun_asks_for_no_more_seeds(study: Study, tmp_path: Path) -> None:
+    open_study(tmp_path / "s", study)
+    report = make_report(tmp_path / "s")
+    assert report.verdict("slow") == "no pair of runs yet"
+    assert "would show" not in report.text()
+
+
+def test_an_arm_cannot_be_called_base(study: Study) -> None:
+    with pytest.raises(ConfigError, match="'base' is the name of what the arms are compared with"):
+        replace(study, arms=(Arm(name="base", settings=("model.width=64",)),))
+
+
+def test_what_was_added_is_counted_in_words(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch)
+    folder = tmp_path / "s"
+    run_study(study, folder, workers=0, device="cpu", quiet=True)
+    add_to_study(folder, study.with_more(seeds=1, arms=[Arm(name="more")], results=9))
+    assert any("after 9 runs had ended: seed 3 and arm more. " in note for note in make_report(folder).notes())

@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
+from parbank.errors import FileError
 from parbank.study.queue import Claim, Queue
 from parbank.study.study import Job
 
@@ -142,3 +144,75 @@ def test_a_claim_that_was_cut_off_is_no_claim(tmp_path: Path, left: str) -> None
     claim = claimed(queue)
     (tmp_path / "claims" / f"{claim.job.key}.json").write_text(left)
     assert claimed(queue).job == claim.job
+
+
+@pytest.mark.parametrize("left", ["", '{"value": ', "{}", "[1]", '{"value": null}', '{"value": "1.0"}'])
+def test_a_damaged_result_is_run_again(tmp_path: Path, left: str) -> None:
+    """It would otherwise count as done, and its pair would be missing without a word."""
+    queue = Queue(tmp_path)
+    claim = claimed(queue)
+    assert queue.finish(claim, {"value": 1.0})
+    (tmp_path / "results" / f"{claim.job.key}.json").write_text(left)
+    assert queue.states(JOBS)[claim.job] == "waiting"
+    again = claimed(queue)
+    assert again.job == claim.job
+    assert queue.finish(again, {"value": 2.0})
+    assert queue.results(JOBS) == {claim.job: {"value": 2.0}}
+
+
+@pytest.mark.parametrize("left", ["{", "[]", '{"failures": 3}', '{"failures": [7, {}]}', "{}"])
+def test_damaged_errors_are_none(tmp_path: Path, left: str) -> None:
+    queue = Queue(tmp_path)
+    for _ in range(2):
+        queue.fail(claimed(queue), "out of memory")
+    path = next((tmp_path / "failures").iterdir())
+    path.write_text(left)
+    assert queue.states(JOBS)[JOBS[0]] == "waiting"
+
+
+@pytest.mark.parametrize("pid", ["x", None, 1.5])
+def test_a_claim_of_no_process_is_no_claim(tmp_path: Path, pid: object) -> None:
+    queue = Queue(tmp_path)
+    path = tmp_path / "claims" / f"{claimed(queue).job.key}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": pid}))
+    assert queue.states(JOBS)[JOBS[0]] == "waiting"
+
+
+def test_a_folder_that_may_only_be_read_is_shown_and_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(tmp_path)
+    assert queue.finish(claimed(queue), {"value": 1.0})
+    claimed(queue)
+    for name in (".lock", ".clock"):
+        (tmp_path / name).unlink(missing_ok=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(Path, "touch", refuse)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    states = Queue(tmp_path).states(JOBS)
+    assert [states[job] for job in JOBS[:3]] == ["done", "running", "waiting"]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def refuse(path: Path) -> None:
+    raise PermissionError(13, "Permission denied", str(path))
+
+
+def test_a_worker_that_lost_its_job_does_not_renew_the_claim_of_another(tmp_path: Path) -> None:
+    """The other one may have died, too: then its claim must expire."""
+    queue = Queue(tmp_path, heartbeat=0.01, patience=1000)
+    lost = claimed(queue)
+    make_older(tmp_path, lost.job, 2000)
+    assert claimed(queue).job == lost.job
+    pretend_elsewhere(tmp_path, lost.job)
+    path = make_older(tmp_path, lost.job, 2000)
+    with queue.beating(lost):
+        time.sleep(0.5)
+    assert path.stat().st_mtime < time.time() - 1000
+
+
+def test_a_lock_that_is_never_given_back_ends_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspended process keeps its locks."""
+    monkeypatch.setattr("parbank.study.queue.LOCK_PATIENCE", 0.1)
+    with FileLock(tmp_path / ".lock"), pytest.raises(FileError, match=r"has held .* it may have been suspended"):
+        Queue(tmp_path).states(JOBS)

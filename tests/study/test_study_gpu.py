@@ -8,7 +8,7 @@ import torch
 from parbank.study.engine import run_study
 from parbank.study.kernels import KERNELS, Bench
 from parbank.study.kinds.kernels import time_calls, warm_up
-from parbank.study.machine import Watch
+from parbank.study.machine import ClockWatch
 from parbank.study.ship import make_study
 from parbank.study.study import BASE, Job
 from tests.study.test_kinds import as_list
@@ -47,7 +47,7 @@ def test_runs_of_one_process_are_those_of_processes_of_their_own(text_spec: str,
 
 def test_the_card_is_watched() -> None:
     x = torch.randn(4096, 4096, device=CUDA)
-    with Watch(CUDA) as watch:
+    with ClockWatch(CUDA) as watch:
         for _ in range(2000):
             x = (x @ x).tanh()
         torch.cuda.synchronize()

@@ -20,7 +20,7 @@ from parbank.training import run as runs
 from parbank.training import threads as module
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
 from parbank.training.config import RunConfig
-from parbank.training.threads import Threads, plan_threads
+from parbank.training.threads import Threads, choose_threads, plan_threads
 from parbank.training.trainer import Trainer
 from tests.training.test_trainer import CPU, assert_same_state, losses_of
 
@@ -57,6 +57,13 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def four_cores(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(4)
+    monkeypatch.setattr("parbank.threads.count_cores", lambda: 4)
+    monkeypatch.setattr(module, "count_cores", lambda: 4)
+
+
 def set_load(monkeypatch: pytest.MonkeyPatch, *load: float) -> None:
     monkeypatch.setattr(FakeMeter, "load", list(load))
 
@@ -74,17 +81,40 @@ def follow(threads: Threads, looks: int) -> list[int]:
     return found
 
 
-def test_fewer_threads_at_once_and_more_after_two_calm_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_threads_at_once_and_more_after_two_calm_looks(four_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
     set_load(monkeypatch, QUIET, CROWDED, CROWDED, QUIET, CROWDED, QUIET, QUIET, QUIET)
     said: list[str] = []
-    threads = Threads(2, adapts=True, say=said.append)
-    assert follow(threads, 8) == [2, 1, 1, 1, 1, 1, 2, 2]
+    threads = Threads(4, adapts=True, say=said.append)
+    assert follow(threads, 8) == [4, 2, 2, 2, 2, 2, 4, 4]
     assert said == [
-        "warning: other processes want 4.0 of the 2 cores of this machine. Training takes 1 of 2 threads until they end"
+        "warning: other processes want 4.0 of the 4 cores of this machine. Until they end, training uses 2 of 4 threads, and "
+        "short waits between its threads"
     ]
     about = threads.describe()
-    assert about["threads"] == {"cores": 2, "first": 2, "last": 2, "mean": pytest.approx(13 / 9)}
+    assert about["threads"] == {"cores": 4, "first": 4, "last": 4, "mean": pytest.approx(26 / 9)}
     assert about["load"] == {"mean": pytest.approx(12 / 9), "peak": 4.0}
+
+
+def test_two_threads_stay_and_wait_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread had 67% of the fair share beside four busy processes, two with short waits 79%."""
+    set_load(monkeypatch, CROWDED)
+    said: list[str] = []
+    threads = Threads(2, adapts=True, say=said.append)
+    assert follow(threads, 2) == [2, 2]
+    assert threads._waits._helper is not None
+    threads.close()
+    assert said == [
+        "warning: other processes want 4.0 of the 2 cores of this machine. Until they end, training uses short waits between "
+        "its threads"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cores", "most", "others", "expected"),
+    [(2, 2, 0.4, 2), (2, 2, 40.0, 2), (1, 1, 4.0, 1), (2, 1, 4.0, 1), (8, 8, 8.0, 4), (8, 8, 100.0, 2), (8, 3, 5.0, 3)],
+)
+def test_the_number_is_the_fair_share_but_at_least_two(cores: int, most: int, others: float, expected: int) -> None:
+    assert choose_threads(cores=cores, most=most, others=others) == expected
 
 
 def test_a_single_busy_look_is_no_warning_and_a_second_stretch_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,34 +151,34 @@ def test_without_a_measurement_nothing_changes() -> None:
 
 def run_nano(spec: str, out: Path, *settings: str, **options: object) -> tuple[dict[str, object], str]:
     """The summary of a run, and what it printed."""
-    printed = io.StringIO()
+    printed, before = io.StringIO(), torch.get_num_threads()
     config = nano(f"data={json.dumps(spec)}", "train.loggers=[]", *settings)
     result = runs.run(config, CPU, out, display=Display(file=printed), **options)  # type: ignore[arg-type]
-    assert torch.get_num_threads() == 2, "given back"
+    assert torch.get_num_threads() == before, "given back"
     assert result.summary is not None
     assert json.loads((out / "summary.json").read_text(encoding="utf-8")) == result.summary
     return result.summary, printed.getvalue()
 
 
 def test_a_run_by_the_clock_takes_fewer_threads_under_load(
-    text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    four_cores: None, text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_load(monkeypatch, CROWDED)
     summary, printed = run_nano(text_spec, tmp_path / "clock", *CLOCK)
-    assert summary["threads"] | {"mean": 0} == {"cores": 2, "first": 2, "last": 1, "mean": 0}  # type: ignore[operator]
-    assert 1 < summary["threads"]["mean"] < 2  # type: ignore[index]
+    assert summary["threads"] | {"mean": 0} == {"cores": 4, "first": 4, "last": 2, "mean": 0}  # type: ignore[operator]
+    assert 2 < summary["threads"]["mean"] < 4  # type: ignore[index]
     assert summary["load"] == {"mean": 4.0, "peak": 4.0}
     assert printed.count("other processes want") == 1
 
 
 def test_a_run_by_steps_is_the_same_whatever_the_load(
-    text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    four_cores: None, text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
     for load in (QUIET, CROWDED):
         set_load(monkeypatch, load)
         summary, _ = run_nano(text_spec, tmp_path / str(load))
-        assert summary["threads"] == {"cores": 2, "first": 2, "last": 2, "mean": 2.0}
+        assert summary["threads"] == {"cores": 4, "first": 4, "last": 4, "mean": 4.0}
         found.append((summary["val_bpb"], summary["val_bpb_before_packing"]))
     assert found[0] == found[1]
     quiet, crowded = ((tmp_path / str(load) / "model.pbk").read_bytes() for load in (QUIET, CROWDED))

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 
 from parbank.data.sources import fineweb, parquet, shards, stdlib, text
-from parbank.data.sources.source import Request, Source
+from parbank.data.sources.source import ParsedSpec, Source
 from parbank.errors import ConfigError
 
 SOURCES: dict[str, Source] = {
@@ -40,7 +40,7 @@ def _suggest(spec: str) -> str:
     return f"; did you mean {near[0]}{colon}{rest}?" if near else ""
 
 
-def parse_spec(spec: str) -> Request:
+def parse_spec(spec: str) -> ParsedSpec:
     """The request of a spec. Reads nothing from disk."""
     return find_source(spec).parse(spec.partition(":")[2])
 

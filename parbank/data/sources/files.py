@@ -26,7 +26,8 @@ OPTIONS = ("glob", "field", "skip-bad", "holdout")
 FIELD = "text"  # the usual name in public data sets
 
 # Files that parbank wrote are left out: a run inside the folder that it trains on must not change its data.
-_OWN_FOLDERS = ({"config.json", "metrics.jsonl"}, {"manifest.json", "tokenizer.model"})
+# The last one is a study, whose runs keep no config.
+_OWN_FOLDERS = ({"config.json", "metrics.jsonl"}, {"manifest.json", "tokenizer.model"}, {"study.json", "results"})
 
 Read = Callable[[Path, str], Iterator[bytes | DataError]]
 """The documents of one file, given the name of the field."""
@@ -35,7 +36,7 @@ PassOver = Callable[[Path], str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class FileKind:
     """The parts in which sources of files differ."""
 
     name: str
@@ -55,7 +56,7 @@ class Kind:
 class FileRequest:
     """Patterns of files, as given in a spec."""
 
-    kind: Kind
+    kind: FileKind
     train: tuple[str, ...]
     val: tuple[str, ...]
     globs: tuple[str, ...]
@@ -69,7 +70,7 @@ class FileRequest:
 
     def open(self, cache: Path, say: Say) -> Corpus:
         """Finds the files. Their order does not depend on the file system."""
-        found = _Search(self)
+        found = _FileSearch(self)
         train, val = found.find_all(self.train), found.find_all(self.val)
         both = sorted(set(train) & set(val))
         if both:
@@ -103,7 +104,7 @@ class FileRequest:
         return f"{self.kind.name}:{','.join(parts)}"
 
 
-def parse_items(kind: Kind, items: Iterable[str]) -> FileRequest:
+def parse_items(kind: FileKind, items: Iterable[str]) -> FileRequest:
     """Each item is a path, `train=` or `val=` before it or not, or an option."""
     split = "train"
     chosen: dict[str, list[str]] = {name: [] for name in ("train", "val", *OPTIONS)}
@@ -142,7 +143,7 @@ def _one(chosen: dict[str, list[str]], name: str, allowed: tuple[str, ...] = ())
     return values[0] if values else ""
 
 
-class _Search:
+class _FileSearch:
     """Finds the files of a request, and counts the files it leaves out."""
 
     def __init__(self, request: FileRequest) -> None:
@@ -179,9 +180,9 @@ class _Search:
         """The files under a folder that match a glob and hold text; hidden files and folders are left alone."""
         there, matching = 0, []
         for place, folders, names in os.walk(folder, onerror=self._refuse_folder):
-            if place != str(folder) and any(own <= {*names} for own in _OWN_FOLDERS):
+            if place != str(folder) and any(own <= {*names, *folders} for own in _OWN_FOLDERS):
                 folders[:] = []
-                self._pass_over("run or shard folders", place)
+                self._pass_over("folders of runs, studies or shards", place)
                 continue
             folders[:] = [name for name in folders if not name.startswith(".")]
             paths = [Path(place, name) for name in names if not name.startswith(".")]

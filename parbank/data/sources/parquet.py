@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parbank.data.sources.files import OPTIONS, FileRequest, Kind, parse_items
+from parbank.data.sources.files import OPTIONS, FileKind, FileRequest, parse_items
 from parbank.data.sources.source import Source
 from parbank.errors import DataError
 
@@ -73,7 +73,7 @@ def _import_pyarrow(path: Path) -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-KIND = Kind(
+KIND = FileKind(
     name="parquet",
     files=".parquet files",
     globs=("*.parquet",),

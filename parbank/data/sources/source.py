@@ -76,7 +76,7 @@ class Corpus:
                 skipped.add(error)
 
 
-class Request(Protocol):
+class ParsedSpec(Protocol):
     """A parsed spec. No file has been opened yet."""
 
     @property
@@ -97,7 +97,7 @@ class Source:
     """The form of the whole spec."""
     help: str
     """Its meaning, for `--help`."""
-    parse: Callable[[str], Request]
+    parse: Callable[[str], ParsedSpec]
     """Parses the text after the colon into a request."""
     options: tuple[str, ...] = ()
     """The parts `NAME=VALUE` that it takes, among glob, field, skip-bad and holdout."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from parbank.data.sources.files import OPTIONS, FileRequest, Kind, parse_items
+from parbank.data.sources.files import OPTIONS, FileKind, FileRequest, parse_items
 from parbank.data.sources.source import Identified, Source
 from parbank.data.sources.unpack import open_unpacked, plain_name
 from parbank.errors import DataError
@@ -70,7 +70,8 @@ def _read_jsonl(path: Path, field: str) -> Iterator[bytes | DataError]:
 
 def _parse_line(line: bytes, field: str, place: str) -> bytes:
     remedy = (
-        f'each line must be a JSON object with the text in a field: choose it by --field, or write {{"{field}": "..."}}'
+        f'each line must be a JSON object with the text in a field: choose it by --field, write {{"{field}": "..."}}, or skip '
+        "such lines by --skip-bad"
     )
     try:
         row = json.loads(line.decode("utf-8"))
@@ -92,7 +93,9 @@ def _parse_line(line: bytes, field: str, place: str) -> bytes:
         return Identified(document, str(name)) if isinstance(name, str | int) else document
     except UnicodeEncodeError as error:
         sign = ascii(error.object[error.start])
-        raise DataError(f"{place}: the text holds {sign}, half of a surrogate pair; fix or remove that line") from None
+        raise DataError(
+            f"{place}: the text holds {sign}, half of a surrogate pair; mend it, or skip it by --skip-bad"
+        ) from None
 
 
 def _not_utf8(place: str, error: UnicodeDecodeError) -> DataError:
@@ -103,7 +106,7 @@ def _not_utf8(place: str, error: UnicodeDecodeError) -> DataError:
     )
 
 
-KIND = Kind(
+KIND = FileKind(
     name="text",
     files="files (plain or .gz .xz .zst)",
     globs=("*",),

@@ -37,7 +37,7 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
             yield file
     except (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile) as error:
         raise DataError(
-            f"{path} cannot be unpacked ({error}); it is damaged or cut short: copy or pack it again"
+            f"{path} cannot be unpacked ({error}); it is damaged or cut short: copy or pack it again, or skip it by --skip-bad"
         ) from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error

@@ -3,13 +3,14 @@
 Documents of similar length form a group and are read side by side, a chunk of tokens at a time. One pass scores a
 chunk with the factors of that moment; the gradient of the same scores then moves the factors. So a token is scored
 before anything is learnt from it, and learning costs a backward pass and no second forward pass. Attention carries
-keys and values from chunk to chunk, as in streaming. A document sees nothing of other documents, so their order
-changes nothing but rounding.
+keys and values from chunk to chunk, as in streaming. Documents that are read together see nothing of each other, so
+their order changes nothing but rounding. Factors may start from what documents taught that were read before.
 
 After parameter-golf #1530 and #1586, which learn from chunks of 24 to 48 tokens over many documents.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from parbank import ops
-from parbank.eval.adaptation.factors import Adapted, Factors
+from parbank.eval.adaptation.factors import Adapted, DocumentFactors
 from parbank.eval.score import IGNORED
 from parbank.graphs import Graphs
 from parbank.model import GPT
@@ -36,7 +37,7 @@ LEARNING = ("key", "output", "up", "down")
 
 
 @dataclass(frozen=True)
-class Document:
+class DocumentSpan:
     """Tokens first .. last of a text: the BOS and all up to the next BOS, which is the last target."""
 
     first: int
@@ -49,13 +50,13 @@ class Document:
         return self.last - self.first
 
 
-def find_documents(tokens: np.ndarray, bos_id: int) -> list[Document]:
+def find_documents(tokens: np.ndarray, bos_id: int) -> list[DocumentSpan]:
     starts = np.flatnonzero(tokens == bos_id)
     cuts = sorted({0, *starts.tolist(), len(tokens) - 1})
-    return [Document(first, last) for first, last in itertools.pairwise(cuts)]
+    return [DocumentSpan(first, last) for first, last in itertools.pairwise(cuts)]
 
 
-def group_documents(documents: list[Document], rows: int) -> list[list[Document]]:
+def group_documents(documents: list[DocumentSpan], rows: int) -> list[list[DocumentSpan]]:
     """Groups documents, longest first: those of a group end at about the same time, and active ones come first. A document
     that is read at several rates stays in the order of its rates."""
     ordered = sorted(documents, key=lambda document: (-document.targets, document.first))
@@ -82,7 +83,7 @@ class DocumentReader:
         self._rows, self._chunk, self._window, self._decay = rows, chunk, window, decay
         c = model.config
         shapes = {name: shape for name, shape in matrix_shapes(c).items() if name.split(".")[-2] in LEARNING}
-        self._factors = Factors(shapes, rows, rank, runtime.device)
+        self._factors = DocumentFactors(shapes, rows, rank, runtime.device)
         with autocast(runtime.device):
             dtype = model._compute_dtype(runtime.device)
         shape = (rows, window - 1, c.kv_heads, c.head_width)
@@ -92,7 +93,7 @@ class DocumentReader:
         ]
         self._graphs = Graphs(enabled=graphed and runtime.is_cuda)
 
-    def read(self, ids: Tensor, group: list[Document], rates: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(self, ids: Tensor, group: list[DocumentSpan], rates: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
         """For each chunk of all documents: its targets' places in the text, (rows, chunk), and their nats at every
         temperature, (rows, chunk, temperatures). The place of a target that is not scored is one past the last target.
         `rates` are the learning rates at the start of a document."""
@@ -113,11 +114,30 @@ class DocumentReader:
             wanted = torch.where(inside, ids[place.clamp(0, len(ids) - 1)].long(), IGNORED)
             targets = wanted[:, BEFORE + 1 :].contiguous()
             rate = lr[:rows] / (1 + start / self._decay) ** 0.5
-            begun, number = (torch.full((), float(n), device=self._device) for n in (start, start // self._chunk + 1))
+            steps = math.inf if self._factors.warm else start // self._chunk + 1
+            begun, number = (torch.full((), float(n), device=self._device) for n in (start, steps))
             learns = start + self._chunk < longest  # nothing is scored after the last chunk
             work = partial(self._work, learns=learns)
             nats = self._graphs.run(work, [wanted[:, :-1].clamp(min=0), targets, begun, rate, number], key=(learns,))
             yield torch.where(targets != IGNORED, place[:, BEFORE:-1], len(ids) - 1), nats
+
+    def new_ends(self, groups: int) -> Tensor:
+        """Room for what the documents of some groups learn, (groups, numbers)."""
+        return torch.zeros(groups, self._factors.end_size, device=self._device)
+
+    def sum_ends(self, group: list[DocumentSpan], rate: int) -> Tensor:
+        """What the documents of the group that was just read have learnt at one rate: see `DocumentFactors.sum_ends`."""
+        own = [(row, document.targets) for row, document in enumerate(group) if document.rate == rate]
+        most = (
+            -(-max(document.targets for document in group) // self._chunk) - 1
+        )  # nothing is learnt from the last chunk
+        rows = torch.tensor([row for row, _ in own], dtype=torch.long, device=self._device)
+        steps = [float(min(-(-targets // self._chunk), most)) for _, targets in own]
+        return self._factors.sum_ends(rows, torch.tensor(steps, device=self._device))
+
+    def start_from(self, ends: Tensor, share: float) -> None:
+        """Where the next documents start: see `Factors.start_from`."""
+        self._factors.start_from(ends, share)
 
     def _work(
         self, ids: Tensor, targets: Tensor, start: Tensor, rate: Tensor, number: Tensor, *, learns: bool
@@ -132,7 +152,8 @@ class DocumentReader:
         if learns:
             counts = (targets != IGNORED).sum(-1).clamp(min=1)
             grads = torch.autograd.grad((nats.sum(-1) / counts).sum(), list(left.values()))
-            self._factors.step(dict(zip(left, grads)), rate, number)
+            reading = (targets != IGNORED).any(-1)[:, None, None].float()
+            self._factors.step(dict(zip(left, grads)), rate, number, reading)
         return found
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from parbank.artifact.load import LoadedModel
+from parbank.data.progress import Say, say_nothing
 from parbank.errors import ArtifactError, ConfigError, FileError
 from parbank.eval.compressor.blocks import BlockReader, BlockWriter, Tally
 from parbank.eval.compressor.container import Header, read_blocks, read_header, write_end, write_header
@@ -20,7 +21,6 @@ from parbank.eval.compressor.pieces import read_pieces
 from parbank.files import writing
 
 Progress = Callable[[float], None]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def compress(
     segments: int | None = None,
     always_model: bool = False,
     progress: Progress = lambda share: None,
-    say: Say = lambda line: None,
+    say: Say = say_nothing,
 ) -> Written:
     """Writes the files to `out`, which must not exist. `always_model`: text is never stored by xz, though it be smaller."""
     named = name_files(paths)
@@ -94,6 +94,7 @@ def name_files(paths: Sequence[Path]) -> list[tuple[Path, str]]:
     """Every file with its name in the archive: its path if that is relative and goes down only, else its last part."""
     named: dict[str, Path] = {}
     for path in paths:
+        refuse_stream(path)
         try:
             mode = path.stat().st_mode
         except OSError as error:
@@ -104,6 +105,8 @@ def name_files(paths: Sequence[Path]) -> list[tuple[Path, str]]:
             raise ConfigError(f"{path} is no regular file; write its content to a file first")
         plain = PurePosixPath(os.path.normpath(path))
         name = plain.name if plain.is_absolute() or ".." in plain.parts else str(plain)
+        if named.get(name) == path:
+            raise ConfigError(f"{path} is given twice; give each file once")
         if name in named:
             raise ConfigError(f"{named[name]} and {path} would both be named {name!a}; compress them one by one")
         named[name] = path
@@ -134,6 +137,12 @@ def refuse_existing(path: Path, remedy: str) -> None:
         raise FileError(f"{path} exists, and nothing is overwritten; {remedy}")
 
 
+def refuse_stream(path: Path) -> None:
+    """Other programs take - for standard input or output; a file of that name would surprise."""
+    if str(path) == "-":
+        raise ConfigError("- stands for standard input or output, and only files are read and written; name a file")
+
+
 def _opened(path: Path) -> BinaryIO:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -149,7 +158,7 @@ def decompress(
     folder: Path,
     *,
     progress: Progress = lambda share: None,
-    say: Say = lambda line: None,
+    say: Say = say_nothing,
 ) -> list[Path]:
     """Writes the files of `path` into a folder, and returns their paths."""
     with _opened(path) as file:
@@ -170,7 +179,7 @@ def read_content(
     source: str,
     *,
     progress: Progress = lambda share: None,
-    say: Say = lambda line: None,
+    say: Say = say_nothing,
 ) -> Iterator[bytes]:
     """The content after a header, block by block; every block is checked before it is given. Another model is refused at
     once, before a caller has written anything."""

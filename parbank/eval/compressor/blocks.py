@@ -10,17 +10,18 @@ from typing import BinaryIO
 import numpy as np
 
 from parbank.artifact.load import LoadedModel
+from parbank.errors import ConfigError
 from parbank.eval.compressor.coder import (
     MOST_LANES,
     STATE,
     WORD,
     CannotDecode,
-    Coder,
+    TokenCoder,
     check_lanes,
     choose_lanes,
     find_least_bits,
 )
-from parbank.eval.compressor.container import BY_MODEL, BY_XZ, Block, damaged, write_block
+from parbank.eval.compressor.container import BY_MODEL, BY_XZ, MOST_BLOCK, ContentBlock, damaged, write_block
 from parbank.eval.compressor.pieces import NotTokens, is_text, to_tokens
 
 LANE_BYTES = 1 << 16  # a block has so many bytes a lane: memory stays bounded, and a lane's start costs little
@@ -68,11 +69,12 @@ class BlockWriter:
         self._always_model = always_model
         self.tally = Tally()
         self._file, self._loaded, self._segments, self._advance = file, loaded, segments, advance
-        self._coder = Coder(loaded.model, loaded.context)
+        self._coder = TokenCoder(loaded.model, loaded.context)
         self._most = max(_LEAST_BLOCK, (segments or 0) * LANE_BYTES)
         self._bos = np.array([loaded.tokenizer.bos_id], np.uint16)
         self._tokens: list[np.ndarray] = []
         self._data: list[bytes] = []
+        self._held = 0  # bytes of them: adding up 10,000 small files again for each file takes seconds
 
     def add(self, data: bytes, *, new_file: bool) -> bool:
         """Takes the next piece of the content. Returns whether the model codes it."""
@@ -90,15 +92,19 @@ class BlockWriter:
         return True
 
     def add_tokens(self, tokens: np.ndarray, data: bytes) -> None:
-        """Takes tokens that stand for `data`."""
+        """Takes tokens that stand for `data`. A block never holds more than `self._most` bytes, unless `data` alone does: no
+        reader takes more than `MOST_BLOCK`."""
+        if len(data) > MOST_BLOCK:
+            raise ConfigError(f"a document of {len(data):,} bytes cannot be coded: at most {MOST_BLOCK:,}; split it")
+        if self._held + len(data) > self._most:
+            self.flush()
         self._tokens.append(tokens)
         self._data.append(data)
-        if sum(map(len, self._data)) >= self._most:
-            self.flush()
+        self._held += len(data)
 
     def flush(self) -> None:
         """Writes the gathered bytes as a block."""
-        data = b"".join(self._data)
+        data, self._held = b"".join(self._data), 0
         if not data:  # empty files leave a BOS and no byte: their sizes in the header say all
             self._tokens, self._data = [], []
             return
@@ -116,7 +122,7 @@ class BlockWriter:
             self._write_packed(packed.result(), data)
             self.tally.refused += len(data)
             return
-        write_block(self._file, Block(BY_MODEL, coded, len(data), len(tokens), lanes, zlib.crc32(data)))
+        write_block(self._file, ContentBlock(BY_MODEL, coded, len(data), len(tokens), lanes, zlib.crc32(data)))
         tally = self.tally
         tally.tokens, tally.bits, tally.coded = tally.tokens + len(tokens), tally.bits + bits, tally.coded + len(coded)
         tally.by_model += len(data)
@@ -127,7 +133,7 @@ class BlockWriter:
         self._advance(len(data))
 
     def _write_packed(self, packed: bytes, data: bytes) -> None:
-        write_block(self._file, Block(BY_XZ, packed, len(data), 0, 0, zlib.crc32(data)))
+        write_block(self._file, ContentBlock(BY_XZ, packed, len(data), 0, 0, zlib.crc32(data)))
         self.tally.stored += len(data)
 
 
@@ -139,13 +145,13 @@ class BlockReader:
     """The bytes of blocks."""
 
     def __init__(self, loaded: LoadedModel, context: int, source: str, advance: Advance) -> None:
-        self._coder = Coder(loaded.model, context)
+        self._coder = TokenCoder(loaded.model, context)
         self._tokenizer, self._source, self._advance = loaded.tokenizer, source, advance
         self._vocab = loaded.model.config.vocab_size
         # The fewest bytes of each token: the space that a tokenizer puts before a document is no byte of the text.
         self._least = np.maximum(loaded.tokenizer.byte_lengths - int(loaded.tokenizer.adds_prefix), 0)
 
-    def read(self, block: Block) -> bytes | None:
+    def read(self, block: ContentBlock) -> bytes | None:
         """The bytes, or None if the model decodes other bytes than those that were written."""
         if block.kind == BY_XZ:
             self._advance(block.size)
@@ -172,7 +178,7 @@ class BlockReader:
         data = self._tokenizer.decode_bytes(tokens)
         return data if len(data) == block.size and zlib.crc32(data) == block.crc else None
 
-    def _expand(self, block: Block) -> bytes:
+    def _expand(self, block: ContentBlock) -> bytes:
         decoder = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=1 << 28)
         try:
             data = decoder.decompress(block.payload, max_length=block.size + 1)

@@ -57,7 +57,7 @@ def check_lanes(lanes: int | None) -> None:
     require(lanes is None or 1 <= lanes <= MOST_LANES, f"--segments is a number from 1 to {MOST_LANES}, got {lanes}")
 
 
-class Coder:
+class TokenCoder:
     """Codes tokens with one model. It keeps the memory of its lanes from one call to the next."""
 
     def __init__(self, model: GPT, context: int) -> None:

@@ -44,7 +44,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Block:
+class ContentBlock:
     """A run of the content."""
 
     kind: bytes
@@ -62,14 +62,14 @@ def write_header(file: BinaryIO, header: Header) -> int:
     return file.write(_PREFIX.pack(MAGIC, VERSION, len(packed), zlib.crc32(packed))) + file.write(packed)
 
 
-def write_block(file: BinaryIO, block: Block) -> int:
+def write_block(file: BinaryIO, block: ContentBlock) -> int:
     head = (block.kind, len(block.payload), block.size, block.tokens, block.lanes, block.crc)
     crc = zlib.crc32(block.payload, zlib.crc32(_BLOCK.pack(*head, 0)))
     return file.write(_BLOCK.pack(*head, crc)) + file.write(block.payload)
 
 
 def write_end(file: BinaryIO) -> int:
-    return write_block(file, Block(END, b"", 0, 0, 0, 0))
+    return write_block(file, ContentBlock(END, b"", 0, 0, 0, 0))
 
 
 def read_header(file: BinaryIO, source: str) -> Header:
@@ -117,11 +117,11 @@ def _is_sound(header: Header) -> bool:
 
 
 def _in_range(number: Any, low: int, high: int) -> bool:
-    """None is, too; True, which Python counts as 1, is not."""
+    """Whether a field is missing (None) or a whole number of the range. True, which Python counts as 1, is no number."""
     return number is None or (type(number) is int and low <= number <= high)
 
 
-def read_blocks(file: BinaryIO, total: int, source: str) -> Iterator[Block]:
+def read_blocks(file: BinaryIO, total: int, source: str) -> Iterator[ContentBlock]:
     """Every block, checked against its CRC. They must stand for `total` bytes, and nothing may follow the end."""
     while True:
         kind, length, size, tokens, lanes, crc, own = _BLOCK.unpack(_read(file, _BLOCK.size, source))
@@ -138,7 +138,7 @@ def read_blocks(file: BinaryIO, total: int, source: str) -> Iterator[Block]:
         total -= size
         if total < 0 or not size:
             raise damaged(source, "its blocks hold more than its files")
-        yield Block(kind, payload, size, tokens, lanes, crc)
+        yield ContentBlock(kind, payload, size, tokens, lanes, crc)
     if total or file.read(1):
         raise damaged(source, "it does not end where it should")
 

@@ -1,9 +1,11 @@
 """Streaming, mixed with predictions that learn from the text itself, score-first. (docs/design/adaptation.md)
 
 1. A streaming pass gives the plain score of every token. It never changes.
-2. Low-rank factors beside the matrices learn each document anew, many documents at once (adaptation/documents.py). The
-   first documents are read at several learning rates, and the best of these is the rate of all other documents.
-3. Bayes' mixture over the text so far weighs this adapted model at several temperatures (mixing/bayes.py).
+2. Low-rank factors beside the matrices learn each document, many documents at once (adaptation/documents.py). The
+   first documents are read at several learning rates, and the best of these is the rate of all other documents. These
+   come in phases, each twice as long as the one before: factors start from what earlier phases taught.
+3. Bayes' mixture over the text so far weighs the adapted model at several temperatures, with and without a share of
+   the plain model (mixing/bayes.py).
 4. n-grams of the document and of the text so far correct its probabilities (mixing/ngrams.py).
 5. The weights of the n-grams learn online (mixing/online.py).
 6. A mixture with the plain score guards every document, whatever its length (mixing/guard.py).
@@ -27,14 +29,14 @@ from parbank.config import require
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.eval.adaptation.base import restored
-from parbank.eval.adaptation.documents import Document, DocumentReader, find_documents, group_documents
+from parbank.eval.adaptation.documents import DocumentReader, DocumentSpan, find_documents, group_documents
 from parbank.eval.audit import Audit, audited
 from parbank.eval.methods.base import Method, place_in_document
 from parbank.eval.methods.streaming import Streaming
 from parbank.eval.mixing.audit import SAMPLE, THOROUGH, audit_mixture
 from parbank.eval.mixing.bayes import mix_bayes
 from parbank.eval.mixing.guard import guard
-from parbank.eval.mixing.ngrams import Counts, count_ngrams, predict
+from parbank.eval.mixing.ngrams import NgramCounts, count_ngrams, predict
 from parbank.eval.mixing.online import MixConfig, classify_lead, mix_online
 from parbank.eval.score import Pace, Progress, Scored, Text, run_scorer, silent
 from parbank.model import GPT, ModelConfig
@@ -43,6 +45,7 @@ from parbank.runtime import Runtime
 SCOPES = ("document", "text")
 AGE = 64  # tokens of a document's first age; the next one is twice as long
 NGRAMS = 0.1  # the weight of all n-grams at first
+SHARE = 0.25  # of the plain model in a mean with the adapted one: factors that learn fast err where it does not
 OVERFLOW = 1e4  # nats of a token where factors have overflowed: a prediction that is no number gives it no probability
 
 
@@ -70,23 +73,26 @@ class Adaptive(Method):
     """Tokens of a document that are scored, then learnt from."""
     lr: float | None = None
     """Learning rate of the factors; if none, the first documents choose it among `rates`."""
-    rates: tuple[float, ...] = (0.0003, 0.001, 0.003)
+    rates: tuple[float, ...] = (0.0003, 0.001, 0.003, 0.01)
     """Learning rates to choose from: the best ones of two models may differ by a factor of 10."""
     pilot: int = 16
     """The first documents of the text, which are read at every rate. The best rate on them is that of all later ones."""
+    warm: float = 0.4
+    """How far the factors of a document start on the way to where those of earlier phases ended, on average. Above 0, it also
+    starts with the mean square of their gradients; 0 starts every document anew."""
     decay: int = 16384
     """Tokens after which the learning rate has fallen by a factor sqrt(2): it falls as 1 / sqrt(1 + tokens / decay)."""
     rows: int = 64
     """Documents read together; rounding only."""
     temperatures: tuple[float, ...] = (0.95, 1.0, 1.05, 1.1, 1.15, 1.2)
     """The adapted model's logits are divided by these numbers; the text so far weighs them. 1 alone changes nothing."""
-    orders: tuple[int, ...] = (2, 3, 4, 6, 8, 12, 16)
+    orders: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
     """Lengths of the contexts of n-grams, in tokens; none leaves n-grams out."""
     scopes: tuple[str, ...] = SCOPES
     """The texts in which n-grams are counted: in the document, in the text so far, or in both."""
-    discount: float = 0.5
+    discount: float = 0.7
     """Taken off each count of an n-gram, for tokens that have not followed its context yet."""
-    strength: float = 0.5
+    strength: float = 1.0
     """Weight of shorter contexts, and of the model after the shortest, in occurrences."""
     mix_rate: float = 0.05
     """Learning rate of the weights of n-grams, per token."""
@@ -102,6 +108,7 @@ class Adaptive(Method):
         for name in ("chunk", "decay", "rows", "pilot", "mix_block"):
             value = getattr(self, name)
             require(value >= 1, f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        require(0 <= self.warm <= 10, f"warm must lie in 0..10, got {self.warm}")
         require(self.rank >= 0, f"--rank must be 0 (no factors) or more, got {self.rank}")
         require(self.lr is None or 0 <= self.lr <= 1, f"--lr must lie in 0..1, got {self.lr}")
         rates = list(self.rates)
@@ -160,7 +167,7 @@ class Adaptive(Method):
         """The method of the plain score."""
         return Streaming(context=self.context, graphed=self.graphed, segment=self.segment)
 
-    def count_ngrams(self, tokens: np.ndarray, bos_id: int) -> dict[str, list[Counts]]:
+    def count_ngrams(self, tokens: np.ndarray, bos_id: int) -> dict[str, list[NgramCounts]]:
         """Counts by scope and, within a scope, by order."""
         documents = np.cumsum(tokens == bos_id)
         parts = {"document": documents, "text": np.zeros_like(documents)}
@@ -173,7 +180,7 @@ class Adaptive(Method):
         sizes: np.ndarray,
         plain: np.ndarray,
         adapted: np.ndarray | None,
-        counts: dict[str, list[Counts]],
+        counts: dict[str, list[NgramCounts]],
     ) -> np.ndarray:
         """The nats of the mixture, (N - 1,), from the targets' bytes, (N - 1,), the nats of the plain model, (N - 1,), and
         of the adapted model at every rate and temperature, (N - 1, rates x temperatures), and the n-grams' counts."""
@@ -182,7 +189,9 @@ class Adaptive(Method):
         config = MixConfig(rate=self.mix_rate, block=self.mix_block)
         found = plain = plain.astype(np.float64)
         if adapted is not None:
-            found = mix_bayes(np.column_stack([plain, np.where(np.isfinite(adapted), adapted, OVERFLOW)]))
+            learnt = np.where(np.isfinite(adapted), adapted.astype(np.float64), OVERFLOW)
+            shared = -np.logaddexp(math.log(SHARE) - plain[:, None], math.log(1 - SHARE) - learnt)
+            found = mix_bayes(np.column_stack([plain, learnt, shared]))
         if counts:
             experts, contexts = [found], [age]
             for own in counts.values():
@@ -209,23 +218,22 @@ class Adaptive(Method):
     ) -> np.ndarray:
         """The nats of the adapted model, (N - 1, rates x temperatures).
 
-        After the first documents, all rates stand for the one that was best on them: so there are as many predictions for
-        every token, and none of them follows from a later one. `watch` is called after each chunk.
+        A phase is a run of documents in the order of the text, and is read when all phases before it are scored. After the
+        first, all rates stand for the one that was best on it: so there are as many predictions for every token, and none
+        of them follows from a later one. `watch` is called after each chunk.
         """
         rates = self.rates if self.lr is None else (self.lr,)
-        documents = find_documents(text.tokens, model.config.bos_id)
-        first = self.pilot if len(rates) > 1 else 0
-        pilot = [replace(document, rate=rate) for document in documents[:first] for rate in range(len(rates))]
-        later = documents[first:]
-        known = later[0].first if later else text.targets
+        pilot, *later = self.find_phases(find_documents(text.tokens, model.config.bos_id), len(rates))
+        known = later[0][0].first if later else text.targets
         nats = text.new_nats()[:, None, None].repeat(1, len(rates), len(self.temperatures))
         total, done, training = known * len(rates) + text.targets - known, 0, model.training
         turns = itertools.cycle(range(runtime.world))
 
-        def read(part: list[Document]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-            """For each chunk: the numbers of the rows' rates, (rows, 1), places and nats. Groups go round the ranks."""
+        def read(groups: list[list[DocumentSpan]], ends: dict[int, Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            """For each chunk: the numbers of the rows' rates, (rows, 1), places and nats. Groups go round the ranks, and
+            leave in `ends`, (groups, ...) for each rate, what their documents learnt."""
             nonlocal done
-            for group in group_documents(part, self.rows):
+            for number, group in enumerate(groups):
                 mine = next(turns) == runtime.rank
                 numbers = torch.tensor([d.rate for d in group] + [0] * self.rows, device=runtime.device)[:, None]
                 for chunks, (places, found) in enumerate(reader.read(text.ids, group, rates) if mine else (), 1):
@@ -234,22 +242,42 @@ class Adaptive(Method):
                     pace.step()
                     read = sum(min(document.targets, chunks * self.chunk) for document in group)
                     progress((done + read) / total)
+                for rate, own in ends.items() if mine else ():
+                    own[number] = reader.sum_ends(group, rate)
                 done += sum(document.targets for document in group)
 
         with restored(model):
             model.eval().requires_grad_(False)
             try:
-                reader, pace = self.make_reader(model, runtime, pilot, later), Pace(runtime.device)
-                for numbers, places, found in read(pilot):
+                reader, pace = self.make_reader(model, runtime, pilot, *later), Pace(runtime.device)
+                groups = group_documents(pilot, self.rows)
+                teaching = range(len(rates)) if later and self.warm else ()
+                ends = {rate: reader.new_ends(len(groups)) for rate in teaching}
+                for numbers, places, found in read(groups, ends):
                     nats[places, numbers] = found
-                best = _find_best(runtime.sum(nats[:known].clone())) if pilot else 0
-                for _, places, found in read([replace(document, rate=best) for document in later]):
-                    nats[places] = found[:, :, None]
+                best = _find_best(runtime.sum(nats[:known].clone())) if len(rates) > 1 else 0
+                for phase in later:
+                    if self.warm:  # a sum with the zeros of other ranks is exact, so any number of ranks agrees
+                        reader.start_from(runtime.sum(ends[best]).sum(0), self.warm)
+                    groups = group_documents([replace(document, rate=best) for document in phase], self.rows)
+                    ends = {best: reader.new_ends(len(groups))} if self.warm else {}
+                    for _, places, found in read(groups, ends):
+                        nats[places] = found[:, :, None]
             finally:
                 model.train(training)
         return np.asarray(runtime.sum(nats)[:-1].flatten(1).cpu().numpy())
 
-    def make_reader(self, model: GPT, runtime: Runtime, *parts: list[Document]) -> DocumentReader:
+    def find_phases(self, documents: list[DocumentSpan], rates: int) -> list[list[DocumentSpan]]:
+        """Runs of documents. Those of the first phase are there once for each rate; every phase is twice as long as the one
+        before, so that there are few, and many documents are read side by side. Without a warm start, two will do."""
+        pilot = [replace(document, rate=rate) for document in documents[: self.pilot] for rate in range(rates)]
+        phases, length, first = [pilot], 2 * self.pilot if self.warm else len(documents), self.pilot
+        while first < len(documents):
+            phases.append(documents[first : first + length])
+            first, length = first + length, 2 * length
+        return phases
+
+    def make_reader(self, model: GPT, runtime: Runtime, *parts: list[DocumentSpan]) -> DocumentReader:
         """Reads groups of documents of these parts with factors that learn each document."""
         return DocumentReader(
             model,
@@ -266,7 +294,7 @@ class Adaptive(Method):
 
 def _find_best(nats: Tensor) -> int:
     """The rate of the cheapest prediction. nats (targets, rates, temperatures); a rate whose factors overflow is the worst."""
-    costs = nats.double().sum(0).nan_to_num(nan=math.inf)
+    costs = nats.double().sum(0).nan_to_num(nan=math.inf, posinf=math.inf)
     return int(costs.amin(-1).argmin())
 
 

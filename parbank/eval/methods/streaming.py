@@ -19,8 +19,8 @@ from parbank.precision import autocast
 from parbank.runtime import Runtime
 
 SPARE = 32  # at most one part in so many of the work may be padding
-# Segments of a stream over the tokens that windows go in: a layer of 65,536 tokens takes an H200 about 2 ms, and the host
-# about 1 to launch, so four times that keeps the GPU ahead; a quarter of a million tokens need some 6 GB.
+# Segments of a stream over the tokens that windows go in. A GPU must work on a layer for longer than the host takes to launch
+# it; longer segments only take memory.
 LONGER = 4
 # Segments up to this length are replayed as a graph, as those of ttt are; a graph of a longer one would only hold its memory.
 GRAPHED = 65_536

@@ -22,7 +22,7 @@ from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.eval.adaptation import ADAPTERS
 from parbank.eval.adaptation.base import AdaptConfig, Adapter, restored
-from parbank.eval.adaptation.guard import Guard
+from parbank.eval.adaptation.guard import CodeGuard
 from parbank.eval.adaptation.sgd import SgdConfig
 from parbank.eval.audit import audited
 from parbank.eval.methods.base import Method, PieceMethod, setting_docs
@@ -37,7 +37,7 @@ SCORES: dict[str, type[PieceMethod]] = {method.name: method for method in (Strea
 
 
 @dataclass(frozen=True)
-class Piece:
+class TargetSpan:
     """Targets first .. last of a text."""
 
     first: int
@@ -48,7 +48,7 @@ class Piece:
     """The next piece is of the same document, or documents do not matter: learning from it may help."""
 
 
-def plan_pieces(tokens: np.ndarray, chunk: int, bos_id: int | None) -> Iterator[Piece]:
+def plan_pieces(tokens: np.ndarray, chunk: int, bos_id: int | None) -> Iterator[TargetSpan]:
     """Chunks of a text; with a bos_id, chunks of each document. Where a piece ends follows from tokens up to its end."""
     last, first = len(tokens) - 1, 0
     while first < last:
@@ -57,11 +57,11 @@ def plan_pieces(tokens: np.ndarray, chunk: int, bos_id: int | None) -> Iterator[
         if bos_id is not None:
             closing = np.flatnonzero(tokens[first + 1 : end + 1] == bos_id)
             end = first + 1 + int(closing[0]) if len(closing) else end
-        yield Piece(first, end, fresh, end < last and (bos_id is None or tokens[end] != bos_id))
+        yield TargetSpan(first, end, fresh, end < last and (bos_id is None or tokens[end] != bos_id))
         first = end
 
 
-def is_learnt_from(piece: Piece, chunk: int) -> bool:
+def is_learnt_from(piece: TargetSpan, chunk: int) -> bool:
     return piece.goes_on and piece.last - piece.first == chunk
 
 
@@ -137,7 +137,7 @@ class ScoreFirst(Method):
             model.eval()
             try:
                 with audited(model, runtime.device) as audit:
-                    guard = Guard(model)
+                    guard = CodeGuard(model)
                     scorer = self.scores.make_scorer(model, runtime, targets=text.targets, piece=chunk)
                     graphed = self.graphed and runtime.is_cuda
                     learner = self.adapt.make_adapter(model, runtime, context=self.context, graphed=graphed)
@@ -183,7 +183,7 @@ def _run(
     nats: torch.Tensor,
     scorer: Scorer,
     learner: Adapter,
-    guard: Guard,
+    guard: CodeGuard,
     chunk: int,
     bos_id: int | None,
     progress: Progress,

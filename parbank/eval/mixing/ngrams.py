@@ -21,7 +21,7 @@ MANY = 3  # followers of a context that are told apart
 
 
 @dataclass(frozen=True)
-class Counts:
+class NgramCounts:
     """Counts of one order, for each target of a text, over the text before it."""
 
     context: np.ndarray  # (N - 1,) occurrences of the context
@@ -29,7 +29,7 @@ class Counts:
     kinds: np.ndarray  # (N - 1,) different tokens that followed
 
 
-def count_ngrams(tokens: np.ndarray, scope: np.ndarray, orders: Sequence[int]) -> Iterator[Counts]:
+def count_ngrams(tokens: np.ndarray, scope: np.ndarray, orders: Sequence[int]) -> Iterator[NgramCounts]:
     """The counts of contexts of `orders` tokens, shortest first.
 
     `scope` (N,) numbers the parts of the text, such as documents, that share no n-grams. A context ends where its
@@ -63,7 +63,7 @@ class Prediction:
     """The number of different tokens that followed the longest known context: 0 (no known context) to `MANY`."""
 
 
-def predict(base: np.ndarray, counts: Iterable[Counts], *, discount: float, strength: float) -> Prediction:
+def predict(base: np.ndarray, counts: Iterable[NgramCounts], *, discount: float, strength: float) -> Prediction:
     """`base` (N - 1,): a model's nats. Contexts that were never seen leave them as they are."""
     p = np.exp(-base.astype(np.float64))
     orders, kinds = (np.zeros(len(p), dtype=np.int64) for _ in range(2))
@@ -101,10 +101,10 @@ def _join(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.asarray(first * (int(second.max(initial=0)) + 1) + second)
 
 
-def _count(context: _Sorted, targets: np.ndarray) -> Counts:
+def _count(context: _Sorted, targets: np.ndarray) -> NgramCounts:
     pair = _sort(_join(context.numbers, targets)).ranks
     new = (pair == 0)[context.order]  # where, in the order of contexts, a context meets a token for the first time
     before = np.cumsum(new) - new
     kinds = np.empty_like(before)
     kinds[context.order] = before - before[context.firsts]
-    return Counts(*(counts.astype(np.int32) for counts in (context.ranks, pair, kinds)))
+    return NgramCounts(*(counts.astype(np.int32) for counts in (context.ranks, pair, kinds)))

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parbank.config import require
 from parbank.optim.algorithm import ElementwiseAlgorithm, Group, Settings, check_betas
+from parbank.optim.hyper import check_number
 from parbank.optim.master import wide_dtype
 
 
@@ -19,8 +19,7 @@ class AdamW(ElementwiseAlgorithm):
     """Options: betas, eps."""
 
     def check_options(self, options: Group) -> None:
-        eps = options["eps"]
-        require(isinstance(eps, Tensor) or eps >= 0, f"eps must not be negative, got {eps}")
+        check_number("eps", options["eps"])
         check_betas(options["betas"])
 
     def constants(self, group: Group) -> Hashable:

@@ -12,6 +12,7 @@ from parbank.config import require
 from parbank.optim import kernels, sharded, update
 from parbank.optim.algorithm import Group, MatrixAlgorithm, Work
 from parbank.optim.coefficients import Triple, resolve_coefficients
+from parbank.optim.hyper import check_count, check_number
 from parbank.optim.kernels import use_kernels
 from parbank.optim.layout import MatrixParam, Member
 from parbank.optim.newton_schulz import METHODS, choose_for, iterate_in_parts
@@ -41,10 +42,10 @@ class Muon(MatrixAlgorithm):
     def check_options(self, options: Group) -> None:
         method, steps = options["method"], options["ns_steps"]
         require(method in METHODS, f"method must be one of {', '.join(METHODS)}, got {method!r}")
-        require(int(steps) >= 1, f"ns_steps must be at least 1, got {steps}")
+        check_count("ns_steps", steps)
         resolve_coefficients(options["coefficients"], steps)
         for key in ("momentum", "row_beta"):
-            require(0 <= options[key] < 1, f"{key} must lie in 0 <= m < 1, got {options[key]}")
+            check_number(key, options[key], below=1)
 
     def batch_options(self, group: Group) -> Options:
         triples = resolve_coefficients(group["coefficients"], group["ns_steps"])

@@ -21,7 +21,7 @@ from parbank.errors import ArtifactError
 from parbank.quant.coders import models
 from parbank.quant.coders.base import FREE_SCALES, MAX_WEIGHTS_PER_BYTE, Coder, Integers
 from parbank.quant.coders.division import CODES, divide, find_classes
-from parbank.quant.coders.models import Array, Piece, describe_numbers, flat_piece, flat_weights, piece_bits
+from parbank.quant.coders.models import Array, SymbolRun, describe_numbers, flat_piece, flat_weights, piece_bits
 
 Halves = npt.NDArray[np.float16]
 Codes = npt.NDArray[np.uint8]
@@ -75,8 +75,8 @@ def coded_bits(values: Integers, q: int | None = None, *, quick: bool = False) -
     """The bits that `encode_tensors` takes for one matrix (2-D), including the description of the models, without coding
     it.
 
-    The range defaults to the largest value. Exact except for the coder's own rounding, below 0.001%. `quick` takes a
-    third of the time and is up to 1% too high, since classes are not refined.
+    The range defaults to the largest value. Exact except for the coder's own rounding. `quick` takes less time and is a
+    little too high, since classes are not refined.
     """
     if not values.size:
         return 0.0
@@ -92,7 +92,7 @@ def encode_scales(tensors: Sequence[Halves]) -> bytes | None:
     plans = [[*flat_piece(0, 2), *(piece for p in patterns for piece in _describe_fine(p))]]
     if 0 < len(distinct) <= _MAX_DISTINCT:
         listed = [*flat_piece(1, 2), *flat_piece(len(distinct) - 1, _MAX_DISTINCT)]
-        listed.append(Piece(distinct, flat_weights(_SCALE_LIMIT)))
+        listed.append(SymbolRun(distinct, flat_weights(_SCALE_LIMIT)))
         places = (np.searchsorted(distinct, p) for p in patterns)
         plans.append([*listed, *(piece for p in places for piece in describe_numbers(p, len(distinct)))])
     stream = _push(min(plans, key=piece_bits))
@@ -123,13 +123,13 @@ def _may_expand(packed: int, count: int) -> bool:
     return count <= max(_FREE_EXPANSION, MAX_WEIGHTS_PER_BYTE * packed)
 
 
-def _describe(values: Integers, q: int, only_decay: bool) -> list[Piece]:
+def _describe(values: Integers, q: int, only_decay: bool) -> list[SymbolRun]:
     """One matrix in pieces, in the order of the reader."""
     found = divide(values, q, only_decay=only_decay)
     rows, cols = found.rows, found.cols
     classes = find_classes(rows, cols).astype(np.uint8)[rows[:, None] + cols[None, :]]
     symbols = (values.astype(np.int16) + q).astype(np.uint8)
-    return [*found.pieces, *(Piece(symbols[classes == k], model) for k, model in enumerate(found.weights))]
+    return [*found.pieces, *(SymbolRun(symbols[classes == k], model) for k, model in enumerate(found.weights))]
 
 
 def _read_tensor(pull: Pull, rows: int, cols: int, q: int) -> Integers:
@@ -185,7 +185,7 @@ def _pull_many(pull: Pull, weights: Array, count: int, low: int, dtype: Any) -> 
     return found
 
 
-def _describe_fine(patterns: Array) -> list[Piece]:
+def _describe_fine(patterns: Array) -> list[SymbolRun]:
     coarse, fine = patterns >> _FINE, patterns & (1 << _FINE) - 1
     return [*describe_numbers(coarse, _COARSE), *describe_numbers(fine, 1 << _FINE)]
 
@@ -213,7 +213,7 @@ def _pull_flat(pull: Pull, n: int) -> int:
     return int(pull(flat_weights(n), 1)[0]) if n > 1 else 0
 
 
-def _push(pieces: list[Piece]) -> bytes:
+def _push(pieces: list[SymbolRun]) -> bytes:
     """The stream: the last piece goes onto the stack first, so that the reader finds the first one on top."""
     stack, model = _load()
     coder = stack.AnsCoder()

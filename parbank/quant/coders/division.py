@@ -12,7 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from parbank.quant.coders.base import Integers, count_values
-from parbank.quant.coders.models import PRECISION, Array, Piece, choose_model, describe_numbers, flat_piece, piece_bits
+from parbank.quant.coders.models import (
+    PRECISION,
+    Array,
+    SymbolRun,
+    choose_model,
+    describe_numbers,
+    flat_piece,
+    piece_bits,
+)
 
 # Numbers of rows and of columns: steps to an octave of spread, and how many. A spread wrong by an eighth of an octave
 # costs 0.01 bits a weight; finer steps save less than their own description takes in a row of 512.
@@ -22,7 +30,7 @@ CODES = 32
 _DIVISIONS = ((5, 5), (0, 5), (5, 0), (0, 0), (1, 1))
 # Neighbouring classes are joined until each has this many weights: fewer do not pay for their own model.
 _MIN_CLASS = 512
-_ROUNDS = 2  # of moving rows and columns: the first saves 0.45% of a demo model, the second 0.2%, a third 0.05%
+_ROUNDS = 2  # of moving rows and columns: a third would save next to nothing
 _WORTHWHILE = 0.001  # a round that gained less is the last
 _FLOOR = 1 / 16  # added to a mean |i| before the logarithm: rows of zeros are at -4 octaves
 
@@ -33,7 +41,7 @@ class Division:
 
     bits: float
     """All of it: description, models, integers."""
-    pieces: list[Piece]
+    pieces: list[SymbolRun]
     """The description of classes and models."""
     rows: Array
     cols: Array
@@ -156,7 +164,7 @@ def _codes(spread: npt.NDArray[np.float64]) -> Array:
     return codes - codes.min()
 
 
-def _describe_codes(codes: Array) -> list[Piece]:
+def _describe_codes(codes: Array) -> list[SymbolRun]:
     used = bool(codes.any())
     return [*flat_piece(int(used), 2), *(describe_numbers(codes, CODES) if used else [])]
 

@@ -38,7 +38,7 @@ SHRINKS = np.array([0] + [(8 + m) << e for e in range(17) for m in range(8)], np
 
 
 @dataclass(frozen=True)
-class Piece:
+class SymbolRun:
     """Symbols to code in one go, all under the same frequencies (each less 1, as `scale_weights` gives them)."""
 
     symbols: Array
@@ -100,18 +100,18 @@ def bits(counts: Array, weights: Array) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def flat_piece(value: int, n: int) -> tuple[Piece, ...]:
+def flat_piece(value: int, n: int) -> tuple[SymbolRun, ...]:
     """A number of 0..n-1; nothing to send where there is only one."""
-    return (Piece(np.array([value], np.int64), flat_weights(n)),) if n > 1 else ()
+    return (SymbolRun(np.array([value], np.int64), flat_weights(n)),) if n > 1 else ()
 
 
-def piece_bits(pieces: Iterable[Piece]) -> float:
+def piece_bits(pieces: Iterable[SymbolRun]) -> float:
     return sum(piece.bits for piece in pieces)
 
 
-def choose_model(counts: Array, centre: int, *, only_decay: bool = False) -> tuple[float, Array, list[Piece]]:
+def choose_model(counts: Array, centre: int, *, only_decay: bool = False) -> tuple[float, Array, list[SymbolRun]]:
     """The cheapest model for a histogram: total bits (its own description included), frequencies, description."""
-    best: tuple[float, Array, list[Piece]] | None = None
+    best: tuple[float, Array, list[SymbolRun]] | None = None
     for kind, weights, about in _candidates(counts, centre, only_decay):
         pieces = [*flat_piece(kind, KINDS), *about]
         total = bits(counts, weights) + piece_bits(pieces)
@@ -121,7 +121,7 @@ def choose_model(counts: Array, centre: int, *, only_decay: bool = False) -> tup
     return best
 
 
-def describe_numbers(numbers: Array, limit: int) -> list[Piece]:
+def describe_numbers(numbers: Array, limit: int) -> list[SymbolRun]:
     """Whole numbers below a limit: the range they use, then a model over it."""
     if not numbers.size:
         return []
@@ -132,10 +132,10 @@ def describe_numbers(numbers: Array, limit: int) -> list[Piece]:
         return pieces
     centre = int(np.sort(numbers)[numbers.size // 2]) - low
     _, weights, about = choose_model(np.bincount(numbers - low, minlength=n), centre)
-    return [*pieces, *flat_piece(centre, n), *about, Piece(numbers - low, weights)]
+    return [*pieces, *flat_piece(centre, n), *about, SymbolRun(numbers - low, weights)]
 
 
-def _candidates(counts: Array, centre: int, only_decay: bool) -> list[tuple[int, Array, list[Piece]]]:
+def _candidates(counts: Array, centre: int, only_decay: bool) -> list[tuple[int, Array, list[SymbolRun]]]:
     n = len(counts)
     distances = _distances(centre, n)
     folded = np.bincount(distances, weights=counts).astype(np.int64)
@@ -158,13 +158,13 @@ def _levels(counts: npt.NDArray[np.float64], total: int) -> Array:
     return np.clip(np.rint(_STEPS * (shares + _OCTAVES)), 0, LEVELS - 1).astype(np.int64)
 
 
-def _describe_levels(levels: Array) -> list[Piece]:
+def _describe_levels(levels: Array) -> list[SymbolRun]:
     pieces = [*flat_piece(int(levels[0]), LEVELS)]
     if len(levels) == 1:
         return pieces
     steps = np.diff(levels) + LEVELS - 1
     a, _ = _fit_decay(np.bincount(np.abs(steps - LEVELS + 1), minlength=LEVELS), 2 * LEVELS - 1, laplace=True)
-    return [*pieces, *flat_piece(a, len(SHRINKS)), Piece(steps, step_weights(a))]
+    return [*pieces, *flat_piece(a, len(SHRINKS)), SymbolRun(steps, step_weights(a))]
 
 
 def _fit_decay(folded: Array, n: int, *, laplace: bool = False) -> tuple[int, int]:

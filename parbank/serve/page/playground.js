@@ -24,7 +24,7 @@ function make(tag, properties = {}, ...children) {
 }
 
 // Characters that a browser hides, or that reorder the text around them, appear by their code.
-const HIDDEN = "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u180e\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}]";
+const HIDDEN = "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}]";
 const PARTS = new RegExp(`(\\n|${HIDDEN})`, "u");
 const IS_HIDDEN = new RegExp(`^${HIDDEN}$`, "u");
 const code = (sign) => "\\u" + sign.codePointAt(0).toString(16).padStart(4, "0");

@@ -1,18 +1,16 @@
 """The interface of a kind of study."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from parbank.display import Display
 from parbank.runtime import Runtime
-from parbank.study.machine import Watch
+from parbank.study.machine import ClockWatch
 from parbank.study.study import Job, Study
 from parbank.training.compiled import count_kernels, count_lookups
-
-Say = Callable[[str], None]
 
 
 class Kind(ABC):
@@ -36,7 +34,7 @@ class Kind(ABC):
         found: dict[str, Any] = {}
         count_kernels()
         before = count_lookups().built
-        with Watch(self.runtime.device) as watch:
+        with ClockWatch(self.runtime.device) as watch:
             yield found
         found |= {"gpu": watch.found, "recompilations": count_lookups().built - before}
 

@@ -7,7 +7,6 @@ this one, and says nothing about other runs. Every result also has `whole`, the 
 An arm that cannot be evaluated fails for every seed. It is tried as often as a run is, and not once more for each seed.
 """
 
-import json
 import time
 from abc import abstractmethod
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from parbank.artifact.pack import read_tensors
-from parbank.config import override, require
+from parbank.config import override, parse_json, require
 from parbank.data.tokenizer import Tokenizer
 from parbank.data.validation import open_validation
 from parbank.errors import ParbankError
@@ -87,13 +86,13 @@ class Stored(Kind):
         with locked(path.with_name(f".{path.stem}.lock"), path, wait=self.display.say):
             if not path.exists():
                 self._evaluate_into(path, study, study.arm(job.arm), source)
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
         value = found.pop("parts")[0 if several else number]
         return found | {"value": value, "wall_seconds": time.perf_counter() - began}
 
     def _evaluate_into(self, path: Path, study: Study, arm: Arm, source: int) -> None:
         failed = self.folder / FAILED / f"{arm.name}.{source}.json"
-        errors: list[str] = json.loads(failed.read_bytes())["errors"] if failed.exists() else []
+        errors: list[str] = parse_json(failed.read_bytes())["errors"] if failed.exists() else []
         if len(errors) >= TRIES:
             raise EvaluationError(errors[-1])
         try:

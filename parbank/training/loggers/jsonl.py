@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from parbank.config import parse_json
 from parbank.files import write_file
 
 
@@ -32,7 +33,7 @@ def read_rows(path: Path, *, last_step: int) -> list[dict[str, Any]]:
     if path.exists() and last_step:
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 if row["step"] <= last_step:
                     rows.append(row)
             except (ValueError, KeyError, TypeError):

@@ -125,7 +125,7 @@ def test_damaged_packed_files_are_named(tmp_path: Path, suffix: str) -> None:
         if broken.endswith(b"rubbish") and suffix == ".xz":
             continue  # the lzma module ignores what follows a whole stream
         path.write_bytes(broken)
-        refused(rf"a\.txt\{suffix} cannot be unpacked", str(path))
+        refused(rf"a\.txt\{suffix} cannot be unpacked.*skip it by --skip-bad", str(path))
 
 
 def test_zstd_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_files_that_cannot_be_used_are_named(folder: Path) -> None:
 def test_malformed_lines_are_named(tmp_path: Path, line: bytes, why: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
-    refused(rf"rows\.jsonl, {why}", str(path))
+    refused(rf"rows\.jsonl, {why}.*skip .*by --skip-bad", str(path))
 
 
 def test_jsonl_without_any_text_is_empty(tmp_path: Path) -> None:
@@ -202,12 +202,13 @@ def test_what_parbank_wrote_is_not_read_as_text(folder: Path) -> None:
     """`--data text:.` with the default place of runs: the second run must see the same text as the first."""
     before = open_corpus(f"text:{folder}").files
     for name in ("runs/demo-1/config.json", "runs/demo-1/metrics.jsonl", "runs/demo-1/notes/a.txt", "shards/manifest.json",
-                 "shards/tokenizer.model"):  # fmt: skip
+                 "shards/tokenizer.model", "runs/study/study.json", "runs/study/results/base.0.json",
+                 "runs/study/runs/base.0/metrics.jsonl"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
     said: list[str] = []
     assert open_corpus(f"text:{folder}", said.append).files == before
-    assert f"2 run or shard folders, such as {folder}/runs/demo-1" in said[0]
+    assert "3 folders of runs, studies or shards, such as " in said[0]
     (folder / "runs" / "demo-1" / "metrics.jsonl").unlink()
     assert len(open_corpus(f"text:{folder}").files) == len(before) + 2
     (folder / "runs" / "demo-1" / "metrics.jsonl").touch()

@@ -1,0 +1,297 @@
+"""Runs what waits for a GPU, the most valuable first, inside a time limit; a second call goes on where the first stopped.
+
+    python benchmarks/provenance.py --stamp
+    python benchmarks/gpu_queue.py --data SPEC --seconds 570 --out DIR          # again, until the table has no line "open"
+    python benchmarks/gpu_queue.py --data SPEC --list
+
+Each step is a process of its own with a time limit of its own. A step that fails or is cut off does not stop the others, and a
+step that does not fit in what is left makes way for a shorter one. After every step, DIR has the table, the ends of the logs
+and every result so far, in at most 8 files of 16 MiB: a call that is cut off loses only the step under way. `python
+benchmarks/claims.py --unpack DIR/results.tar.gz` puts results in their place. State lies in --work: steps that have ended well
+are not run again, nor are those that failed, unless --again names them.
+
+SECONDS below are those of one H200, from earlier results where there are some. Commands are those of run_all.py and studies.py.
+"""
+
+import argparse
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [str(HERE)]
+
+import run_all  # noqa: E402
+
+MOST_BYTES = 16 * 2**20 - 2**16
+LOG_BYTES = 100_000  # of the end of each log
+STOP_SECONDS = 10.0  # between the request to end and the end
+FITS = 0.6
+"""Of its estimate: a step starts if so much is left. Steps that can go on write what they have."""
+LEAST = 45.0  # seconds for which a step that goes on is started
+SEEDS = (7, 8, 9)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process."""
+
+    group: int
+    """Of the queue: 1 works at all, 2 tests, 3 start and pass, 4 optimizer, 5 plans, 6 studies, 7 scores and files."""
+    command: str
+    """{python}, {data}, {runs}, {results} and {dev} are filled in; a name of run_all.py alone stands for its command."""
+    seconds: float
+    limit: float = 0.0
+    """Seconds; twice the estimate if not given."""
+    seeds: tuple[int, ...] = (SEEDS[0],)
+    needs: str = ""
+    """A file or folder in {runs} or {results} without which it cannot run: it stays open until another step has made it."""
+    goes_on: bool = False
+    """Whether a second call goes on where the first was cut off; then it starts with any time that is left."""
+
+
+def _test(folders: str, seconds: float) -> Step:
+    words = "-m gpu -q -rf -p no:cacheprovider --maxfail=40"
+    return Step(2, f"{{python}} -m pytest {words} {folders}", seconds)
+
+
+def _study(claim: str, words: str, seconds: float) -> Step:
+    script = "{python} benchmarks/studies.py --claim " + f"{claim} --seconds {{left}} --out {{results}} -- "
+    return Step(6, script + words, seconds, limit=600, goes_on=True)
+
+
+STEPS: dict[str, Step] = {
+    "smoke": Step(1, "{python} benchmarks/smoke.py --data {data} --runs {runs}/smoke", 140, limit=240),
+    "tests_optim": _test("tests/optim tests/test_graphs.py tests/test_runtime.py", 75),
+    "tests_rest": _test("tests/training tests/model tests/eval tests/plan tests/study tests/data tests/faults", 120),
+    "auto": Step(5, "auto", 200),
+    "optimizer_loop": Step(4, "optimizer_loop", 390),
+    "startup": Step(3, "startup", 200),
+    "auto_8": Step(5, "auto", 185, seeds=SEEDS[:2]),
+    "auto_9": Step(5, "auto", 185, seeds=SEEDS),
+    "newton_schulz_sizes": Step(4, "newton_schulz_sizes", 150),
+    "auto60": Step(5, "auto60", 130),
+    "tests_ops": _test("tests/ops", 200),
+    "startup_auto": Step(3, "startup_auto", 180),
+    "step": Step(3, "step", 170),
+    "sprint": Step(3, "sprint", 185),
+    "peer_golf": Step(3, "peer_golf", 250),
+    "optimizer": Step(4, "optimizer", 260),
+    "optimizer_large": Step(4, "optimizer_large", 150),
+    "newton_schulz": Step(4, "newton_schulz", 45),
+    "quantisation": Step(3, "quantisation", 100),
+    "scoring": Step(7, "scoring", 150),
+    "study_levers30": _study("study_levers30", "benchmarks/studies/levers30.toml --data {data} --out {runs}/levers30", 1000),
+    "ladder": Step(5, "{python} benchmarks/ladder.py --data {data} --seconds {left} --runs {runs}/ladder --out {results}", 5400,
+                   limit=600, goes_on=True),
+    "plan_runs": Step(5, "{python} benchmarks/plan_runs.py --grid h200 --text corpus={dev} --out {results}/plan_runs.jsonl", 1500,
+                      limit=600, goes_on=True),
+    "fit": Step(5, "{python} -m parbank.plan.fit {results}/plan_runs.jsonl", 20, needs="{results}/plan_runs.jsonl"),
+    "study_seeds": _study("study_seeds", "seeds --recipe sprint --seeds 5 --keep --data {data} --out {runs}/seeds", 620),
+    "study_kernels": _study("study_kernels", "published-kernels --out {runs}/kernels", 360),
+    "study_levers120": _study("study_levers120", "benchmarks/studies/levers120.toml --data {data} --out {runs}/levers120", 870),
+    "study_ranks": Step(6, "{python} benchmarks/study_ranks.py {runs}/levers30 {runs}/levers120", 5, needs="{runs}/levers120"),
+    "adaptation": Step(7, "adaptation", 120),
+    "compression": Step(7, "compression", 240),
+    "startup_eval": Step(7, "startup_eval", 420),
+    "optimizer_loop_large": Step(4, "optimizer_loop_large", 420),
+    "peer_autoresearch": Step(3, "peer_autoresearch", 220),
+    "convergence": Step(4, "convergence", 300),
+}  # fmt: skip
+
+
+@dataclass
+class Queue:
+    """The steps, and what became of them."""
+
+    data: str
+    work: Path
+    out: Path
+    ends: float
+    """When this call must be over, on the clock of time.monotonic."""
+    steps: dict[str, Step]
+
+    def __post_init__(self) -> None:
+        self.runs, self.results, self.logs = self.work / "runs", self.work / "results", self.work / "logs"
+        for folder in (self.runs, self.results, self.logs, self.out):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._file = self.work / "queue.json"
+        self.found: dict[str, dict[str, Any]] = json.loads(self._file.read_text()) if self._file.exists() else {}
+
+    @property
+    def left(self) -> float:
+        return self.ends - time.monotonic()
+
+    def command(self, step: Step, left: float) -> list[str]:
+        if step.command in run_all.BENCHMARKS:
+            model = self.runs / "sprint" / str(SEEDS[0]) / "model.pbk"
+            seeds = ",".join(map(str, step.seeds))
+            given = argparse.Namespace(data=self.data, seed=seeds, model=model, work=self.runs, results=self.results)
+            return run_all.command_of(step.command, given)
+        dev = self.data if "holdout=" in self.data else f"{self.data},holdout=dev"
+        values = {"python": sys.executable, "data": self.data, "dev": dev, "runs": self.runs, "results": self.results}
+        return [word.format(**values, left=f"{max(30.0, left - 20):.0f}") for word in shlex.split(step.command)]
+
+    def may_run(self, name: str) -> bool:
+        """Whether a step is open, has what it needs, and fits in what is left."""
+        step = self.steps[name]
+        needed = step.needs
+        if step.command in run_all.BENCHMARKS and re.search(
+            r"\{(run|model)\}", run_all.BENCHMARKS[step.command].command
+        ):
+            needed = f"{{runs}}/sprint/{SEEDS[0]}/model.pbk"
+        there = not needed or Path(needed.format(runs=self.runs, results=self.results)).exists()
+        least = LEAST if step.goes_on else FITS * step.seconds
+        return there and self.left > least and self.found.get(name, {}).get("state") not in ("done", "failed")
+
+    def run(self, name: str) -> None:
+        """Runs a step and notes what became of it."""
+        step = self.steps[name]
+        limit = min(step.limit or 2 * step.seconds, self.left)
+        command, began = self.command(step, limit), time.monotonic()
+        print(f"\n=== {name}, at most {limit:.0f} s: {shlex.join(command)}", flush=True)
+        with (self.logs / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | {"PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+            try:
+                code = process.wait(timeout=limit)
+                state = "done" if code == 0 else "open" if step.goes_on else "failed"
+            except subprocess.TimeoutExpired:
+                _end(process)
+                state = "open" if step.goes_on else "cut off"
+        spent = time.monotonic() - began + self.found.get(name, {}).get("seconds", 0.0)
+        self.found[name] = {"state": state, "seconds": round(spent, 1), "said": self._last_line(name)}
+        self.save()
+        print(f"{name}: {state} after {spent:.0f} s; {self.found[name]['said']}", flush=True)
+
+    def work_through(self, names: list[str]) -> None:
+        """Runs the open steps in order. One that was cut off before comes after those that were never tried."""
+        for again in (False, True):
+            for name in names:
+                tried = self.found.get(name, {}).get("state") == "cut off"
+                if tried == again and self.may_run(name):
+                    self.run(name)
+
+    def _last_line(self, name: str) -> str:
+        lines = _tail(self.logs / f"{name}.log").decode("utf-8", errors="replace").splitlines()
+        return next((line.strip()[:160] for line in reversed(lines) if line.strip()), "")
+
+    def table(self) -> str:
+        rows = ["| step | group | state | seconds | estimate | last line |", "| --- | --- | --- | --- | --- | --- |"]
+        for name, step in self.steps.items():
+            found = self.found.get(name, {"state": "open", "seconds": 0.0, "said": ""})
+            said = found["said"].replace("|", "/")
+            rows.append(
+                f"| {name} | {step.group} | {found['state']} | {found['seconds']:.0f} | {step.seconds:.0f} | {said} |"
+            )
+        return "\n".join(rows) + "\n"
+
+    def save(self) -> None:
+        """Writes state, table and archives: at most 8 files."""
+        self._file.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+        shutil.copy(self._file, self.out / "queue.json")
+        (self.out / "table.md").write_text(self.table(), encoding="utf-8")
+        pack(self.results, self.out, "results", parts=3)
+        logs = {path.name: _tail(path) for path in sorted(self.logs.glob("*.log"))}
+        _write_archive(self.out / "logs.tar.gz", logs)
+        for name in ("sprint", "auto"):
+            model = self.runs / name / str(SEEDS[0]) / "model.pbk"
+            if model.exists() and model.stat().st_size <= MOST_BYTES:
+                shutil.copy(model, self.out / f"{name}-{SEEDS[0]}.pbk")
+
+
+def pack(folder: Path, out: Path, name: str, parts: int) -> None:
+    """The files of a folder as name.tar.gz, name-2.tar.gz and so on, each below the limit; small files first."""
+    groups: list[dict[str, bytes]] = [{}]
+    size = 0
+    for path in sorted(filter(Path.is_file, folder.rglob("*")), key=lambda path: path.stat().st_size):
+        content = path.read_bytes()
+        if size + len(content) > MOST_BYTES and groups[-1]:
+            groups.append({})
+            size = 0
+        groups[-1][path.relative_to(folder).as_posix()] = content
+        size += len(content)
+    for number, group in enumerate(groups[:parts], 1):
+        _write_archive(out / (f"{name}.tar.gz" if number == 1 else f"{name}-{number}.tar.gz"), group)
+    if len(groups) > parts:
+        print(f"warning: the largest files of {folder} are left out: they do not fit in {parts} archives", flush=True)
+
+
+def _write_archive(path: Path, files: dict[str, bytes]) -> None:
+    """In one move: a call that is cut off here leaves the last archive."""
+    temporary = path.with_suffix(".new")
+    with tarfile.open(temporary, "w:gz") as archive:
+        for name, content in files.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            archive.addfile(about, io.BytesIO(content))
+    temporary.replace(path)
+
+
+def _tail(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LOG_BYTES))
+        return file.read()
+
+
+def _path() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Asks a process and those that it started to end, as by Ctrl-C, so that it writes what it has; then ends them."""
+    for asked in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, asked)
+            process.wait(STOP_SECONDS)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="the text, as in parbank train --data")
+    parser.add_argument("--seconds", type=float, default=570.0, help="of this call")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-queue" / "out", help="what is brought home")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "gpu-queue", help="state, runs and results")
+    parser.add_argument("--only", default="", help="steps separated by commas, in this order")
+    parser.add_argument("--again", default="", help="steps to run again, separated by commas")
+    parser.add_argument(
+        "--list", action="store_true", help="the steps with their estimates, and how far --seconds reach"
+    )
+    arguments = parser.parse_args()
+    names = [name for name in arguments.only.split(",") if name] or list(STEPS)
+    again = [name for name in arguments.again.split(",") if name]
+    if unknown := sorted({*names, *again} - set(STEPS)):
+        parser.error(f"there is no step {unknown[0]!r}; there are {', '.join(STEPS)}")
+    ends = time.monotonic() + arguments.seconds
+    queue = Queue(arguments.data, arguments.work.resolve(), arguments.out.resolve(), ends, STEPS)
+    if arguments.list:
+        total = 0.0
+        for name in names:
+            total += STEPS[name].seconds
+            print(f"{name:20} group {STEPS[name].group}  {STEPS[name].seconds:5.0f} s  {total:6.0f} s in all")
+        return
+    for name in again:
+        queue.found.pop(name, None)
+    queue.save()
+    queue.work_through(names)
+    print("\n" + queue.table())
+
+
+if __name__ == "__main__":
+    main()
