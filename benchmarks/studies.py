@@ -4,7 +4,8 @@
                                  --seeds 4 --data text:train=A,val=B --out runs/study-published
 
 Everything after `--` goes to `parbank study run`, which must be told its folder by --out. After --seconds the study is
-stopped as by Ctrl-C; the same command goes on where it stopped. Each call writes the result of the runs that have ended.
+stopped as by Ctrl-C; the same command goes on where it stopped. Each call writes the result of the runs that have ended, and
+ends with code 1 while runs are left.
 benchmarks/studies/QUEUE.md has the commands of the studies that wait for a GPU.
 """
 
@@ -97,6 +98,9 @@ def main() -> None:
     table = harness.wrap_prose(without_data_path(report))
     page.write_text(page.read_text(encoding="utf-8") + "\n" + table, encoding="utf-8")
     print("written:", path)
+    if not report.is_complete:
+        left = sum(state in ("waiting", "running") for state in report.states.values())
+        sys.exit(f"{left} of {len(report.states)} runs are left: give the same command again")
 
 
 def without_data_path(report: Report) -> str:

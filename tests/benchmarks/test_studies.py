@@ -1,15 +1,19 @@
 """Results of studies: the rows of a table, and the rank correlation of two."""
 
+import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from parbank.config import to_dict
+from parbank.files import write_json
 from parbank.statistics import compare
+from parbank.study.engine import open_study
 from parbank.study.noise import Noise, differences
 from parbank.study.report import Report
 from parbank.study.ship import make_study
@@ -66,3 +70,43 @@ def test_ranks_of_two_studies(benchmark: Benchmark) -> None:
         ranks.rows_of(study_of(30, a=0.1, b=0.2), study_of(120, a=0.1, c=0.1))
     with pytest.raises(SystemExit, match="no order"):
         ranks.rows_of(study_of(30, a=0.1, b=0.1, c=0.1), study_of(120, a=0.1, b=0.2, c=0.3))
+
+
+def test_a_study_with_runs_left_is_not_done(
+    benchmark: Benchmark, text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is written, and the exit code tells a queue to give the command again."""
+    studies, folder = benchmark("studies"), tmp_path / "study"
+    study = make_study(
+        "seeds", recipe="nano", data=text_spec, budget="4steps", seeds=2, extra=["slow:optim.matrix_lr=0.001"]
+    )
+    open_study(folder, study)
+    (folder / "results").mkdir()
+    jobs = study.jobs()
+    words = [
+        "studies.py",
+        "--claim",
+        "study_x",
+        "--out",
+        str(tmp_path / "results"),
+        "--",
+        "seeds",
+        "--out",
+        str(folder),
+    ]
+
+    def end(count: int) -> None:
+        for job in jobs[:count]:
+            write_json(folder / "results" / f"{job.key}.json", {"arm": job.arm, "value": 1.0 + job.seed})
+        monkeypatch.setattr("sys.argv", list(words))
+        studies.main()
+
+    ended = SimpleNamespace(returncode=0, wait=lambda timeout: 0)
+    own = SimpleNamespace(Popen=lambda *given, **more: ended, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(studies, "subprocess", own)  # not Popen itself, by which provenance asks git
+    with pytest.raises(SystemExit, match="1 of 4 runs are left: give the same command again"):
+        end(3)
+    (path,) = (tmp_path / "results" / "study_x").glob("*/result.json")
+    assert len(json.loads(path.read_bytes())["runs"]) == 3
+    end(4)
+    assert len(json.loads(path.read_bytes())["runs"]) == 4
