@@ -16,6 +16,7 @@ H200, 300 s once. The prediction of each plan is that of `parbank plan` before i
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -149,11 +150,13 @@ def climb(job: Job, data: str, folder: Path) -> dict[str, Any]:
     out = folder / job.key
     more = ["--seed", str(job.seed), "--out", str(out)]
     command = [*PARBANK, "train", *job.options, *job.words(data), *more]
-    if code := subprocess.run(command, check=False, cwd=HERE.parent).returncode:
-        return {"failed": f"parbank train ended with {code}", "predicted": predicted}
+    if not (out / "summary.json").exists():
+        shutil.rmtree(out, ignore_errors=True)  # a run that an earlier call cut off
+        if code := subprocess.run(command, check=False, cwd=HERE.parent).returncode:
+            return {"failed": f"parbank train ended with {code}", "predicted": predicted}
     summary = json.loads((out / "summary.json").read_text())
     if built := summary.get("recompilations", 0):
-        raise SystemExit(f"{job.key} is no result: {built} kernels or graphs were compiled while its clock ran")
+        return {"failed": f"{built} kernels or graphs were compiled while its clock ran", "predicted": predicted}
     names = (
         "val_bpb",
         "val_bpb_before_packing",

@@ -4,7 +4,7 @@
                                 [--minutes M] [--max-bytes B] [--streaming] [--set a.b=v]...
 
 A run that --runs already holds, finished, is not run again: a benchmark that was cut off goes on with the next seed. A run
-that compiled something while its clock ran fails.
+that was cut off is begun anew. One that compiled something while its clock ran fails.
 
 The result holds every run's summary and loss curve. `command` is the whole of `parbank train`: data, compilation, training,
 scores and packing. --streaming scores each artifact once more, by `parbank eval --method streaming`. With --recipe auto, give
@@ -13,6 +13,7 @@ the budget by --minutes and --max-bytes.
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def train(recipe: str, data: str, seed: int, out: Path, more: list[str]) -> dict
     command = [*PARBANK, "train", "--recipe", recipe, "--data", data, "--seed", str(seed), "--out", str(out), *more]
     timing = out / "command_seconds.json"
     if not (out / "summary.json").exists():
+        shutil.rmtree(out, ignore_errors=True)  # a run that was cut off: its clock would not be one piece
         began = time.perf_counter()
         subprocess.run(command, check=True, cwd=HERE.parent)
         timing.write_text(json.dumps(time.perf_counter() - began))

@@ -1,6 +1,7 @@
 """benchmarks/ladder.py: every config of the ladder is one that can run, and a call continues where the last one stopped."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,10 +61,10 @@ def test_a_call_stops_in_time_and_the_next_one_continues(
 
     monkeypatch.setattr(ladder, "climb", climb)
     words = ["--data", "text:a.txt", "--rungs", "20x4,300x16", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["ladder.py", *words, "--seconds", "200"])
+    monkeypatch.setattr(sys, "argv", ["ladder.py", *words, "--seconds", "370"])
     with pytest.raises(SystemExit, match="1 runs are left"):
         ladder.main()
-    assert ran[:2] == ["20s-4MB-auto-s0", "20s-4MB-sprint-s0"], "300 s do not fit 200"
+    assert ran[:2] == ["20s-4MB-auto-s0", "20s-4MB-sprint-s0"], "300 s do not fit 370"
     assert len(ran) == 13
     monkeypatch.setattr(sys, "argv", ["ladder.py", *words])
     ladder.main()
@@ -73,3 +74,28 @@ def test_a_call_stops_in_time_and_the_next_one_continues(
     assert rows["20 s, 4 MB: auto - best", "auto"]["value"] == pytest.approx(-0.02)
     assert rows["20 s, 4 MB: measured - predicted", "auto"]["value"] == pytest.approx(-0.09)
     assert rows["20s-4MB-sprint-s0", "sprint"]["note"] == "parbank train ended with 2"
+
+
+def test_a_run_that_was_cut_off_is_begun_anew(
+    ladder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`parbank train` refuses a folder with a checkpoint, and the config would count as failed for good."""
+    (job,) = ladder.make_jobs([ladder.Rung(20, 4)], ["sprint"], [0])
+    out = tmp_path / job.key
+    (out / "checkpoint").mkdir(parents=True)
+    trained = []
+
+    def train(command: list[str], **given: object) -> subprocess.CompletedProcess[str]:
+        trained.append(out.exists())
+        out.mkdir()
+        (out / "summary.json").write_text(json.dumps({"val_bpb": 1.5, "recompilations": len(trained) - 1}))
+        (out / "config.json").write_text(json.dumps({"model": {}, "batch": {}}))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", train)
+    assert ladder.climb(job, "text:a", tmp_path)["val_bpb"] == 1.5
+    assert ladder.climb(job, "text:a", tmp_path)["val_bpb"] == 1.5, "a run that has ended is not run again"
+    assert trained == [False]
+    (out / "summary.json").unlink()
+    found = ladder.climb(job, "text:a", tmp_path)
+    assert found["failed"] == "1 kernels or graphs were compiled while its clock ran", "and the other runs go on"
