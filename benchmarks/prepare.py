@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import harness  # noqa: E402
+import provenance  # noqa: E402
 
 from parbank.data.sources import parse_spec  # noqa: E402
 from parbank.data.sources.source import Corpus, Skipped  # noqa: E402
@@ -62,7 +63,7 @@ def prepare(spec: str, cores: int, vocab_size: int) -> list[harness.Row]:
     began, rows, lines = time.perf_counter(), [], []
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, "-c", CHILD, spec, str(cores), str(vocab_size), cache]
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "PARBANK_CACHE": cache}
+        environment = {**os.environ, "PYTHONPATH": provenance.python_path(), "PARBANK_CACHE": cache}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             for line in child.stdout:

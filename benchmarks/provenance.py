@@ -57,7 +57,8 @@ def _digest(path: Path) -> str:
 
 
 def _code_files() -> list[Path]:
-    return sorted([ROOT / "pyproject.toml", *(ROOT / "parbank").rglob("*.py"), *HERE.rglob("*.py")])
+    laws = (ROOT / "parbank").rglob("*.json")  # of plans
+    return sorted([ROOT / "pyproject.toml", *(ROOT / "parbank").rglob("*.py"), *laws, *HERE.rglob("*.py")])
 
 
 def read_git() -> dict[str, Any] | None:
@@ -197,6 +198,12 @@ def folder_name(about: dict[str, Any]) -> str:
     """<date>-<hardware>-<commit>, with a mark where the code was dirty."""
     commit = about["commit"][:9] + ("-dirty" if about["dirty"] else "")
     return f"{about['date']}-{hardware()}-{commit}"
+
+
+def python_path(root: Path = ROOT) -> str:
+    """PYTHONPATH for a process that runs the code of a tree: the tree first, then what this process was given, such as packages
+    on a machine that cannot install any."""
+    return os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _run(*command: str) -> str:

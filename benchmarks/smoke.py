@@ -22,6 +22,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]
+
+from provenance import python_path  # noqa: E402
+
 BYTES = 200_000
 LIMIT = 150.0  # seconds of one check
 MADE = "{runs}/auto/model.pbk"  # by the check `train`
@@ -99,7 +103,7 @@ def run(check: Check, values: dict[str, Any], limit: float = LIMIT) -> tuple[str
     for part in check.words.split("&&"):
         words = [word.format(**values) for word in shlex.split(part)]
         command = [sys.executable, "-m", "parbank", *words]
-        environment = os.environ | {"PYTHONPATH": str(HERE.parent), "COLUMNS": "200"}
+        environment = os.environ | {"PYTHONPATH": python_path(), "COLUMNS": "200"}
         left = limit - (time.monotonic() - began)
         try:
             done = subprocess.run(

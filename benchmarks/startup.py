@@ -36,6 +36,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import harness  # noqa: E402
+import provenance  # noqa: E402
 import torch  # noqa: E402
 
 from parbank.artifact.container import read_artifact, write_artifact  # noqa: E402
@@ -59,7 +60,8 @@ def run(
     # A user's own folders for compiled code would make the first start a warm one.
     hidden = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment |= {"PARBANK_CACHE": str(cache), "PYTHONUNBUFFERED": "1", "COLUMNS": "200", "PYTHONPATH": str(root)}
+    environment |= {"PARBANK_CACHE": str(cache), "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+    environment["PYTHONPATH"] = provenance.python_path(root)
     began, lines = time.perf_counter(), []
     sampled = ["-m", "parbank"] if profile is None else [str(HERE / "stacks.py"), str(profile.resolve())]
     command = [sys.executable, *sampled, *words]

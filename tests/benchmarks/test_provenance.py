@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,21 @@ def test_a_stamp_of_the_same_code_outweighs_another_checkout(
     assert provenance.read_commit() == {"commit": "b" * 40, "dirty": False, "source": "stamp"}
     monkeypatch.setattr(provenance, "code_digest", lambda: "0" * 64)
     assert provenance.read_commit() == {**older, "source": "git"}
+
+
+def test_the_laws_of_plans_are_code(provenance: ModuleType) -> None:
+    """Another fit chooses other models."""
+    names = {path.relative_to(provenance.ROOT).as_posix() for path in provenance._code_files()}
+    assert {"parbank/plan/data/fit.json", "parbank/plan/laws.py", "benchmarks/ladder.py", "pyproject.toml"} <= names
+
+
+def test_a_child_runs_the_tree_and_keeps_the_packages_of_its_parent(
+    provenance: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "packages")
+    assert provenance.python_path(Path("old")) == os.pathsep.join(["old", "packages"])
+    monkeypatch.delenv("PYTHONPATH")
+    assert provenance.python_path() == str(provenance.ROOT)
 
 
 def test_code_that_changed_after_the_stamp_is_dirty(provenance: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
