@@ -8,7 +8,8 @@ Each step is a process of its own with a time limit of its own. A step that fail
 step that does not fit in what is left makes way for a shorter one. After every step, DIR has the table, the ends of the logs
 and every result so far, in at most 8 files of 16 MiB: a call that is cut off loses only the step under way. `python
 benchmarks/claims.py --unpack DIR/results.tar.gz` puts results in their place. State lies in --work: steps that have ended well
-are not run again, nor are those that failed, unless --again names them.
+are not run again, nor are those that failed, unless --again names them. A step that the end of a call cut off comes first in the
+next one. On a new machine, DIR/queue.json in --work says what has ended.
 
 SECONDS below are those of one H200, from earlier results where there are some. Commands are those of run_all.py and studies.py.
 """
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +35,16 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [str(HERE)]
 
+import provenance  # noqa: E402
 import run_all  # noqa: E402
 
 MOST_BYTES = 16 * 2**20 - 2**16
 LOG_BYTES = 100_000  # of the end of each log
 STOP_SECONDS = 10.0  # between the request to end and the end
-FITS = 0.6
-"""Of its estimate: a step starts if so much is left. Steps that can go on write what they have."""
-LEAST = 45.0  # seconds for which a step that goes on is started
+FITS = 0.9
+"""Of its estimate: a step starts if so much is left. Most estimates are of a start with nothing compiled."""
+LEAST = 80.0  # seconds for which a step that goes on is started
+RESERVE = 40.0  # of them, seconds in which such a step stops and writes what it has
 SEEDS = (7, 8, 9)
 
 
@@ -56,8 +60,8 @@ class Step:
     limit: float = 0.0
     """Seconds; twice the estimate if not given."""
     seeds: tuple[int, ...] = (SEEDS[0],)
-    needs: str = ""
-    """A file or folder in {runs} or {results} without which it cannot run: it stays open until another step has made it."""
+    after: tuple[str, ...] = ()
+    """Steps that must be done: until then it stays open."""
     goes_on: bool = False
     """Whether a second call goes on where the first was cut off; then it starts with any time that is left."""
 
@@ -98,11 +102,12 @@ STEPS: dict[str, Step] = {
                    limit=600, goes_on=True),
     "plan_runs": Step(5, "{python} benchmarks/plan_runs.py --grid h200 --text corpus={dev} --out {results}/plan_runs.jsonl", 1500,
                       limit=600, goes_on=True),
-    "fit": Step(5, "{python} -m parbank.plan.fit {results}/plan_runs.jsonl", 20, needs="{results}/plan_runs.jsonl"),
+    "fit": Step(5, "{python} -m parbank.plan.fit {results}/plan_runs.jsonl --out {results}/fit", 20, after=("plan_runs",)),
     "study_seeds": _study("study_seeds", "seeds --recipe sprint --seeds 5 --keep --data {data} --out {runs}/seeds", 620),
     "study_kernels": _study("study_kernels", "published-kernels --out {runs}/kernels", 360),
     "study_levers120": _study("study_levers120", "benchmarks/studies/levers120.toml --data {data} --out {runs}/levers120", 870),
-    "study_ranks": Step(6, "{python} benchmarks/study_ranks.py {runs}/levers30 {runs}/levers120", 5, needs="{runs}/levers120"),
+    "study_ranks": Step(6, "{python} benchmarks/study_ranks.py {runs}/levers30 {runs}/levers120 --out {results}", 5,
+                        after=("study_levers30", "study_levers120")),
     "adaptation": Step(7, "adaptation", 120),
     "compression": Step(7, "compression", 240),
     "startup_eval": Step(7, "startup_eval", 420),
@@ -127,8 +132,9 @@ class Queue:
         self.runs, self.results, self.logs = self.work / "runs", self.work / "results", self.work / "logs"
         for folder in (self.runs, self.results, self.logs, self.out):
             folder.mkdir(parents=True, exist_ok=True)
-        self._file = self.work / "queue.json"
+        self._file, self._running = self.work / "queue.json", self.work / "running.json"
         self.found: dict[str, dict[str, Any]] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self.code = provenance.read_commit()
 
     @property
     def left(self) -> float:
@@ -142,37 +148,49 @@ class Queue:
             return run_all.command_of(step.command, given)
         dev = self.data if "holdout=" in self.data else f"{self.data},holdout=dev"
         values = {"python": sys.executable, "data": self.data, "dev": dev, "runs": self.runs, "results": self.results}
-        return [word.format(**values, left=f"{max(30.0, left - 20):.0f}") for word in shlex.split(step.command)]
+        seconds = max(30.0, left - RESERVE)
+        return [word.format(**values, left=f"{seconds:.0f}") for word in shlex.split(step.command)]
 
     def may_run(self, name: str) -> bool:
         """Whether a step is open, has what it needs, and fits in what is left."""
         step = self.steps[name]
-        needed = step.needs
-        if step.command in run_all.BENCHMARKS and re.search(
-            r"\{(run|model)\}", run_all.BENCHMARKS[step.command].command
-        ):
-            needed = f"{{runs}}/sprint/{SEEDS[0]}/model.pbk"
-        there = not needed or Path(needed.format(runs=self.runs, results=self.results)).exists()
+        there = all(self.state(other) == "done" for other in step.after)
+        benchmark = run_all.BENCHMARKS.get(step.command)
+        if benchmark is not None and re.search(r"\{(run|model)\}", benchmark.command):
+            there = there and (self.runs / "sprint" / str(SEEDS[0]) / "model.pbk").exists()
         least = LEAST if step.goes_on else FITS * step.seconds
-        return there and self.left > least and self.found.get(name, {}).get("state") not in ("done", "failed")
+        return there and self.left > least and self.state(name) not in ("done", "failed")
+
+    def state(self, name: str) -> str:
+        found: str = self.found.get(name, {}).get("state", "open")
+        return found
 
     def run(self, name: str) -> None:
         """Runs a step and notes what became of it."""
         step = self.steps[name]
-        limit = min(step.limit or 2 * step.seconds, self.left)
+        own = step.limit or 2 * step.seconds
+        limit = min(own, self.left)
         command, began = self.command(step, limit), time.monotonic()
         print(f"\n=== {name}, at most {limit:.0f} s: {shlex.join(command)}", flush=True)
         with (self.logs / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | {"PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1"},
+                env=os.environ | {"PYTHONPATH": provenance.python_path(), "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
+            _write(self._running, json.dumps({"pid": process.pid, "command": command}))
             try:
                 code = process.wait(timeout=limit)
                 state = "done" if code == 0 else "open" if step.goes_on else "failed"
             except subprocess.TimeoutExpired:
                 _end(process)
-                state = "open" if step.goes_on else "cut off"
+                first = (
+                    limit < own and name not in self.found
+                )  # the next call has more time; once, lest it hang there, too
+                state = "open" if step.goes_on or first else "cut off"
+            except BaseException:  # this call is ended: nothing may go on beside the next one
+                _end(process)
+                raise
+        self._running.unlink(missing_ok=True)
         spent = time.monotonic() - began + self.found.get(name, {}).get("seconds", 0.0)
         self.found[name] = {"state": state, "seconds": round(spent, 1), "said": self._last_line(name)}
         self.save()
@@ -182,16 +200,36 @@ class Queue:
         """Runs the open steps in order. One that was cut off before comes after those that were never tried."""
         for again in (False, True):
             for name in names:
-                tried = self.found.get(name, {}).get("state") == "cut off"
-                if tried == again and self.may_run(name):
+                if (self.state(name) == "cut off") == again and self.may_run(name):
                     self.run(name)
+
+    def end_leftover(self) -> None:
+        """Ends the step of an earlier call that was killed: it would go on beside what is measured now."""
+        try:
+            left = json.loads(self._running.read_text(encoding="utf-8"))
+            words = Path(f"/proc/{left['pid']}/cmdline").read_bytes().decode().split("\0")[:-1]
+        except (OSError, ValueError):
+            return
+        if words == left["command"]:
+            print(f"ending what an earlier call has left: {shlex.join(words)}", flush=True)
+            with suppress(ProcessLookupError):
+                os.killpg(left["pid"], signal.SIGKILL)
+        self._running.unlink()
+
+    def describe_code(self) -> str:
+        """The commit that results will name, with a warning where they would count for nothing."""
+        said = f"code: {self.code['commit'][:9]}, by {self.code['source']}"
+        if self.code["dirty"]:
+            said += "; WARNING: results will be marked as dirty, and no figure is taken from them: commit, then give the stamp"
+        return said
 
     def _last_line(self, name: str) -> str:
         lines = _tail(self.logs / f"{name}.log").decode("utf-8", errors="replace").splitlines()
         return next((line.strip()[:160] for line in reversed(lines) if line.strip()), "")
 
     def table(self) -> str:
-        rows = ["| step | group | state | seconds | estimate | last line |", "| --- | --- | --- | --- | --- | --- |"]
+        rows = [self.describe_code(), ""]
+        rows += ["| step | group | state | seconds | estimate | last line |", "| --- | --- | --- | --- | --- | --- |"]
         for name, step in self.steps.items():
             found = self.found.get(name, {"state": "open", "seconds": 0.0, "said": ""})
             said = found["said"].replace("|", "/")
@@ -202,7 +240,7 @@ class Queue:
 
     def save(self) -> None:
         """Writes state, table and archives: at most 8 files."""
-        self._file.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+        _write(self._file, json.dumps(self.found, indent=1) + "\n")
         shutil.copy(self._file, self.out / "queue.json")
         (self.out / "table.md").write_text(self.table(), encoding="utf-8")
         pack(self.results, self.out, "results", parts=3)
@@ -242,14 +280,16 @@ def _write_archive(path: Path, files: dict[str, bytes]) -> None:
     temporary.replace(path)
 
 
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
 def _tail(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LOG_BYTES))
         return file.read()
-
-
-def _path() -> str:
-    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -270,22 +310,23 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "gpu-queue", help="state, runs and results")
     parser.add_argument("--only", default="", help="steps separated by commas, in this order")
     parser.add_argument("--again", default="", help="steps to run again, separated by commas")
-    parser.add_argument(
-        "--list", action="store_true", help="the steps with their estimates, and how far --seconds reach"
-    )
+    parser.add_argument("--list", action="store_true", help="the steps with their estimates, and their sum so far")
     arguments = parser.parse_args()
     names = [name for name in arguments.only.split(",") if name] or list(STEPS)
     again = [name for name in arguments.again.split(",") if name]
     if unknown := sorted({*names, *again} - set(STEPS)):
         parser.error(f"there is no step {unknown[0]!r}; there are {', '.join(STEPS)}")
-    ends = time.monotonic() + arguments.seconds
-    queue = Queue(arguments.data, arguments.work.resolve(), arguments.out.resolve(), ends, STEPS)
     if arguments.list:
         total = 0.0
         for name in names:
             total += STEPS[name].seconds
             print(f"{name:20} group {STEPS[name].group}  {STEPS[name].seconds:5.0f} s  {total:6.0f} s in all")
         return
+    ends = time.monotonic() + arguments.seconds
+    queue = Queue(arguments.data, arguments.work.resolve(), arguments.out.resolve(), ends, STEPS)
+    print(queue.describe_code(), flush=True)
+    queue.end_leftover()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the step under way is ended, too
     for name in again:
         queue.found.pop(name, None)
     queue.save()

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import signal
+import subprocess
 import sys
 import tarfile
 import time
@@ -32,13 +34,14 @@ def test_a_step_that_fails_or_is_slow_stops_no_other(benchmark: Callable[[str], 
     step = gpu_queue.Step
     writes = python("from pathlib import Path; Path('{results}/found.json').write_text('1'); print('written')")
     steps = {
-        "broken": step(1, python("raise SystemExit('no kernel')"), 1.0),
-        "slow": step(1, python("import time; print('begun', flush=True); time.sleep(60)"), 1.0, limit=2.0),
-        "good": step(2, writes, 1.0),
-        "long": step(3, writes, 1000.0),
-        "later": step(3, writes, 1.0, needs="{runs}/missing"),
+        "broken": step(1, python("raise SystemExit('no kernel')"), 1.0, limit=300),
+        "slow": step(1, python("import time; print('begun', flush=True); time.sleep(600)"), 1.0, limit=0.5),
+        "good": step(2, writes, 1.0, limit=300),
+        "long": step(3, writes, 1e6),
+        "later": step(3, writes, 1.0, after=("long",)),
+        "after all": step(3, writes, 1.0, after=("good", "broken")),
     }
-    queue = make(gpu_queue, tmp_path, 60, **steps)
+    queue = make(gpu_queue, tmp_path, 600, **steps)
     queue.work_through(list(steps))
     states = {name: found["state"] for name, found in queue.found.items()}
     assert states == {"broken": "failed", "slow": "cut off", "good": "done"}
@@ -50,6 +53,7 @@ def test_a_step_that_fails_or_is_slow_stops_no_other(benchmark: Callable[[str], 
     table = (tmp_path / "out" / "table.md").read_text()
     assert "| long | 3 | open |" in table
     assert "| later | 3 | open |" in table
+    assert "| after all | 3 | open |" in table
 
 
 def test_a_second_call_goes_on(benchmark: Callable[[str], ModuleType], tmp_path: Path) -> None:
@@ -57,18 +61,91 @@ def test_a_second_call_goes_on(benchmark: Callable[[str], ModuleType], tmp_path:
     count = python("open('{runs}/count', 'a').write('x')")
     more = python("import sys; f = open('{runs}/more', 'a+'); f.write('x'); sys.exit(f.tell() < 3)")
     steps = {
-        "once": gpu_queue.Step(1, count, 1.0),
-        "in parts": gpu_queue.Step(5, more, 5000.0, limit=60, goes_on=True),
-        "new": gpu_queue.Step(1, count, 1.0, needs="{runs}/ready"),
+        "once": gpu_queue.Step(1, count, 1.0, limit=300),
+        "in parts": gpu_queue.Step(5, more, 5000.0, limit=300, goes_on=True),
+        "new": gpu_queue.Step(1, count, 1.0, limit=300, after=("in parts",)),
     }
-    for call in range(4):
-        if call == 2:
-            (tmp_path / "work" / "runs" / "ready").touch()
-        queue = make(gpu_queue, tmp_path, 120, **steps)
+    for _ in range(4):
+        queue = make(gpu_queue, tmp_path, 1200, **steps)
         queue.work_through(list(steps))
     assert (queue.runs / "count").read_text() == "xx", "each once"
     assert (queue.runs / "more").read_text() == "xxx", "three calls"
     assert {found["state"] for found in json.loads((tmp_path / "out" / "queue.json").read_text()).values()} == {"done"}
+
+
+def test_a_step_that_the_end_of_a_call_cut_off_comes_first_once(
+    benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the most valuable. One that hangs makes way for the others."""
+    gpu_queue = benchmark("gpu_queue")
+    steps = {
+        "hangs": gpu_queue.Step(1, python("import time; time.sleep(600)"), 0.4, limit=300),
+        "other": gpu_queue.Step(1, python("pass"), 100.0, limit=300),
+    }
+    states = []
+    for left in (0.5, 0.5, 600.0):
+        monkeypatch.setattr(gpu_queue.Queue, "left", property(lambda self, left=left: left))
+        queue = make(gpu_queue, tmp_path, 0, **steps)
+        if left == 600:
+            monkeypatch.setattr(queue, "run", states.append)
+            queue.work_through(list(steps))
+        else:
+            queue.work_through(list(steps))
+            states.append(queue.state("hangs"))
+    assert states == ["open", "cut off", "other", "hangs"]
+
+
+def test_a_step_that_an_earlier_call_left_is_ended(benchmark: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """A killed call leaves its step, which has a session of its own, on the GPU."""
+    gpu_queue = benchmark("gpu_queue")
+    queue = make(gpu_queue, tmp_path, 60)
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as left:
+        assert left.stdout is not None
+        left.stdout.readline()  # from here on the process has its command line
+        running = tmp_path / "work" / "running.json"
+        running.write_text(json.dumps({"pid": left.pid, "command": ["python", "another"]}))
+        queue.end_leftover()
+        assert left.poll() is None, "a number that belongs to another process now"
+        assert not running.exists()
+        queue.end_leftover()
+        running.write_text(json.dumps({"pid": left.pid, "command": command}))
+        queue.end_leftover()
+        assert left.wait(60) == -signal.SIGKILL
+
+
+def test_an_interrupt_ends_the_step(
+    benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_queue = benchmark("gpu_queue")
+    queue = make(gpu_queue, tmp_path, 60, slow=gpu_queue.Step(1, python("import time; time.sleep(600)"), 1.0))
+    real, begun = subprocess.Popen.wait, []
+
+    def wait(process: Any, timeout: float | None = None) -> int:
+        if not begun:
+            begun.append(process)
+            raise KeyboardInterrupt
+        return real(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        queue.work_through(["slow"])
+    assert begun[0].returncode is not None
+    assert queue.state("slow") == "open"
+
+
+def test_results_of_an_unknown_commit_are_announced(
+    benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_queue = benchmark("gpu_queue")
+    for dirty in (True, False):
+        found = {"commit": "a" * 40, "dirty": dirty, "source": "stamp"}
+        monkeypatch.setattr(gpu_queue.provenance, "read_commit", lambda found=found: found)
+        queue = make(gpu_queue, tmp_path, 60)
+        queue.save()
+        table = (tmp_path / "out" / "table.md").read_text()
+        assert table.startswith("code: aaaaaaaaa, by stamp")
+        assert ("WARNING" in table) == dirty
 
 
 def test_archives_stay_below_the_limit(
@@ -95,6 +172,9 @@ def test_every_step_can_be_started(benchmark: Callable[[str], ModuleType], tmp_p
         assert program == sys.executable
         assert words[0] == "-m" or (ROOT / words[0]).is_file(), words
         assert not any("{" in word for word in words), words
+        own = [word for word in words if word.startswith(str(tmp_path / "work"))]
+        assert own or words[:2] == ["-m", "pytest"] or "results" in words, "what it makes would stay in the tree"
+        assert set(step.after) <= set(gpu_queue.STEPS)
     loops = queue.command(gpu_queue.STEPS["auto_9"], 100.0)
     assert "7,8,9" in loops, "seeds that have run are not run again, and the result has all"
 
