@@ -135,12 +135,14 @@ def _as_value(setting: Range, value: float) -> float | int:
 
 def describe_rung(report: Report, number: int) -> str:
     """The trials of a rung, the best first."""
-    ranked = sorted(report.comparisons.items(), key=lambda item: item[1].mean)
+    scored = ((name, found) for name, found in report.comparisons.items() if found.pairs)
+    ranked = sorted(scored, key=lambda item: item[1].mean)
     shown = "; ".join(
         f"{name} {found.mean:+.4f} ({', '.join(report.study.arm(name).settings)})" for name, found in ranked[:3]
     )
     return (
-        f"rung {number}, {describe_budget(report.study.base)}: {len(ranked)} trials against the base; the best: {shown}"
+        f"rung {number}, {describe_budget(report.study.base)}: {len(report.comparisons)} trials against the base; the best: "
+        f"{shown or 'none has ended well'}"
     )
 
 
@@ -158,7 +160,9 @@ def _explore(
     place = _rung_folder(folder, 0)
     if not (place / STUDY).exists():
         open_study(place, rung)
-    sampler = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=rung.base.seed))
+    # A continued search draws other numbers: with the same ones it would propose its first trials again.
+    seed = rung.base.seed + len(_read_search(folder)["trials"])
+    sampler = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
     kinds = {setting.name: _distribution(optuna, setting) for setting in space}
     with keep_working(place, min(workers, len(rung.seeds)), device) as run:
         report = run()

@@ -1,10 +1,18 @@
-"""Ranges of a search. The search itself needs Optuna: tests/integrations/test_study_packages.py."""
+"""Ranges of a search, and what it says. Trials by Optuna itself are in tests/integrations/test_study_packages.py."""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from parbank.errors import ConfigError
-from parbank.study.search import Range, check_rungs, check_space, read_range
+from parbank.study import search as module
+from parbank.study.kinds.training import Training
+from parbank.study.search import Range, check_rungs, check_space, describe_rung, read_range, search
 from parbank.study.ship import make_study
+from parbank.study.study import Job, Study
 
 
 def test_ranges() -> None:
@@ -35,3 +43,73 @@ def test_rungs_that_do_not_get_longer_are_refused(rungs: list[str]) -> None:
     check_rungs(study, ["30s", "1min", "2min"])
     with pytest.raises(ConfigError, match="rung"):
         check_rungs(study, rungs)
+
+
+class Proposer:
+    """Stands for a study of Optuna in its first trials, which are random."""
+
+    def __init__(self, sampler: int) -> None:
+        self._draws = random.Random(sampler)
+
+    def ask(self) -> Any:
+        trial = SimpleNamespace(params={})
+
+        def suggest(name: str, low: float, high: float, *, log: bool) -> float:
+            found: float = trial.params.setdefault(name, self._draws.uniform(low, high))
+            return found
+
+        trial.suggest_float = suggest
+        return trial
+
+    def tell(self, trial: Any, value: float | None, state: object = None) -> None: ...
+
+    def add_trial(self, trial: object) -> None: ...
+
+
+PROPOSALS = SimpleNamespace(
+    samplers=SimpleNamespace(TPESampler=lambda seed: seed),
+    create_study=lambda sampler: Proposer(sampler),
+    distributions=SimpleNamespace(FloatDistribution=lambda low, high, log: None),
+    trial=SimpleNamespace(TrialState=SimpleNamespace(FAIL="fail"), create_trial=lambda **given: given),
+)
+
+
+@pytest.fixture
+def find(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A search of so many trials; a rate above 0.06 fails."""
+
+    def measure(self: Training, study: Study, job: Job) -> dict[str, float]:
+        rate = study.config(job).optim.matrix_lr
+        if rate > 0.06:
+            raise RuntimeError("diverged")
+        return {"value": 1 + rate}
+
+    def run(trials: int) -> tuple[Any, list[str]]:
+        said: list[str] = []
+        base = make_study("seeds", recipe="nano", data=study.base.data)
+        space = [read_range("optim.matrix_lr=0.01..0.1")]
+        report = search(
+            base, tmp_path / "s", space=space, trials=trials, rungs=["4steps"], seeds=1, workers=0, device="cpu",
+            say=said.append,
+        )  # fmt: skip
+        return report, said
+
+    monkeypatch.setattr(module, "_import_optuna", lambda: PROPOSALS)
+    monkeypatch.setattr(Training, "measure", measure)
+    return run
+
+
+def test_a_continued_search_tries_other_values(find: Any) -> None:
+    find(3)
+    report, _ = find(7)
+    settings = [arm.settings for arm in report.study.arms]
+    assert len(settings) == len(set(settings)) == 7
+
+
+def test_trials_that_failed_are_not_among_the_best(find: Any) -> None:
+    report, said = find(6)
+    means = {name: found.mean for name, found in report.comparisons.items() if found.pairs}
+    assert 0 < len(means) < 6
+    assert f"6 trials against the base; the best: {min(means, key=lambda name: means[name])} " in said[-1]
+    assert "nan" not in said[-1]
+    assert said[-1] == describe_rung(report, 0)
