@@ -24,9 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The same examples in every run: one that fails belongs to the change that made it, not to whoever runs CI next. For others:
 # pytest --hypothesis-profile=default. An example may take as long as it takes: a busy machine stalls any process for seconds.
-settings.register_profile(
-    "parbank", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("parbank", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("parbank")
 
 # Two threads of OpenMP on tensors of a few kilobytes cost far more than they bring.

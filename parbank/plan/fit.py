@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from parbank.errors import ConfigError
+from parbank.errors import ConfigError, ParbankError
 from parbank.files import write_file
 from parbank.plan.laws import (
     DATA,
@@ -66,28 +66,40 @@ def read_rows(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
     """Rows of scores, and rows of packing, from files of JSON and folders of studies."""
     rows: list[Row] = []
     for path in paths:
-        if path.is_dir():
-            rows += read_study_rows(path)
-            continue
-        try:
-            text = path.read_text(encoding="utf-8").strip()
-            rows += json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines()]
-        except (OSError, ValueError) as error:
+        found = read_study_rows(path) if path.is_dir() else _read_file(path)
+        if not any(_counts(row) or "bits_per_weight" in row for row in found):
             raise ConfigError(
-                f"cannot read runs from {path}: {error}; give a JSON list, JSON lines, or the folder of a study"
-            ) from error
-    scores = [row for row in rows if "bpb" in row and not row.get("extra")]
-    scores = [
-        row
-        for row in scores
-        if (_is_repeated(row) or row.get("text_bytes", LEAST_TEXT) >= LEAST_TEXT) and row.get("steps", 0) >= LEAST_STEPS
-    ]
+                f"{path} has no run that a fit can use: give runs of {LEAST_STEPS} steps or more, on {LEAST_TEXT:,} bytes of text "
+                "or more"
+            )
+        rows += found
+    scores = [row for row in rows if _counts(row)]
     for row in scores:
         if lacking := [name for name in (*FIELDS, "key", "scored", "steps") if name not in row]:
             raise ConfigError(
                 f"the run {row.get('key', row)} lacks {', '.join(lacking)}; benchmarks/plan_runs.py writes them"
             )
     return scores, [row for row in rows if "bits_per_weight" in row]
+
+
+def _read_file(path: Path) -> list[Row]:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+        found: list[Row] = (
+            json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines()]
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read runs from {path}: {error}; give a JSON list, JSON lines, or the folder of a study"
+        ) from error
+    return found
+
+
+def _counts(row: Row) -> bool:
+    """Whether a row is a run of a whole schedule, with settings that the laws know, on text enough."""
+    if "bpb" not in row or row.get("extra") or row.get("steps", 0) < LEAST_STEPS:
+        return False
+    return _is_repeated(row) or bool(row.get("text_bytes", LEAST_TEXT) >= LEAST_TEXT)
 
 
 def make_cases(rows: Sequence[Row]) -> Cases:
@@ -348,7 +360,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("more", nargs="*", type=Path, help="files of JSON rows, or folders of studies")
     parser.add_argument("--out", type=Path, default=DATA, help="folder for fit.json and residuals.md")
     given = parser.parse_args(arguments)
-    rows, packing_rows = read_rows([*RUNS, *given.more])
+    try:
+        rows, packing_rows = read_rows([*RUNS, *given.more])
+    except ParbankError as error:
+        parser.error(str(error))
     left_out = leave_out(rows)
     values, *residuals = fit(rows, packing_rows, inflate(left_out))
     write_file(given.out / "fit.json", (json.dumps(values, indent=1) + "\n").encode())

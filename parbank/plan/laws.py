@@ -264,7 +264,7 @@ def load_laws(path: Path = FIT) -> Laws:
     """The committed fit, or another one."""
     try:
         return _read_laws(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"cannot read the fit {path}: {error!r}; make it by python -m parbank.plan.fit of this version with --out, or unset "
             "PARBANK_PLAN_FIT"

@@ -284,17 +284,37 @@ def test_runs_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl").write_text("{")
     with pytest.raises(ConfigError, match="cannot read runs"):
         fitting.read_rows([tmp_path / "runs.jsonl"])
+    for useless in (
+        "",
+        '{"key": "a", "bpb": 1.0, "steps": 63}',
+        '{"key": "a", "bpb": 1.0, "steps": 99, "text_bytes": 3e5}',
+    ):
+        (tmp_path / "runs.jsonl").write_text(useless)
+        with pytest.raises(
+            ConfigError, match=r"runs\.jsonl has no run that a fit can use: give runs of 64 steps or more"
+        ):
+            fitting.read_rows([tmp_path / "runs.jsonl"])
 
 
 def test_a_fit_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "fit.json"
-    for text in ("{", "[]", json.dumps({"parameters": {"E": 0.4}})):
+    whole = json.loads((DATA / "fit.json").read_text())
+    for text in ("{", "[]", json.dumps({"parameters": {"E": 0.4}}), json.dumps(whole | {"ranges": []})):
         path.write_text(text)
         load_laws.cache_clear()
         with pytest.raises(ConfigError, match=r"cannot read the fit .*fit\.json: .* python -m parbank\.plan\.fit"):
             load_laws(path)
     with pytest.raises(ConfigError, match="cannot read the fit"):
         load_laws(tmp_path / "missing.json")
+
+
+def test_a_study_that_a_fit_cannot_use_ends_in_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And writes nothing: a fit without the runs that it was given would look like one with them."""
+    with pytest.raises(SystemExit) as ended:
+        fitting.main([str(tmp_path), "--out", str(tmp_path / "fit")])
+    assert ended.value.code == 2
+    assert "holds no study of training that can be read" in capsys.readouterr().err
+    assert not (tmp_path / "fit").exists()
 
 
 def test_fit_writes_what_plans_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ class Proposer:
 
 PROPOSALS = SimpleNamespace(
     samplers=SimpleNamespace(TPESampler=lambda seed: seed),
-    create_study=lambda sampler: Proposer(sampler),
+    create_study=Proposer,
     distributions=SimpleNamespace(FloatDistribution=lambda low, high, log: None),
     trial=SimpleNamespace(TrialState=SimpleNamespace(FAIL="fail"), create_trial=lambda **given: given),
 )
