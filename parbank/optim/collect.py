@@ -122,7 +122,7 @@ def _reduce(
     matrices = sum(len(group["params"]) for group in groups if is_matrix_group(group))
     device = find_device(groups)
     parts = [
-        torch.zeros(p.numel(), dtype=torch.float32, device=device)
+        torch.zeros(p.numel(), dtype=wide_dtype(p.dtype), device=device)
         if p.grad is None
         else p.grad.reshape(-1).to(wide_dtype(p.dtype))
         for _, p in rest

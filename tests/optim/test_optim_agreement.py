@@ -170,6 +170,7 @@ def _run() -> dict[str, Any]:
             said[scenario.__name__] = str(error)
     said["parted"], said["reloaded"] = _part_later(rank), _reload_later(rank)
     shared = {"pickled": _pickle(rank), "mixed": _mix_dtypes([_gradient(n, rank) for n in range(3)])}
+    shared["wide"] = _step_float64(_gradient(1, rank))
     dtypes = _default_dtypes(rank)
     saved = {"alone": _save_alone(rank), "warned": _save_too_soon(rank)}
     return {"said": said, **shared, "dtypes": dtypes, **saved, "added": _add_later(rank)}
@@ -198,6 +199,14 @@ def _mix_dtypes(grads: list[Tensor | None]) -> list[Tensor]:
         param.grad = None if grad is None else grad.to(dtype)
     ParallelMuon(params).step()
     return [param.detach() for param in params]
+
+
+def _step_float64(grad: Tensor | None) -> Tensor:
+    """AdamW on float64 weights, as a model of that dtype has them."""
+    param = nn.Parameter(torch.ones(6, 6, dtype=torch.float64))
+    param.grad = None if grad is None else grad.double()
+    ParallelMuon([{"params": [param], "algorithm": "adamw"}]).step()
+    return param.detach()
 
 
 def _part_later(rank: int) -> str:
@@ -357,6 +366,14 @@ def test_gradients_of_several_dtypes(ranks: list[dict[str, Any]]) -> None:
         for a, b in zip(result["mixed"], expected):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
             assert not torch.equal(b, torch.eye(6))
+
+
+def test_a_float64_weight_without_a_gradient_on_one_rank(ranks: list[dict[str, Any]]) -> None:
+    """Every rank must send as many bytes as the others."""
+    grads = [_gradient(1, rank) for rank in range(WORLD)]
+    mean = torch.stack([torch.zeros(6, 6) if grad is None else grad for grad in grads]).double().mean(0)
+    for result in ranks:
+        assert torch.equal(result["wide"], _step_float64(mean))
 
 
 def test_the_default_dtype_does_not_reach_the_state(ranks: list[dict[str, Any]]) -> None:
