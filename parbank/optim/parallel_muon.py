@@ -359,7 +359,12 @@ class ParallelMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step. Returns the result of the closure."""
+        """One step. Returns the result of the closure. Inside `torch.compile` it runs as it is, after a graph break."""
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self._step_with)(closure)
+        return self._step_with(closure)
+
+    def _step_with(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():

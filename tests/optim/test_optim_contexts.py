@@ -64,3 +64,22 @@ def test_a_step_runs_on_the_device_of_the_parameters(monkeypatch: pytest.MonkeyP
     param.grad = torch.ones(4, 4)
     ParallelMuon([param], extra_captured=extra).step()
     assert seen == [[param.device]]
+
+
+def test_a_step_inside_torch_compile() -> None:
+    """No compiler has PyTorch's fused AdamW, collectives in flight, or tables of addresses: the step runs as it is."""
+    ends = []
+    for compiled in (False, True):
+        params = [nn.Parameter(torch.eye(4)), nn.Parameter(torch.ones(4))]
+        optimizer = ParallelMuon([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}], max_norm=1.0)
+
+        def step(scale: Tensor, params: list[nn.Parameter] = params, optimizer: ParallelMuon = optimizer) -> None:
+            for param in params:
+                param.grad = torch.full_like(param, 0.5) * scale
+            optimizer.step()
+
+        work = torch.compile(step, backend="eager") if compiled else step
+        for number in range(3):
+            work(torch.tensor(1.0 + number))
+        ends.append([param.detach() for param in params])
+    assert all(torch.equal(a, b) for a, b in zip(*ends))
