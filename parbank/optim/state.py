@@ -245,7 +245,10 @@ def _copy_like(value: Tensor, param: Tensor) -> Tensor:
     ):  # a whole tensor for a sharded weight
         from torch.distributed.tensor import distribute_tensor
 
-        return distribute_tensor(value.to(param.device), param.device_mesh, param.placements)  # type: ignore[attr-defined]
+        kind = torch.int32 if value.dtype == torch.int16 else value.dtype  # neither NCCL nor gloo sends int16
+        sent = value.to(param.device, kind, copy=True)
+        placed = distribute_tensor(sent, param.device_mesh, param.placements)  # type: ignore[attr-defined]
+        return placed.to(value.dtype)
     if value.shape == param.shape:
         return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
     return value.detach().to(device=param.device, copy=True)

@@ -113,6 +113,9 @@ def _run(folder: Path) -> dict[str, Any]:
         str(s["low_bits"].dtype) for s in tracker.state.values()
     }
 
+    alone = [dist.new_group([rank]) for rank in range(WORLD)][dist.get_rank()]
+    result |= _load_one_process(tracker, alone) | _load_replicated(mesh, alone)
+
     double = Model().double()
     _shard(double, mesh)
     precise = ParallelMuon(_with_normuon(double), max_norm=0.5)
@@ -127,6 +130,33 @@ def _run(folder: Path) -> dict[str, Any]:
     except ConfigError as error:
         result["mixed"] = str(error)
     return result
+
+
+def _load_one_process(tracker: ParallelMuon, alone: Any) -> dict[str, Any]:
+    """A checkpoint of one process, into bfloat16 weights under FSDP2."""
+    model = Model().bfloat16()
+    optimizer = ParallelMuon(model.groups(), process_group=alone)
+    model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    tracker.load_state_dict(optimizer.state_dict())
+    states = zip(tracker.state.values(), optimizer.state.values())
+    return {"loaded": all(torch.equal(_whole(a["low_bits"].int()), b["low_bits"].int()) for a, b in states)}
+
+
+def _load_replicated(mesh: Any, alone: Any) -> dict[str, Any]:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    optimizers = []
+    for kind, group in (("whole", alone), ("replicated", None)):
+        weight = torch.eye(4) if kind == "whole" else distribute_tensor(torch.eye(4), mesh, [Replicate()])
+        optimizers.append(ParallelMuon([nn.Parameter(weight)], process_group=group))
+    one, other = optimizers
+    one.param_groups[0]["params"][0].grad = torch.ones(4, 4)
+    one.step()
+    saved = one.state_dict()
+    other.load_state_dict(saved)
+    held = other.state[other.param_groups[0]["params"][0]]["momentum_buffer"].to_local()
+    return {"shares memory": held.data_ptr() == saved["state"][0]["momentum_buffer"].data_ptr()}
 
 
 def _with_normuon(model: Model) -> list[dict[str, Any]]:
@@ -154,6 +184,10 @@ def test_state_goes_through_distributed_checkpoint(ranks: list[dict[str, Any]]) 
 
 def test_bfloat16_weights_keep_their_low_bits(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["bfloat16"] == {"torch.bfloat16", "torch.int16"}
+
+
+def test_a_checkpoint_of_one_process_loads_with_its_low_bits(ranks: list[dict[str, Any]]) -> None:
+    assert [(result["loaded"], result["shares memory"]) for result in ranks] == [(True, False)] * WORLD
 
 
 def test_float64_weights_are_trained_in_float64(ranks: list[dict[str, Any]]) -> None:
