@@ -1,5 +1,6 @@
 """Parameter groups of a run: the only module that knows both the model and the optimizer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from parbank.model import GPT
@@ -48,6 +49,23 @@ def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
         for lr, parameters in roles.items()
     ]
     return [{**group, "lr": group["peak_lr"], "peak_decay": group["weight_decay"]} for group in banks + others]
+
+
+def sizes_of(groups: Sequence[dict[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def regroup(state: dict[str, Any], before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """An optimizer's state with the groups `before`, for the groups `after` of the same parameters. Parameters of one learning
+    rate share a group, so other learning rates may make other groups."""
+    homes = {
+        id(param): (number, saved)
+        for saved, group in zip(state["param_groups"], before, strict=True)
+        for number, param in zip(saved["params"], group["params"], strict=True)
+    }
+    found = [[homes[id(param)] for param in group["params"]] for group in after]
+    groups = [{**places[0][1], "params": [number for number, _ in places]} for places in found]
+    return {**state, "param_groups": groups}
 
 
 def _matrix_role(config: OptimConfig) -> str:

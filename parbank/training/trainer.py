@@ -41,8 +41,8 @@ from parbank.training.checkpoint import (
     save_checkpoint,
 )
 from parbank.training.compiled import count_lookups, keep_compiled_graphs
-from parbank.training.config import RunConfig, Stage
-from parbank.training.groups import parameter_groups
+from parbank.training.config import RunConfig, Stage, read_config
+from parbank.training.groups import parameter_groups, regroup, sizes_of
 from parbank.training.inductor import compile_model, find_compiler, wants_inductor
 from parbank.training.passes import Passes, cut_windows, take_batch
 from parbank.training.signals import watch_signals
@@ -424,14 +424,16 @@ class Trainer:
         self._restore_precision(state.get("precision"))
         self._restore_compiled(state.get("compiled", False))
         self.model.load_state_dict(state["model"])
-        self._load_optimizer(state["optimizer"])
+        self._load_optimizer(state["optimizer"], state.get("config"))
         self.averages.load_state_dict(state["averages"])
         self.batches.rewind(state["data"])
         restore_random_state(state["random"])
 
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
+    def _load_optimizer(self, state: dict[str, Any], config: dict[str, Any] | None) -> None:
         """Momenta come from the checkpoint; learning rates and decay from this run's config, which --set may have changed."""
         groups = parameter_groups(self.model, self.config.optim)
+        if config is not None and sizes_of(state["param_groups"]) != sizes_of(groups):
+            state = regroup(state, parameter_groups(self.model, read_config(config).optim), groups)
         for saved, wanted in zip(state["param_groups"], groups):
             if saved.get("algorithm") not in (None, wanted["algorithm"]):
                 asked = f"the config asks for {wanted['algorithm']}; resume as it was started, or start again in another --out"

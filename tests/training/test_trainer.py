@@ -139,6 +139,33 @@ def test_a_resumed_run_is_bit_identical(dataset: Dataset, tmp_path: Path, stop: 
     assert_same_state(second, uninterrupted)
 
 
+@pytest.mark.parametrize(("first", "second"), [("0.035", "0.025"), ("0.025", "0.035")])
+def test_a_resumed_run_may_have_learning_rates_that_are_equal_or_no_longer(
+    dataset: Dataset, tmp_path: Path, first: str, second: str
+) -> None:
+    """Parameters of one learning rate share a group. Each keeps its own moments."""
+    trainers = []
+    for rate in (first, second):
+        trainer = Trainer(
+            nano("budget.steps=2", "optim.scalar_lr=0.025", f"optim.embedding_lr={rate}"), CPU, dataset, tmp_path
+        )
+        trainers.append(trainer)
+    one, other = trainers
+    losses_of(one)
+    path = one.save()
+    assert path is not None
+    other.resume(load_checkpoint(path), path)
+    assert len(one.optimizer.param_groups) != len(other.optimizer.param_groups)
+    for (name, a), b in zip(one.model.named_parameters(), other.model.parameters()):
+        held, kept = one.optimizer.state[a], other.optimizer.state[b]
+        assert held.keys() == kept.keys(), name
+        assert all(torch.equal(held[key], kept[key]) for key in held), name
+    rates = {group["peak_lr"] for group in other.optimizer.param_groups if group["algorithm"] == "adamw"}
+    assert rates == {0.025, float(second)}
+    for trainer in trainers:
+        trainer.close()
+
+
 def test_other_data_or_another_model_is_refused_and_nothing_changes(dataset: Dataset, tmp_path: Path) -> None:
     _, trainer = run(nano("budget.steps=2"), dataset, tmp_path)
     state = trainer.state_dict() | {"dataset": dataset.fingerprint}
