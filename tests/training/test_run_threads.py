@@ -15,7 +15,7 @@ from parbank.display import Display
 from parbank.errors import CheckpointError
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
-from parbank.threads import ShortWaits
+from parbank.threads import _WAITING, ShortWaits
 from parbank.training import run as runs
 from parbank.training import threads as module
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
@@ -44,7 +44,10 @@ class FakeMeter:
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine of two cores and a load that is set by hand. Threads wait shortly, since the real load may be high."""
+    """A machine of two cores and a load that is set by hand. Threads wait shortly, since the real load may be high, and
+    whatever the environment says of it."""
+    for name in _WAITING:
+        monkeypatch.delenv(name, raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     waits = ShortWaits()
