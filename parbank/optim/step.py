@@ -30,13 +30,6 @@ if TYPE_CHECKING:
 
 def run(optimizer: "ParallelMuon") -> None:
     """One step on the current gradients and hyperparameters."""
-    raised = find_raised(optimizer.param_groups)
-    negate(raised)
-    _run(optimizer)
-    negate(raised)  # exact: gradients are as if nothing had been done
-
-
-def _run(optimizer: "ParallelMuon") -> None:
     ranks, buffers, groups = optimizer.ranks, optimizer.buffers, optimizer.param_groups
     batches = optimizer.batches()
     pieces = [batch.pieces(ranks.rank) for batch in batches]
@@ -49,8 +42,10 @@ def _run(optimizer: "ParallelMuon") -> None:
     others = [batch.others(ranks.rank) for batch in batches]
     needed = [mine + rest for mine, rest in zip(pieces, others)]
     options = (ranks, reduce, buffers.constant, staging, early, backward.take(optimizer, batches))
+    require(getattr(optimizer, "grad_scale", None) is None or not reduce or ranks.world == 1, SCALES_DIFFER)
+    raised = find_raised(groups)
+    negate(raised)  # after the last check: a step that is refused leaves gradients alone
     collected = collect(groups, batches, needed, *options)
-    require(getattr(optimizer, "grad_scale", None) is None or collected.divisor == 1, SCALES_DIFFER)
     if collected.spoilt is not None:
         factor = torch.full((), 1 / collected.divisor, dtype=torch.float32, device=buffers.device)
         _step_small(optimizer, collected, torch.stack([1 - collected.spoilt.float(), factor]))
@@ -71,6 +66,7 @@ def _run(optimizer: "ParallelMuon") -> None:
         step_dtensors(groups, optimizer.state, control)
     for batch, updates, works in flying:
         _apply(optimizer, batch, updates, works, control)
+    negate(raised)  # exact: gradients are as if nothing had been done
 
 
 def _measure(optimizer: "ParallelMuon", collected: Collected) -> Control:

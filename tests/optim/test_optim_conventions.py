@@ -36,6 +36,21 @@ def test_maximize_is_a_step_on_the_negative_gradient(algorithm: str) -> None:
     assert torch.equal(*params)
 
 
+def test_maximize_after_a_step_that_was_refused() -> None:
+    """The gradient is as it was: once the option is right, the step goes up."""
+    params = [nn.Parameter(torch.eye(4)) for _ in range(2)]
+    optimizers = [ParallelMuon([param], maximize=True) for param in params]
+    optimizers[0].param_groups[0]["num_heads"] = 3
+    for param in params:
+        param.grad = torch.ones(4, 4)
+    with pytest.raises(ConfigError, match="num_heads=3 does not divide"):
+        optimizers[0].step()
+    optimizers[0].param_groups[0]["num_heads"] = None
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.equal(*params)
+
+
 def test_maximize_leaves_the_gradient_for_a_second_step() -> None:
     params = [_param() for _ in range(2)]
     for param, maximize, sign in zip(params, (True, False), (1, -1)):
