@@ -127,12 +127,15 @@ def is_artifact(path: str | Path) -> bool:
 
 
 def check_target(path: str | Path) -> None:
-    """Refuses to replace a file that is no artifact, such as a checkpoint named by mistake."""
+    """Refuses to replace a file that is no artifact, such as a checkpoint named by mistake, and the result of a run."""
     if os.path.isdir(path):
         raise ArtifactError(f"{path} is a folder; name a file in it, such as {Path(path) / 'model.pbk'}")
     if os.path.lexists(path) and not is_artifact(path):
         raise ArtifactError(f"{path} exists and is no artifact; choose another name, or delete it yourself")
     refuse_link(path)
+    summary = Path(path).with_name("summary.json")
+    if Path(path).name == "model.pbk" and os.path.lexists(path) and summary.exists():
+        raise ArtifactError(f"{path} is the result of a run, and {summary} holds its score; choose another name")
 
 
 def _read(file: BinaryIO, size: int, source: str) -> Artifact:

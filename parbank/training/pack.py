@@ -86,10 +86,11 @@ def pack_checkpoint(
         raise ConfigError(f"--max-bytes must be positive, got {max_bytes}")
     if is_artifact(path):
         raise ConfigError(f"{path} is packed already; give the checkpoint it came from, or its run folder")
-    if out is not None:
-        check_target(out)
-    runtime, display = runtime or Runtime(device=torch.device("cpu")), display or Display(enabled=False)
     file = find_checkpoint(path)
+    folder = file.parent.parent if file.parent.name == "checkpoint" else file.parent
+    target = out or folder / f"model-{max_bytes}.pbk"
+    check_target(target)
+    runtime, display = runtime or Runtime(device=torch.device("cpu")), display or Display(enabled=False)
     model, tokenizer, config = load_trained(file, runtime.device)
     for setting in settings:
         if not setting.startswith("quant."):
@@ -99,8 +100,6 @@ def pack_checkpoint(
     if config.quant.method == "solver" and config.quant.calibration_tokens:
         tokens = _training_tokens(data, config, tokenizer, display)
         measured = calibrate_model(model, config, tokens, runtime, display) if tokens is not None else None
-    folder = file.parent.parent if file.parent.name == "checkpoint" else file.parent
-    target = out or folder / f"model-{max_bytes}.pbk"
     packed = pack_run(model, config, tokenizer, measured, target, max_bytes=max_bytes, say=display.say)
     if tokens is not None:
         display.say(_measure_loss(model, packed, tokens, tokenizer, config, runtime))

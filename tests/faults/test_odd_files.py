@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import parbank
-from parbank.artifact.container import read_artifact, write_artifact
+from parbank.artifact.container import check_target, read_artifact, write_artifact
 from parbank.artifact.safetensors import export_model, import_model
 from parbank.cli.main import app
 from parbank.config import override, parse_json
@@ -210,6 +210,32 @@ def test_a_file_of_another_kind_is_not_replaced(finished: Path, tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"b\.safetensors exists and was not exported by parbank"):
         export_model(loaded, tmp_path / "b.safetensors")
     assert {(tmp_path / name).read_text() for name in ("notes.txt", "b.safetensors")} == {"mine"}
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link"])
+def test_packing_without_a_name_replaces_no_file_of_the_user(kind: str, finished: Path, tmp_path: Path) -> None:
+    """The artifact is named by its cap, in the folder of the run."""
+    shutil.copytree(finished / "checkpoint", tmp_path / "checkpoint")
+    (tmp_path / "notes.txt").write_text("mine")
+    target = tmp_path / "model-60000.pbk"
+    if kind == "a link":
+        target.symlink_to(tmp_path / "notes.txt")
+    else:
+        target.write_text("mine")
+    with pytest.raises(ArtifactError, match=r"model-60000\.pbk exists and is no artifact"):
+        pack_checkpoint(tmp_path, 60_000, None)
+    assert target.read_text() == "mine"
+
+
+def test_the_artifact_that_a_summary_describes_is_not_replaced(finished: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.pbk"
+    before = (finished / "model.pbk").read_bytes()
+    path.write_bytes(before)
+    check_target(path)
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="is the result of a run, and .*summary.json holds its score"):
+        pack_checkpoint(finished, 60_000, path)
+    assert path.read_bytes() == before
 
 
 def test_an_artifact_does_not_choose_which_files_are_read(finished: Path, tmp_path: Path) -> None:
