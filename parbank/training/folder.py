@@ -98,9 +98,17 @@ def _newest(out: Path) -> Path | None:
 
 def _check_contents(out: Path, resume: bool) -> None:
     """A new run needs an empty folder, or that of a run which ended before its first checkpoint."""
-    if not out.is_dir() or (resume and _newest(out)):
+    if not out.is_dir():
         return
     names = {path.name for path in out.iterdir()} - {LOCK, HOLDER}
+    if resume and _newest(out):
+        others = sorted(names.intersection(WRITTEN))
+        if others and "config.json" not in names:  # a run writes it before any other
+            raise ConfigError(
+                f"{out} holds {others[0]} and no config.json of a run, so the run would overwrite files that may be yours; move "
+                "them away, or put the config.json back"
+            )
+        return
     if resume and "summary.json" in names:
         raise CheckpointError(f"the run in {out} has ended, and its checkpoints are gone; choose another --out")
     if list_checkpoints(out / "checkpoint") or "summary.json" in names:

@@ -233,7 +233,7 @@ def test_the_artifact_that_a_summary_describes_is_not_replaced(finished: Path, t
     path.write_bytes(before)
     check_target(path)
     (tmp_path / "summary.json").write_text("{}")
-    with pytest.raises(ArtifactError, match="is the result of a run, and .*summary.json holds its score"):
+    with pytest.raises(ArtifactError, match=r"is the result of a run, and .*summary\.json holds its score"):
         pack_checkpoint(finished, 60_000, path)
     assert path.read_bytes() == before
 

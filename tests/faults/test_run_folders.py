@@ -53,6 +53,20 @@ def test_a_folder_of_the_user_is_refused_and_left_alone(name: str, tmp_path: Pat
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "model.pbk", "summary.json", "details.json", "report.html"])
+def test_a_resume_beside_a_loose_checkpoint_overwrites_nothing(name: str, tmp_path: Path) -> None:
+    """Somebody's folder with a copy of a checkpoint. A run has its config.json beside every file that it writes."""
+    (tmp_path / "step_00000006.pt").write_bytes(b"")
+    (tmp_path / name).write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=f"holds {name} and no config.json"), open_folder(tmp_path, True, PLACE):
+        pass
+    assert contents(tmp_path) == before
+    (tmp_path / "config.json").write_text("{}")
+    with open_folder(tmp_path, True, PLACE) as folder:
+        assert folder.checkpoint == tmp_path / "step_00000006.pt"
+
+
 @pytest.mark.parametrize("name", [".run.lock", ".run.json"])
 def test_a_file_of_the_user_with_the_name_of_a_lock_is_left_alone(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"pid": "mine"}')
