@@ -144,13 +144,18 @@ def _sweep(folder: Path, own: Path) -> None:
 
 def check_folder(folder: Path) -> None:
     """Only an empty folder or an earlier result may be replaced, never a user's files."""
+    if folder.is_symlink():
+        raise DataError(
+            f"{folder} is a symbolic link, and a new folder would take its place; name the folder it points to ({folder.resolve()})"
+        )
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; choose a folder for the shards")
     if not folder.is_dir():
         return
     if Path.cwd().is_relative_to(folder.resolve()):
         raise DataError(f"{folder} is or holds the current folder, and would be replaced; choose a folder inside it")
-    foreign = sorted({path.name for path in folder.iterdir()} - set(find_written(folder)))
+    ours = {path for name in find_written(folder) if (path := folder / name).is_file() and not path.is_symlink()}
+    foreign = sorted(path.name for path in set(folder.iterdir()) - ours)
     if foreign:
         some = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         raise DataError(

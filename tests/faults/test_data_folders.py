@@ -60,6 +60,34 @@ def test_a_users_file_stops_a_replacement_and_stays(text: Path, tmp_path: Path) 
     assert describe(out)["vocab_size"] == 310
 
 
+@pytest.mark.parametrize("kind", ["a folder", "a link"])
+@pytest.mark.parametrize("name", ["tokenizer.model", "text_val_000000.bin"])
+def test_what_has_the_name_of_a_listed_file_and_is_none_stays(name: str, kind: str, text: Path, tmp_path: Path) -> None:
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    prepare(text, out)
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    (out / name).unlink()
+    if kind == "a link":
+        (out / name).symlink_to(mine / "thesis.txt")
+    else:
+        mine.rename(out / name)
+    with pytest.raises(DataError, match=rf"out holds other files \({name}\) and would be replaced"):
+        prepare(text, out, vocab=310)
+    assert (out / name if kind == "a link" else out / name / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_link_is_refused_before_the_work(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    said: list[str] = []
+    with pytest.raises(DataError, match="is a symbolic link, and a new folder would take its place; name the folder"):
+        prepare_text([str(text)], tmp_path / "out", vocab_size=300, say=said.append)
+    assert said == []
+    prepare(text, tmp_path / "real")
+    prepare(text, tmp_path / "out")  # there is nothing to do
+
+
 def test_the_current_folder_is_not_replaced(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "shards"
     out.mkdir()
