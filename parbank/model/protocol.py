@@ -27,8 +27,8 @@ class LanguageModel(Protocol):
       each parameter gets, and `ParallelMuon` steps them. If the model has `get_input_embeddings`,
       `get_output_embeddings` or `get_classifier`, as in transformers and timm, they say what is an embedding or a head.
     - To score and to sample: `Model(model, tokenizer, context=...)`. The call must give one logit for each token of the
-      tokenizer. A position must not see the positions after it: `score` tries that with random tokens, and refuses a
-      model that does.
+      tokenizer. A position must not see the positions after it, nor another row: `score` tries that with random tokens,
+      and refuses a model that does.
     - To pack: `pack(model, max_bytes=..., calibration=...)`. Weights become integers; buffers of integers and bools are
       kept exactly.
     """
@@ -89,14 +89,17 @@ class PlainModel(nn.Module):
 
     @torch.no_grad()
     def check_causal(self, length: int) -> None:
-        """Refuses a module whose logits depend on later tokens: its scores would be far too good.
+        """Refuses a module whose logits depend on later tokens, or on another row: its scores would be far too good, since
+        windows of one text overlap.
 
-        It reads a window of random tokens, and again with other tokens at its end. What comes before must stay as it was.
-        Both passes have the same shape, so a causal module gives the same bits, or nearly so where its kernels add in any
-        order. A module that gives other logits for the same tokens, such as one with noise, is judged by that difference.
+        It reads two windows of random tokens, and again with other tokens at their ends, or in one of them. What comes
+        before, or the other window, must stay as it was. All passes have the same shape, so a causal module gives the same
+        bits, or nearly so where its kernels add in any order. A module that gives other logits for the same tokens, such as
+        one with noise, is judged by that difference.
         """
         length = min(length, CAUSAL_WINDOW)
-        ids = torch.randint(self.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(self.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+        others = (ids + 1) % self.config.vocab_size
         training = self.training
         self.eval()
         try:
@@ -104,12 +107,19 @@ class PlainModel(nn.Module):
             noise = _distance(self._read(ids), before)
             allowed = 4 * noise + CAUSAL_TOLERANCE * before.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()
             for cut in {length // 2, length - 1} - {0}:
-                other = torch.cat([ids[:, :cut], (ids[:, cut:] + 1) % self.config.vocab_size], dim=1)
-                change = _distance(self._read(other)[:, :cut], before[:, :cut])
+                ends = torch.cat([ids[:, :cut], others[:, cut:]], dim=1)
+                change = _distance(self._read(ends)[:, :cut], before[:, :cut])
                 if change > allowed:
                     raise ConfigError(
                         f"{type(self.module).__name__} sees later tokens: its logits before position {cut} change by {change:.3g} "
                         "with the tokens from there on, so a score would be far too good; mask its attention (is_causal=True)"
+                    )
+            for rows, kept in ((ids[:1], others[1:]), 0), ((others[:1], ids[1:]), 1):
+                change = _distance(self._read(torch.cat(rows))[kept], before[kept])
+                if change > allowed:
+                    raise ConfigError(
+                        f"{type(self.module).__name__} mixes the rows of a batch: the logits of one text change by {change:.3g} "
+                        "with the text beside it, so a score would be wrong; PyTorch's attention layers need batch_first=True"
                     )
         finally:
             self.train(training)

@@ -191,6 +191,49 @@ def test_a_module_that_sees_later_tokens_gets_no_score(trained: Trained) -> None
     assert score(trained.module, "a") > 0, "one token, which nothing follows"
 
 
+class NextRow(nn.Module):
+    """Reads the row below: in overlapping windows of one text it holds the next tokens."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 9.0 * F.one_hot(ids.roll(-1, 0), 320)
+
+
+class RowsAbove(nn.Module):
+    """Sums the rows up to its own."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.one_hot(ids, 320).float().cumsum(0)
+
+
+class LengthFirst(nn.Module):
+    """PyTorch's own layer at its defaults takes the batch for the length, and needs no mask to see no later token."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(320, WIDTH), nn.Linear(WIDTH, 320)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 1, WIDTH, batch_first=batch_first)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = (
+            nn.Transformer.generate_square_subsequent_mask(ids.shape[1]) if self.layer.self_attn.batch_first else None
+        )
+        return self.head(self.layer(self.table(ids), mask))
+
+
+def test_a_module_that_sees_other_rows_gets_no_score(trained: Trained) -> None:
+    def score(module: nn.Module) -> float:
+        model = parbank.Model(module, trained.data.tokenizer, context=CONTEXT)
+        return model.score(TEXT, method="sliding", stride=1).bpb
+
+    for module in (NextRow(), RowsAbove(), LengthFirst(batch_first=False)):
+        with pytest.raises(
+            ConfigError, match=f"{type(module).__name__} mixes the rows of a batch: the logits of one text"
+        ):
+            score(module)
+    assert score(LengthFirst(batch_first=True)) > 5
+
+
 def test_a_module_may_have_no_weights(trained: Trained) -> None:
     class Uniform(nn.Module):
         def forward(self, ids: Tensor) -> Tensor:
@@ -329,5 +372,5 @@ def test_a_module_that_is_no_language_model_says_so(trained: Trained) -> None:
             return super().forward(ids).mean(1)
 
     model = parbank.Model(Pooled(320), trained.data.tokenizer, context=CONTEXT)
-    with pytest.raises(ConfigError, match=r"Pooled returned \(1, 320\).*returns logits of shape \(1, \d+, 320\)"):
+    with pytest.raises(ConfigError, match=r"Pooled returned \(2, 320\).*returns logits of shape \(2, \d+, 320\)"):
         model.score("def f")
