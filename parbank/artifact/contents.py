@@ -197,9 +197,10 @@ def _check_claim(artifact: Artifact, count: int, prefix: str, free: int = FREE_W
         raise ArtifactError.damaged(artifact.source, f"it claims to hold {count:,} weights in {size:,} bytes")
 
 
-def read_contents(artifact: Artifact) -> list[StoredTensor]:
-    """Every tensor of a file, of any version. All sizes are checked before any weight is decoded."""
-    specs = read_specs(artifact)
+def read_contents(artifact: Artifact, specs: list[Spec] | None = None) -> list[StoredTensor]:
+    """Every tensor of a file, of any version. All sizes are checked before any weight is decoded. `specs`: those of
+    `read_specs`, where they are known."""
+    specs = read_specs(artifact) if specs is None else specs
     read = _read_streams_1 if artifact.version == 1 else _read_streams
     decoded = read(artifact, specs)
     numbers, position, found = _read_halves(artifact, specs), 0, []

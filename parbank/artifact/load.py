@@ -9,8 +9,8 @@ import torch
 
 from parbank.artifact.about import KIND, TOKENIZER
 from parbank.artifact.container import Artifact, read_artifact
-from parbank.artifact.contents import read_specs
-from parbank.artifact.pack import each_tensor
+from parbank.artifact.contents import read_contents, read_specs
+from parbank.artifact.pack import fill_tensors
 from parbank.config import from_dict
 from parbank.data.sources import is_public
 from parbank.data.tokenizer import Tokenizer
@@ -74,7 +74,8 @@ def _rebuild(artifact: Artifact, device: torch.device, shaped: Shaped) -> Loaded
     ours, theirs = (config.vocab_size, config.bos_id), (tokenizer.vocab_size, tokenizer.bos_id)
     if ours != theirs:
         raise _unusable(artifact, f"model and tokenizer differ in (vocabulary, BOS): {ours} and {theirs}")
-    found = {spec.name: spec.shape for spec in read_specs(artifact)}
+    specs = read_specs(artifact)
+    found = {spec.name: spec.shape for spec in specs}
     if config.layers > len(found):  # before a model of a billion layers is built to be compared
         raise _unusable(artifact, f"its config has {config.layers} layers, its weights are {len(found)} tensors")
     with torch.device("meta"):  # the shapes are compared before a weight is decoded or memory for them is taken
@@ -86,10 +87,7 @@ def _rebuild(artifact: Artifact, device: torch.device, shaped: Shaped) -> Loaded
         raise _unusable(artifact, f"the shape of {name} is {here}, its config makes it {there}")
     shaped(config, context)
     model.allocate(device)
-    weights = model.state_dict()  # views of the model's memory: one tensor at a time is held twice
-    for name, tensor in each_tensor(artifact):
-        weights[name].copy_(tensor)
-        del tensor  # before the next one is made
+    fill_tensors(read_contents(artifact, specs), model.state_dict())  # views of the model's memory
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

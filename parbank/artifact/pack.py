@@ -5,7 +5,7 @@ exceeds the cap, the matrices get smaller ranges, one level at a time if needed,
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,20 +177,30 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def unpack_tensors(artifact: Artifact) -> dict[str, torch.Tensor]:
     """The float32 tensors that `pack_tensors` stored, with their names and shapes."""
-    return dict(each_tensor(artifact))
+    contents = read_contents(artifact)
+    found = {stored.spec.name: torch.empty(stored.spec.shape) for stored in contents}
+    fill_tensors(contents, found)
+    return found
 
 
-def each_tensor(artifact: Artifact) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same one by one. Every stream is read and checked before the first; the integers of a tensor are freed with it."""
-    left = read_contents(artifact)[::-1]
-    while left:
-        yield left[-1].spec.name, _to_tensor(left.pop())
+def fill_tensors(contents: list[StoredTensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """Writes contents into tensors of their names and shapes, and empties the list. In a CPU's memory no tensor of floating
+    point is held twice."""
+    while contents:
+        stored = contents.pop()  # its integers are freed with it
+        _write(stored, weights[stored.spec.name])
 
 
-def _to_tensor(stored: StoredTensor) -> torch.Tensor:
-    content = stored.content
-    weights = dequantise(content) if isinstance(content, Quantised) else content.astype(np.float32)
-    return torch.from_numpy(weights.reshape(stored.spec.shape))
+def _write(stored: StoredTensor, weights: torch.Tensor) -> None:
+    content, shape = stored.content, stored.spec.shape
+    direct = weights.device.type == "cpu" and weights.dtype == torch.float32 and weights.is_contiguous()
+    values = weights.numpy() if direct else np.empty(shape, np.float32)
+    if isinstance(content, Quantised):
+        dequantise(content, out=values)
+    else:
+        values[...] = content.reshape(shape)
+    if not direct:
+        weights.copy_(torch.from_numpy(values))
 
 
 def describe_tensors(artifact: Artifact) -> list[TensorRow]:

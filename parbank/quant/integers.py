@@ -79,15 +79,16 @@ def dequantise_with_entropy(quantised: Quantised) -> tuple[Floats, float]:
     return dequantise(quantised), entropy_bits(quantised.values)
 
 
-def dequantise(quantised: Quantised) -> Floats:
-    """The weights that evaluation uses, bit for bit the same on every machine.
+def dequantise(quantised: Quantised, out: Floats | None = None) -> Floats:
+    """The weights that evaluation uses, bit for bit the same on every machine; written to `out` (rows, cols) if given.
 
     integer * scale is one rounding. The rotation is undone by additions in float64 in a fixed order and an exact
     power of two. The low-rank product is summed rank by rank in float64. A few rows at a time, or whole blocks of a long
     row, stay in the cache.
     """
     rows, cols = quantised.values.shape
-    weights, step = np.empty((rows, cols), np.float32), max(_SLICE // max(cols, 1), 1)
+    weights = np.empty((rows, cols), np.float32) if out is None else out
+    step = max(_SLICE // max(cols, 1), 1)
     block = max(quantised.rotation, 1)
     width = max(_SLICE // block, 1) * block
     for top in range(0, rows, step):
