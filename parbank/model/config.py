@@ -14,6 +14,7 @@ Activation = Literal["leaky_relu_squared", "relu_squared", "gelu"]
 MAX_LAYERS, MAX_CHANNELS, MAX_BUCKETS = 1_000, 1 << 22, 1 << 31
 MAX_ROPE_DIMS = 256  # attention on GPUs takes no wider heads; the tables of all positions are then 32 MB
 MAX_VOCAB = 1 << 16  # shards hold 16 bits a token
+MAX_NUMBER = 1e30  # of settings that a kernel takes as float32, which ends at 3e38
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,13 @@ class ModelConfig:
             f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads})",
         )
         require(math.isfinite(self.mlp_multiple), f"model.mlp_multiple must be finite, got {self.mlp_multiple}")
+        for name in ("activation_slope", "qk_gain"):
+            value = getattr(self, name)
+            require(abs(value) <= MAX_NUMBER, f"model.{name} must lie within +-{MAX_NUMBER:g}, got {value}")
+        for name in ("rope_base", "embedding_std", "softcap"):
+            value = getattr(self, name)
+            require(0 <= value <= MAX_NUMBER, f"model.{name} must lie in 0..{MAX_NUMBER:g}, got {value}")
+        require(self.rope_base > 0, f"model.rope_base must be positive, got {self.rope_base}")
         require(self.hidden >= 1, f"model.mlp_multiple must give at least one hidden channel, got {self.mlp_multiple}")
         require(
             self.hidden <= MAX_CHANNELS,
@@ -143,7 +151,6 @@ class ModelConfig:
         require(
             0 <= self.bos_id < self.vocab_size, f"model.bos_id must lie in 0..{self.vocab_size - 1}, got {self.bos_id}"
         )
-        require(self.softcap >= 0, f"model.softcap must be 0 (off) or positive, got {self.softcap}")
 
     @property
     def head_width(self) -> int:
