@@ -93,10 +93,12 @@ class DocumentReader:
         ]
         self._graphs = Graphs(enabled=graphed and runtime.is_cuda)
 
-    def read(self, ids: Tensor, group: list[DocumentSpan], rates: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(
+        self, ids: Tensor, group: list[DocumentSpan], rates: Sequence[float], *, teaches: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """For each chunk of all documents: its targets' places in the text, (rows, chunk), and their nats at every
         temperature, (rows, chunk, temperatures). The place of a target that is not scored is one past the last target.
-        `rates` are the learning rates at the start of a document."""
+        `rates` are the learning rates at the start of a document. `teaches`: other documents will start where these end."""
         self._factors.reset()
         for past in self._past:
             for tensor in past:
@@ -116,7 +118,7 @@ class DocumentReader:
             rate = lr[:rows] / (1 + start / self._decay) ** 0.5
             steps = math.inf if self._factors.warm else start // self._chunk + 1
             begun, number = (torch.full((), float(n), device=self._device) for n in (start, steps))
-            learns = start + self._chunk < longest  # nothing is scored after the last chunk
+            learns = teaches or start + self._chunk < longest  # nothing of the group is scored after the last chunk
             work = partial(self._work, learns=learns)
             nats = self._graphs.run(work, [wanted[:, :-1].clamp(min=0), targets, begun, rate, number], key=(learns,))
             yield torch.where(targets != IGNORED, place[:, BEFORE:-1], len(ids) - 1), nats
@@ -126,17 +128,15 @@ class DocumentReader:
         return torch.zeros(groups, self._factors.end_size, device=self._device)
 
     def sum_ends(self, group: list[DocumentSpan], rate: int) -> Tensor:
-        """What the documents of the group that was just read have learnt at one rate: see `DocumentFactors.sum_ends`."""
+        """What the documents of the group that was just read, and `teaches`, have learnt at one rate: see
+        `DocumentFactors.sum_ends`."""
         own = [(row, document.targets) for row, document in enumerate(group) if document.rate == rate]
-        most = (
-            -(-max(document.targets for document in group) // self._chunk) - 1
-        )  # nothing is learnt from the last chunk
         rows = torch.tensor([row for row, _ in own], dtype=torch.long, device=self._device)
-        steps = [float(min(-(-targets // self._chunk), most)) for _, targets in own]
+        steps = [float(-(-targets // self._chunk)) for _, targets in own]
         return self._factors.sum_ends(rows, torch.tensor(steps, device=self._device))
 
     def start_from(self, ends: Tensor, share: float) -> None:
-        """Where the next documents start: see `Factors.start_from`."""
+        """Where the next documents start: see `DocumentFactors.start_from`."""
         self._factors.start_from(ends, share)
 
     def _work(

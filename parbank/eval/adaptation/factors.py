@@ -84,13 +84,13 @@ class DocumentFactors:
     @torch.no_grad()
     def sum_ends(self, rows: Tensor, steps: Tensor) -> Tensor:
         """What some rows learnt, summed, and their number, as one vector. rows (n,): their indices. steps (n,): how many
-        each row took. A row without steps, or whose factors are no numbers any more, does not count."""
+        each row took, one or more. A row whose factors, or squares, are no numbers any more does not count."""
         # A mean square that started from zero is too small by this factor.
-        known = torch.ones_like(steps) if self.warm else 1 - self.DECAY ** steps.clamp(min=1)
+        known = torch.ones_like(steps) if self.warm else 1 - self.DECAY**steps
         known = known[:, None, None]
-        counts = steps > 0
-        for left in self.left.values():
-            counts = counts & left[rows].isfinite().flatten(1).all(1)
+        counts = torch.ones_like(rows, dtype=torch.bool)
+        for state in (*self.left.values(), *self._square.values()):
+            counts &= state[rows].isfinite().flatten(1).all(1)
         parts = [counts.sum()[None].float()]
         for name, left in self.left.items():
             moved, square = left[rows] - self._start[name][0], self._square[name][rows] / known

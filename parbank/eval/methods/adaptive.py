@@ -236,7 +236,8 @@ class Adaptive(Method):
             for number, group in enumerate(groups):
                 mine = next(turns) == runtime.rank
                 numbers = torch.tensor([d.rate for d in group] + [0] * self.rows, device=runtime.device)[:, None]
-                for chunks, (places, found) in enumerate(reader.read(text.ids, group, rates) if mine else (), 1):
+                chunks_of = reader.read(text.ids, group, rates, teaches=bool(ends)) if mine else ()
+                for chunks, (places, found) in enumerate(chunks_of, 1):
                     yield numbers[: len(places)], places, found
                     watch(places)
                     pace.step()
@@ -260,7 +261,7 @@ class Adaptive(Method):
                     if self.warm:  # a sum with the zeros of other ranks is exact, so any number of ranks agrees
                         reader.start_from(runtime.sum(ends[best]).sum(0), self.warm)
                     groups = group_documents([replace(document, rate=best) for document in phase], self.rows)
-                    ends = {best: reader.new_ends(len(groups))} if self.warm else {}
+                    ends = {best: reader.new_ends(len(groups))} if self.warm and phase is not later[-1] else {}
                     for _, places, found in read(groups, ends):
                         nats[places] = found[:, :, None]
             finally:
