@@ -81,10 +81,10 @@ def check_fits(
     if fixed + _total(_most_bytes(_coarsest(shapes, config))) <= max_bytes:
         return
     # Zeros for a huge model would take minutes, and more memory than there is: a lower bound refuses it at once.
-    least = _least_bytes(_coarsest(shapes, config)) if config.method == "solver" else 0
-    huge = sum(spec.count for spec in _coarsest(shapes, config)) > HUGE
-    hopeless = huge and fixed + least > max_bytes
-    worst = fixed + least if hopeless else worst_case_bytes(shapes, config, overhead=fixed)
+    specs = _coarsest(shapes, config)
+    least = fixed + _least_bytes(specs)
+    huge = config.method == "solver" and sum(spec.count for spec in specs) > HUGE
+    worst = least if huge and least > max_bytes else worst_case_bytes(shapes, config, overhead=fixed)
     if worst <= max_bytes:
         return
     parameters = sum(math.prod(shape) for shape in shapes.values())

@@ -193,6 +193,12 @@ def test_what_may_still_come_is_not_refused_but_has_room_in_the_cap_that_is_name
         check_fits(SHAPES, QuantConfig(), worst - 1, overhead=5000, reserve=700)
 
 
+@pytest.mark.parametrize("method", ["solver", "rows"])
+def test_a_huge_model_is_refused_where_the_rest_of_the_file_is_too_large(method: Any) -> None:
+    with pytest.raises(ConfigError, match=r"promised to fit 1,000 bytes: .*, 2,000 of them besides the weights"):
+        check_fits({"a.weight": (20_000, 20_000)}, QuantConfig(method=method), 1000, overhead=2000)
+
+
 def test_the_golf_model_fits_its_caps():
     shapes: dict[str, tuple[int, ...]] = {"token_embedding.weight": (1024, 512), "bigram.embedding.weight": (1536, 128)}
     for layer in range(11):
