@@ -110,7 +110,8 @@ class DocumentReader:
         longest = max(document.targets for document in group)
         for start in range(0, longest, self._chunk):
             active = sum(document.targets > start for document in group)
-            rows = min(self._rows, 1 << (active - 1).bit_length())  # powers of two, so that there are few graphs
+            # On a GPU powers of two, so that there are few graphs. Elsewhere rows without a document would only take time.
+            rows = min(self._rows, 1 << (active - 1).bit_length()) if self._device.type == "cuda" else active
             place = first[:rows] + start + torch.arange(-BEFORE, self._chunk + 1, device=self._device)
             inside = (place >= first[:rows]) & (place <= last[:rows])
             wanted = torch.where(inside, ids[place.clamp(0, len(ids) - 1)].long(), IGNORED)
@@ -165,7 +166,8 @@ class DocumentReader:
         # The largest becomes 0: a float32 near a large logsumexp has no digits left for the logarithm of the sum.
         logits = logits - logits.amax(-1, keepdim=True)
         own = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-        found = [nats if t == 1 else (logits / t).logsumexp(-1) - own / t for t in self._temperatures]
+        # So logsumexp need not look for it again, which gives the same bits.
+        found = [nats if t == 1 else (logits / t).exp_().sum(-1).log_() - own / t for t in self._temperatures]
         return torch.stack(found, -1)
 
     def _read(self, ids: Tensor, start: Tensor, left: dict[str, Tensor]) -> Tensor:
