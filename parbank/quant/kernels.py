@@ -2,8 +2,8 @@
 """The columns of one block of GPTQ in Triton: one launch instead of about 26 a column.
 
 A program takes some rows and keeps their block, all its columns, in registers. Rows are independent, so it needs
-nothing of other programs. The numbers are those of `gptq._round_block` to the last bit: divisions are rounded as IEEE
-says, and products are not fused with sums.
+nothing of other programs. The numbers are those of `gptq._column_by_column` to the last bit: divisions are rounded as
+IEEE says, and products are not fused with sums.
 """
 
 from torch import Tensor
