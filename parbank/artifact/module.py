@@ -62,7 +62,7 @@ def calibrate_module(
             with probe:
                 out = _call(module, given)
                 found = loss(out, given) if loss is not None else _default_loss(out, given)
-            if not isinstance(found, Tensor) or found.ndim:
+            if not isinstance(found, Tensor) or found.numel() != 1:
                 given_back = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
                 raise ConfigError(f"loss must return one number as a tensor, got {given_back}; sum or average it")
             found.backward()

@@ -72,6 +72,12 @@ def test_what_pack_refuses(arguments: dict[str, Any], message: str) -> None:
         parbank.pack(make_module(), **arguments)
 
 
+def test_a_loss_may_be_one_number_of_any_shape() -> None:
+    """Modules that gather losses of several devices give one number as a row."""
+    found = parbank.pack(make_module(), max_bytes=10_000, calibration=[IDS], loss=lambda out, batch: out.mean()[None])
+    assert found.size <= 10_000
+
+
 def test_a_cap_may_be_any_kind_of_number() -> None:
     assert parbank.pack(make_module(), max_bytes=1e4).size <= 10_000  # type: ignore[arg-type]
     assert parbank.pack(make_module(), max_bytes=np.int64(10_000)).size <= 10_000  # type: ignore[arg-type]
