@@ -13,6 +13,7 @@ from parbank.errors import ConfigError
 from parbank.eval.adaptation.documents import DocumentReader, DocumentSpan, find_documents, group_documents
 from parbank.eval.adaptation.factors import DocumentFactors
 from parbank.eval.audit import POSITIONS, audited
+from parbank.eval.methods import adaptive as adaptive_module
 from parbank.eval.methods import make_method
 from parbank.eval.methods.adaptive import _find_best
 from parbank.eval.methods.base import place_in_document
@@ -249,6 +250,16 @@ def test_a_rate_at_which_factors_overflow_is_never_the_best() -> None:
     assert _find_best(nats) == 1
 
 
+def test_tokens_weighed_together_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, rng = make_tokens(), np.random.default_rng(0)
+    alone, adapted = (rng.exponential(2.0, shape) for shape in (len(tokens) - 1, (len(tokens) - 1, 6)))
+    method: Any = make_method("adaptive", context=CONTEXT, orders=())
+    whole = method.mix(tokens, BOS, np.ones(len(alone)), alone, adapted, {})
+    monkeypatch.setattr(adaptive_module, "TOGETHER", 7)
+    parts = method.mix(tokens, BOS, np.ones(len(alone)), alone, adapted, {})
+    np.testing.assert_allclose(parts, whole, rtol=1e-12, atol=1e-12)
+
+
 def test_a_share_of_the_plain_model_is_one_of_the_predictions() -> None:
     """Two that are wrong by turns: alone, each costs 6 nats every second token, and together at most log 4 each."""
     tokens = make_tokens()
@@ -314,12 +325,13 @@ def test_every_temperature_divides_the_logits_of_the_same_pass() -> None:
 def test_the_text_before_a_token_weighs_its_predictions() -> None:
     rng = np.random.default_rng(0)
     nats = rng.exponential(1.0, (200, 3)) * [1.0, 0.7, 1.3]
-    found = mix_bayes(nats)
+    found = mix_bayes([nats])
     assert found[0] == pytest.approx(-np.log(np.exp(-nats[0]).mean())), "even weights at first"
     weights = np.exp(-nats[:50].sum(0))
     expected = -np.log((weights / weights.sum()) @ np.exp(-nats[50]))
     assert found[50] == pytest.approx(expected), "Bayes: weights from the tokens before, and none from the token itself"
     assert nats.sum(0).min() <= found.sum() <= nats.sum(0).min() + np.log(3)
+    np.testing.assert_allclose(mix_bayes([nats[:1], nats[1:70], nats[70:]]), found, rtol=1e-12, atol=1e-12)
 
 
 def test_the_mixture_s_weights_learn_after_their_block() -> None:

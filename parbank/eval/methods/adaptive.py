@@ -46,6 +46,7 @@ SCOPES = ("document", "text")
 AGE = 64  # tokens of a document's first age; the next one is twice as long
 NGRAMS = 0.1  # the weight of all n-grams at first
 SHARE = 0.25  # of the plain model in a mean with the adapted one: factors that learn fast err where it does not
+TOGETHER = 1 << 16  # tokens whose predictions are weighed together: memory only
 OVERFLOW = 1e4  # nats of a token where factors have overflowed: a prediction that is no number gives it no probability
 
 
@@ -189,9 +190,7 @@ class Adaptive(Method):
         config = MixConfig(rate=self.mix_rate, block=self.mix_block)
         found = plain = plain.astype(np.float64)
         if adapted is not None:
-            learnt = np.where(np.isfinite(adapted), adapted.astype(np.float64), OVERFLOW)
-            shared = -np.logaddexp(math.log(SHARE) - plain[:, None], math.log(1 - SHARE) - learnt)
-            found = mix_bayes(np.column_stack([plain, learnt, shared]))
+            found = mix_bayes(_list_predictions(plain, adapted))
         if counts:
             experts, contexts = [found], [age]
             for own in counts.values():
@@ -291,6 +290,16 @@ class Adaptive(Method):
             temperatures=self.temperatures,
             graphed=self.graphed,
         )
+
+
+def _list_predictions(plain: np.ndarray, adapted: np.ndarray) -> Iterator[np.ndarray]:
+    """The nats of the plain model, of the adapted one, and of means of both, (length, 1 + 2 x predictions), for some tokens
+    at a time: of a long text they would take many gigabytes."""
+    for start in range(0, len(plain), TOGETHER):
+        own, learnt = plain[start : start + TOGETHER, None], adapted[start : start + TOGETHER].astype(np.float64)
+        learnt = np.where(np.isfinite(learnt), learnt, OVERFLOW)
+        shared = -np.logaddexp(math.log(SHARE) - own, math.log(1 - SHARE) - learnt)
+        yield np.concatenate([own, learnt, shared], axis=1)
 
 
 def _find_best(nats: Tensor) -> int:

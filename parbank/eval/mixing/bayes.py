@@ -6,14 +6,22 @@ scoring temperatures: predictions at 1 and 1.05 differ so little at each token t
 (online.py) need tens of thousands of tokens to choose.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 
-def mix_bayes(nats: np.ndarray) -> np.ndarray:
-    """The mixture's nats, (n,). nats (n, predictions): the costs of the same tokens, in the order of the text.
+def mix_bayes(blocks: Iterable[np.ndarray]) -> np.ndarray:
+    """The mixture's nats, (n,). blocks (length, predictions) each: the costs of the same tokens, in the order of the text.
+    Where it is cut into blocks changes nothing but memory.
 
     By the chain rule, the nats of a token are the change of -log(mean over predictions of exp(-nats so far))."""
-    total = np.cumsum(nats, axis=0, dtype=np.float64)
-    low = total.min(-1)
-    evidence = low - np.log(np.exp(low[:, None] - total).mean(-1))
-    return np.diff(evidence, prepend=0.0)
+    found: list[np.ndarray] = []
+    so_far, known = np.zeros(1), 0.0
+    for nats in blocks:
+        total = np.cumsum(np.concatenate([nats[:1] + so_far, nats[1:]]), axis=0, dtype=np.float64)
+        low = total.min(-1)
+        evidence = low - np.log(np.exp(low[:, None] - total).mean(-1))
+        found.append(np.diff(evidence, prepend=known))
+        so_far, known = total[-1], evidence[-1]
+    return np.concatenate(found)
