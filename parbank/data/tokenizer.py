@@ -11,7 +11,7 @@ With case operators (parbank.data.case), capitals are tokens of their own, which
 tokenizer begins with MARK: SentencePiece, and a parbank that knows no operators, refuse it.
 
 Another kind of tokenizer is added here and nowhere else: the rest of parbank makes one by `train`, `load` and `from_bytes`,
-and stores its `model_bytes` without looking at them. `from_bytes` has to tell the kinds apart.
+and stores its `model_bytes` without looking at them. `train` chooses the kind by the config, and `from_bytes` by the bytes.
 """
 
 import hashlib
@@ -175,7 +175,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
         try:
-            return cls(Path(path).read_bytes())
+            return cls.from_bytes(Path(path).read_bytes())
         except OSError as error:
             raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
         except DataError as error:
@@ -403,8 +403,15 @@ def _refuse_surrogates(texts: Sequence[str]) -> None:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            sign = ascii(text[error.start])
-            raise DataError(f"the text holds {sign}, half of a surrogate pair, which has no bytes; remove it") from None
+            sign = text[error.start]
+            what = f"the text holds {sign!a}, half of a surrogate pair, which has no bytes; remove it"
+            if (
+                "\udc80" <= sign <= "\udcff"
+            ):  # so Python writes a byte of an argument, or of standard input, that is not UTF-8
+                what = (
+                    f"the text holds the byte 0x{ord(sign) - 0xDC00:02x}, which is not UTF-8; convert it, or remove it"
+                )
+            raise DataError(what) from None
 
 
 def _join(pieces: list[np.ndarray]) -> np.ndarray:

@@ -148,6 +148,8 @@ def test_tokens_outside_the_vocabulary_are_refused(tokenizer: Tokenizer) -> None
 def test_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError, match="surrogate"):
         tokenizer.encode("a\ud800")
+    with pytest.raises(DataError, match="the byte 0xe9, which is not UTF-8"):
+        tokenizer.encode(b"caf\xe9".decode(errors="surrogateescape"))
 
 
 @pytest.mark.parametrize("text", ["hello world " * 3, "one two three four five six seven eight nine ten eleven " * 9])
@@ -195,6 +197,13 @@ def test_bytes_that_are_no_model_are_refused(model: bytes, tmp_path: Path) -> No
     path.write_bytes(model)
     with pytest.raises(DataError, match=r"broken\.model.*not a SentencePiece model"):
         Tokenizer.load(path)
+
+
+def test_a_kind_that_from_bytes_knows_is_read_from_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = object()
+    monkeypatch.setattr(Tokenizer, "from_bytes", lambda model: kind if model == b"my kind" else None)
+    (tmp_path / "my.model").write_bytes(b"my kind")
+    assert Tokenizer.load(tmp_path / "my.model") is kind
 
 
 def test_truncated_model_and_missing_file_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
