@@ -18,7 +18,7 @@ from parbank.display import Display
 from parbank.errors import ConfigError
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
-from parbank.training.loggers import LOGGERS, PACKAGES, check_loggers
+from parbank.training.loggers import LOGGERS, check_loggers
 from parbank.training.metrics import Metrics, finite, memory_bytes
 from parbank.training.reports import train_with_reports
 from parbank.training.telemetry import Reading
@@ -166,7 +166,7 @@ def test_an_unknown_logger_is_refused_with_the_choices() -> None:
 def test_a_logger_without_its_package_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(PACKAGES, "wandb", "no_such_package")
+    monkeypatch.setattr(LOGGERS["wandb"], "package", "no_such_package")
     settings = ['train.loggers=["jsonl","wandb"]']
     message = (
         r"train\.loggers names wandb, whose package is not installed; pip install no_such_package, or leave wandb out"
@@ -174,7 +174,7 @@ def test_a_logger_without_its_package_is_refused_before_any_work(
     with pytest.raises(ConfigError, match=message):
         parbank.train(recipe="nano", data="text:nowhere", out=tmp_path / "run", settings=settings)
     (tmp_path / "mere_folder").mkdir()
-    monkeypatch.setitem(PACKAGES, "wandb", "mere_folder")
+    monkeypatch.setattr(LOGGERS["wandb"], "package", "mere_folder")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="not installed"):
         check_loggers(["wandb"])

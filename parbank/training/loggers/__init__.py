@@ -17,7 +17,10 @@ Row = dict[str, Any]
 
 
 class Logger(Protocol):
-    """Stores the rows of one run. Only the first rank writes."""
+    """Stores the rows of one run. Only the first rank writes.
+
+    A class names by `package` what it imports and parbank does not install by itself.
+    """
 
     def __init__(self, out: Path, *, resume_step: int) -> None:
         """`out` is the folder of the run. Rows after `resume_step` belong to an abandoned attempt: drop them."""
@@ -37,17 +40,14 @@ LOGGERS: dict[str, type[Logger]] = {
     "tensorboard": TensorBoardLogger,
     "wandb": WandbLogger,
 }
-PACKAGES = {"wandb": "wandb"}
-"""Packages that a logger imports and that parbank does not install by itself."""
 
 
 def check_loggers(names: Iterable[str]) -> None:
     """Refuses a logger whose package is missing, before any work: nobody would see its rows."""
     for name in names:
-        package = PACKAGES.get(name)
+        package = getattr(LOGGERS[name], "package", "")
         found = find_spec(package) if package else None
         require(
-            package is None
-            or (found is not None and found.origin is not None),  # a mere folder of that name has no origin
+            not package or (found is not None and found.origin is not None),  # a mere folder of that name has no origin
             f"train.loggers names {name}, whose package is not installed; pip install {package}, or leave {name} out",
         )

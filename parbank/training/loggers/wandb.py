@@ -12,6 +12,8 @@ import numpy as np
 class WandbLogger:
     """One run of W&B for one run folder: a resumed run goes on under the same id, which the folder's path gives."""
 
+    package = "wandb"
+
     def __init__(self, out: Path, *, resume_step: int) -> None:
         import wandb
 
