@@ -70,6 +70,8 @@ def pack(
     cap = _read_cap(max_bytes)
     if loss is not None and not callable(loss):
         raise ConfigError(f"loss is a function of the output and the batch, got {loss!r}")
+    if loss is not None and (calibration is None or isinstance(calibration, str)):
+        raise ConfigError("loss is for batches to calibrate on; give some by calibration, or leave loss out")
     if isinstance(calibration, Tensor):
         raise ConfigError("calibration is a list of batches, got one tensor; give [batch], or several")
     target = None if out is None else read_path(out)

@@ -148,7 +148,7 @@ def read_changes(
 def configure(recipe: str | None, changes: Sequence[str] = (), resume_from: Path | None = None) -> RunConfig:
     """The config of a run: that of a recipe or of an earlier run, with the given changes. Paths in it are absolute."""
     if resume_from is None:
-        return configure_run(find_recipe(recipe or "demo"), *changes)
+        return configure_run(find_recipe("demo" if recipe is None else recipe), *changes)
     config = configure_run(resume_from, *changes)
     if recipe not in (None, config.recipe):
         raise ConfigError(

@@ -65,6 +65,11 @@ def calibrate_module(
             if not isinstance(found, Tensor) or found.numel() != 1:
                 given_back = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
                 raise ConfigError(f"loss must return one number as a tensor, got {given_back}; sum or average it")
+            if not found.requires_grad:
+                raise ConfigError(
+                    "no gradient leads from the loss to a linear layer, a product or an embedding: compute the loss without "
+                    "no_grad and detach, or leave calibration out if the module has no such layer"
+                )
             found.backward()
             probe.forget()
             tokens += _count(given)

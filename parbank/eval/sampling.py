@@ -82,7 +82,7 @@ def draw_steps(
     check_settings(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     require(_is_whole(context) and context >= 1, f"a window is a whole number of tokens, at least 1; got {context!r}")
     window = [tokenizer.bos_id, *map(int, prompt)]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(int(seed))
     drawn: list[Drawn] = []
 
     def choose(logits: Tensor) -> int:

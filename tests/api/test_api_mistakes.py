@@ -57,6 +57,11 @@ def _fail() -> None:
             r"one number as a tensor, got shape \(2, 6, 20\)",
         ),
         ({"max_bytes": 10_000, "calibration": [IDS], "loss": lambda out, batch: 1.0}, "as a tensor, got float"),
+        (
+            {"max_bytes": 10_000, "calibration": [IDS], "loss": lambda out, batch: out.detach().sum()},
+            "compute the loss without no_grad and detach",
+        ),
+        ({"max_bytes": 10_000, "loss": lambda out, batch: out.sum()}, "give some by calibration, or leave loss out"),
         ({"max_bytes": 10_000, "out": 3}, "a path is a string or a Path, got 3"),
         ({"max_bytes": 10_000, "calibration": IDS}, r"a list of batches, got one tensor; give \[batch\]"),
         (

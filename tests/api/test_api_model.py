@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -107,6 +108,11 @@ def test_logits_are_those_of_the_network(model: parbank.Model) -> None:
             model.logits(bad)
     with pytest.raises(ConfigError, match=r"token ids, got text; model\.tokenizer\.encode"):
         model.logits("text")
+
+
+def test_numbers_of_numpy_are_numbers(model: parbank.Model) -> None:
+    options = {"tokens": 5, "top_k": 3, "seed": 2, "context": 16}
+    assert model.sample("The", **{k: np.int64(v) for k, v in options.items()}) == model.sample("The", **options)
 
 
 def test_samples_are_pieces_put_together(model: parbank.Model) -> None:

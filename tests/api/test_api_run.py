@@ -94,6 +94,7 @@ def test_options_become_settings() -> None:
         ({"settings": {"model.layrs": 6}}, "did you mean model.layers"),
         ({"recipe": "nan"}, "did you mean nano"),
         ({"recipe": 3}, "there is no recipe 3; there are demo"),
+        ({"recipe": "", "steps": 1}, "there is no recipe ''; there are demo"),
         (
             {"recipe": "nano", "max_bytes": "200 k"},
             "'200 k' is not understood; a size is written as 16MB",
