@@ -46,6 +46,11 @@ def _read_plain(path: Path) -> Iterator[bytes]:
     try:
         document.decode("utf-8")
     except UnicodeDecodeError as error:
+        if b"\0" in document[:_HEAD_BYTES]:
+            raise DataError(
+                f"{path} is not UTF-8 and has zero bytes, as binary files have; leave it out, or skip it by --skip-bad. UTF-16 is "
+                "converted by iconv -f utf-16 -t utf-8 OLD > NEW; --data parquet:PATH reads parquet"
+            ) from None
         raise _not_utf8(f"{path}, byte {error.start}", error) from None
     yield document
 

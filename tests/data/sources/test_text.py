@@ -138,6 +138,9 @@ def test_zstd_without_its_package_says_what_to_install(tmp_path: Path, monkeypat
 def test_files_that_cannot_be_used_are_named(folder: Path) -> None:
     (folder / "latin.txt").write_bytes("caf\u00e9".encode("latin1"))
     refused(r"latin\.txt, byte 3: not UTF-8 \(byte 0xe9\); convert", str(folder))
+    binary = folder.with_name("rows.parquet")
+    binary.write_bytes(b"PAR1\x15\x00\xd0\x00")
+    refused(r"rows\.parquet is not UTF-8 and has zero bytes.*--data parquet:PATH reads parquet", str(binary))
     (folder / "latin.txt").write_bytes(b"")
     refused(r"latin\.txt is empty; delete it, leave it out, or skip it by --skip-bad", str(folder / "latin.txt"))
 
