@@ -234,6 +234,7 @@ def import_(
     print(
         f"{out}: {result.size:,} bytes; {result.exact} of {result.count} tensors exactly as they were, the rest rounded"
     )
+    print_next(("parbank", "eval", out, "--data", "text:val=PATH"), ("parbank", "sample", out, "--interactive"))
 
 
 COMMANDS = {"pack": pack, "inspect": inspect, "export": export, "import": import_}

@@ -41,6 +41,7 @@ def test_export_a_run_and_import_it_again(call: Call, trained: Path, tmp_path: P
     assert (tmp_path / "model.model").exists()
     answer = call("import", out, "--out", tmp_path / "back.pbk")
     assert answer.code == 0
+    assert f"parbank sample {tmp_path / 'back.pbk'}" in answer.out
     from parbank.artifact.container import read_artifact
     from parbank.artifact.pack import unpack_tensors
 
