@@ -11,7 +11,8 @@ files, graphs, ...) are common ground and passed through in the same way: a call
 function of `model` that `graphs` calls for the trainer is one. A function that a pool of threads runs is entered from the one
 that submitted it. Callbacks count, imports do not.
 
-The table at the end counts the same trace in other ways: by who calls, and with every module at the root as a package of its own.
+The table at the end counts the same trace in other ways: by who calls, and with every module at the root as a package of its
+own, where the calls that an import makes count too.
 """
 
 import argparse
@@ -46,26 +47,27 @@ class Tracer:
         self.between_packages: set[tuple[Function, Function]] = set()
         """(caller, function) pairs that cross a border, modules at the root passed through."""
         self.with_root: set[tuple[Function, Function]] = set()
-        """The same with each module at the root as a package of its own."""
+        """The same with each module at the root as a package of its own, and with the calls that imports make."""
         self._submitter = threading.local()
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         if event != "call" or self._function(frame) is None:
             return
-        self._note(self.between_packages, frame, is_packaged)
-        self._note(self.with_root, frame, lambda function: True)
+        pair = self._find_pair(frame, is_packaged)
+        if pair is not None and pair[0][1] != IMPORT:
+            self.between_packages.add(pair)
+        if (pair := self._find_pair(frame, lambda function: True)) is not None:
+            self.with_root.add(pair)
 
-    def _note(
-        self, found: set[tuple[Function, Function]], frame: FrameType, is_counted: Callable[[Function], bool]
-    ) -> None:
-        """Adds the pair of this call, if it crosses a border between the functions that count."""
+    def _find_pair(self, frame: FrameType, is_counted: Callable[[Function], bool]) -> tuple[Function, Function] | None:
+        """The caller and the function of this call, if it crosses a border between the functions that count. An import itself
+        does not."""
         stack = self._functions(frame)
         here = next(stack)
         caller = next((function for function in stack if is_counted(function)), None)
-        if not is_counted(here) or caller is None or part_of(caller) == part_of(here):
-            return
-        if IMPORT not in (caller[1], here[1]):
-            found.add((caller, here))
+        if not is_counted(here) or caller is None or part_of(caller) == part_of(here) or here[1] == IMPORT:
+            return None
+        return caller, here
 
     def _functions(self, frame: FrameType | None) -> Iterator[Function]:
         """The functions of parbank on the stack, from the inside out, and in a pool's thread on that of the submitter."""
