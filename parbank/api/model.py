@@ -54,15 +54,15 @@ def load(path: str | os.PathLike[str], device: str = "auto") -> "Model":
         >>> model.context
         64
     """
-    file, place = read_path(path), _place(device)
-    if place.type == "cuda":
+    file, target = read_path(path), _find_device(device)
+    if target.type == "cuda":
         use_compile_cache()
     if is_artifact(file) and (artifact := read_artifact(file)).meta.get("kind") == FOREIGN:
-        found = {name: tensor.to(place) for name, tensor in unpack_state_dict(artifact).items()}
+        weights = {name: tensor.to(target) for name, tensor in unpack_state_dict(artifact).items()}
         pieces = artifact.sections.get(TOKENIZER)
         tokenizer = None if pieces is None else Tokenizer.from_bytes(pieces)
-        return Model(found, tokenizer, context=artifact.meta.get("context") or 1, source=file)
-    loaded = load_model(file, place)
+        return Model(weights, tokenizer, context=artifact.meta.get("context") or 1, source=file)
+    loaded = load_model(file, target)
     return Model(
         loaded.model, loaded.tokenizer, context=loaded.context, data=loaded.data, meta=loaded.meta, source=loaded.source
     )
@@ -397,8 +397,8 @@ def _read_ids(ids: Tensor | np.ndarray | Iterable[int]) -> Tensor:
     return torch.from_numpy(found.astype(np.int64))
 
 
-def _place(device: str) -> torch.device:
-    place = pick_device(device)
-    if place.type == "cuda" and place.index is None:
+def _find_device(device: str) -> torch.device:
+    found = pick_device(device)
+    if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return place
+    return found

@@ -119,7 +119,7 @@ class Probe(TorchFunctionMode):
 
     def __init__(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
         super().__init__()
-        self.places = {_place(tensor): name for name, tensor in weights.items()}
+        self.addresses = {_address(tensor): name for name, tensor in weights.items()}
         self.storages = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         self.strides = {name: tensor.stride() for name, tensor in weights.items()}
@@ -182,9 +182,9 @@ class Probe(TorchFunctionMode):
 
     def _find_name(self, weight: Tensor) -> str | None:
         """The weight at that address, if it is read whole and not transposed; otherwise its moments have another shape."""
-        pointer, offset = _place(weight)
+        pointer, offset = _address(weight)
         source = self.casts.get(pointer)
-        name = self.places.get((source[0] if source else pointer, offset))
+        name = self.addresses.get((source[0] if source else pointer, offset))
         whole = name is not None and (weight.shape, weight.stride()) == (self.shapes[name], self.strides[name])
         return name if whole else None
 
@@ -217,7 +217,7 @@ def _add(sums: dict[Any, Tensor], key: Any, term: Tensor) -> None:
     sums[key] = sums[key] + term if key in sums else term
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
+def _address(tensor: Tensor) -> tuple[int, int]:
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
 
 

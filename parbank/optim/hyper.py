@@ -31,7 +31,7 @@ class HyperTable:
     def refresh(self, groups: Sequence[dict[str, Any]], max_norm: float | None) -> None:
         """Sends the values that changed since the last step. A learning rate that is a tensor is copied on the device."""
         rows: list[list[Any]] = [
-            [_place(group["lr"]), _read(group["momentum"]), _place(group["weight_decay"]), _read(group["row_beta"])]
+            [_to_send(group["lr"]), _read(group["momentum"]), _to_send(group["weight_decay"]), _read(group["row_beta"])]
             for group in groups
         ]
         rows.append([math.inf if max_norm is None else max_norm, 0.0, 0.0, 0.0])
@@ -95,7 +95,7 @@ def check_count(name: str, value: Any) -> None:
     require(good, f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def _place(value: Any) -> Any:
+def _to_send(value: Any) -> Any:
     """None for a tensor, which is copied on the device: another value than any number, so that a number in its place is sent."""
     return None if isinstance(value, Tensor) else value
 

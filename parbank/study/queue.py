@@ -65,7 +65,7 @@ class Queue:
             if job is None:
                 return None
             token = secrets.token_hex(8)
-            write_json(self._claim(job), {"token": token, "pid": os.getpid(), **_place(), "since": time.time()})
+            write_json(self._claim(job), {"token": token, "pid": os.getpid(), **_pid_scope(), "since": time.time()})
             return Claim(job, token)
 
     def next_of(self, states: Mapping[Job, State]) -> Job | None:
@@ -182,7 +182,7 @@ class Queue:
     def _note(self, job: Job, error: BaseException | str) -> None:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         trace = "" if isinstance(error, str) else "".join(traceback.format_exception(error))
-        failure = {"error": text, "trace": trace, **_place(), "time": time.time()}
+        failure = {"error": text, "trace": trace, **_pid_scope(), "time": time.time()}
         write_json(self._failures(job), {"failures": [*self.failures(job), failure]})
         self._claim(job).unlink(missing_ok=True)
 
@@ -235,7 +235,7 @@ def _job(path: Path) -> Job:
     return Job(arm, int(seed))
 
 
-def _place() -> dict[str, Any]:
+def _pid_scope() -> dict[str, Any]:
     """The scope of process numbers: a machine, and a container on it."""
     try:
         space = os.stat("/proc/self/ns/pid").st_ino
@@ -245,4 +245,4 @@ def _place() -> dict[str, Any]:
 
 
 def _is_here(held: dict[str, Any]) -> bool:
-    return all(held.get(name) == value for name, value in _place().items())
+    return all(held.get(name) == value for name, value in _pid_scope().items())

@@ -13,7 +13,7 @@ from parbank.errors import TrainingError
 from parbank.study import crew
 from parbank.study.crew import Crew, describe_end
 from parbank.study.engine import keep_working, open_study, run_study
-from parbank.study.queue import _place
+from parbank.study.queue import _pid_scope
 from parbank.study.study import Study
 from parbank.study.worker import DEVICE_LOST
 
@@ -45,7 +45,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, study: Study) -> Scr
 
     def use(lines: str) -> None:
         path = tmp_path / "worker"
-        path.write_text(HEAD.format(python=real, place=_place(), jobs=jobs) + lines)
+        path.write_text(HEAD.format(python=real, place=_pid_scope(), jobs=jobs) + lines)
         path.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(path))
 
