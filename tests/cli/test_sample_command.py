@@ -76,7 +76,7 @@ def test_piped_prompts_are_answered_line_by_line(
     assert interact(monkeypatch, capsys, trained, "def f\n/quit\nnot read\n").out == texts[0]
     assert interact(monkeypatch, capsys, trained, "") == Answer(0, "", "")
     after = interact(monkeypatch, capsys, trained, "half \udc80\n\n")
-    assert "surrogate" in after.err, "a prompt that cannot be read is refused,"
+    assert "the byte 0x80, which is not UTF-8" in after.err, "a prompt that cannot be read is refused,"
     assert after.out == "\n" + texts[1], "and the next one answered"
 
 
@@ -166,7 +166,7 @@ def test_sample_writes_the_prompt_and_goes_on(call: Call, trained: Path) -> None
         ("--temperature", -1, "0 or more"),
         ("--top-k", -2, "0 (keep all) or a positive"),
         ("--seed", 10**30, "from 0 to"),
-        ("--prompt", "half \udc80", "surrogate"),
+        ("--prompt", "half \udc80", "the byte 0x80, which is not UTF-8"),
     ):
         answer = call("sample", trained, option, value)
         assert answer.code == 2
