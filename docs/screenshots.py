@@ -26,7 +26,7 @@ from playwright.sync_api import Browser, Page
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from parbank.training.folder import HOLDER  # noqa: E402
+from parbank.files import HOLDER  # noqa: E402
 from tests.integrations.browser import open_browser, open_reader  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"

@@ -10,6 +10,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+END = "\u220e\n"  # stands for the end of a document
 _SECONDS_BETWEEN_LINES = 10.0  # of work that has no natural lines, when piped
 
 

@@ -20,6 +20,8 @@ from filelock import FileLock, Timeout
 
 from parbank.errors import FileError
 
+HOLDER = ".run.json"
+"""In the folder of a run that trains: the process that does."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux: fcntl.h, fs.h
 _LONGEST = 200  # bytes of a name in that of its temporary file, which has 18 more: file systems allow 255
 

@@ -6,7 +6,6 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
@@ -23,7 +22,7 @@ from parbank.errors import CheckpointError, ConfigError
 from parbank.plan.choose import NAME
 from parbank.plan.plan import introduce, plan_run
 from parbank.recipes import demo, find_recipe
-from parbank.report.write import write_run_page
+from parbank.report.write import leave_run_page, write_run_page
 from parbank.runtime import Runtime
 from parbank.sizes import read_count, read_size
 from parbank.training.config import RunConfig
@@ -107,11 +106,12 @@ def train(
         folder = given or new
         if started is not None and place.is_main:
             started(folder)
-        result = run(config, place, folder, resume=resume, quiet=quiet, threads=threads, write_page=write_run_page)
+        try:
+            result = run(config, place, folder, resume=resume, quiet=quiet, threads=threads, write_page=write_run_page)
+        finally:
+            if place.is_main:
+                leave_run_page(folder)
     if result.summary is None:
-        if place.is_main:
-            with suppress(Exception):  # the page says how to go on; without it the run is as well saved
-                write_run_page(folder)
         _exit_as_stopped(result)
     return Run(folder=folder, summary=result.summary, device=str(place.device))
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import DecodeState, Tokenizer
+from parbank.display import END
 from parbank.eval.breakdown import by_octave, find_documents
 from parbank.eval.methods.base import place_in_document
 from parbank.eval.sampling import sample_text, sample_tokens, write_text
@@ -25,7 +26,6 @@ LARGEST = 1 << 22
 """Tokens that are described: these take half a second. A longer text is described by its beginning."""
 BITS_WIDTH, BITS_MOST = 0.5, 24
 """Of the histogram of a token's bits; the last bin holds all above."""
-END = "\u220e\n"  # stands for the end of a document
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from parbank.config import to_dict
 from parbank.errors import ConfigError
-from parbank.files import is_running
-from parbank.recipes import RECIPES
+from parbank.files import HOLDER, is_running
 from parbank.report.text import is_number
-from parbank.training.configure import configure_run
-from parbank.training.folder import HOLDER
 
 Values = dict[str, Any]
 
@@ -37,6 +33,10 @@ TABLES = (
     "quant",
     "tokenizer",
 )
+DETAILS = "details.json"
+CHANGES = "changes"
+"""The entry of details.json with `Record.changes`, from the end of a run on: the recipes import PyTorch, which takes longer than
+all the rest of a page."""
 LISTS = ("tensors", "by_context", "by_place", "samples")
 
 
@@ -74,18 +74,16 @@ class Record:
     def has(self, name: str) -> bool:
         return any(row.get(name) is not None for row in self.rows)
 
-    @property
-    def knows_recipe(self) -> bool:
-        """A planned run has none, and a later parbank may have others."""
-        return self.recipe in RECIPES
-
     @cached_property
-    def changes(self) -> dict[str, tuple[Any, Any]]:
-        """Settings that differ from the recipe's: (the recipe's, the run's)."""
-        if not self.knows_recipe:
-            return {}
-        recipe, mine = flatten(to_dict(configure_run(RECIPES[self.recipe]))), flatten(self.config)
-        return {k: (was, mine[k]) for k in mine if k in recipe and (was := _plain(recipe[k])) != mine[k]}
+    def changes(self) -> dict[str, tuple[Any, Any]] | None:
+        """Settings that differ from the recipe's: (the recipe's, the run's). None for a recipe that is unknown: a planned run
+        has none, and a later parbank may have others."""
+        if CHANGES not in self.details:
+            return _compare_with_recipe(self.recipe, self.config)
+        kept = self.details[CHANGES]
+        if not isinstance(kept, dict):
+            return None
+        return {key: (pair[0], pair[1]) for key, pair in kept.items() if isinstance(pair, list) and len(pair) == 2}
 
 
 def read_record(folder: Path, *, brief: bool = False) -> Record:
@@ -102,7 +100,7 @@ def read_record(folder: Path, *, brief: bool = False) -> Record:
         config,
         [] if brief and summary else read_rows(folder / "metrics.jsonl"),
         summary,
-        _read_json(folder / "details.json"),
+        _read_json(folder / DETAILS),
         is_going=is_going(folder),
     )
 
@@ -174,6 +172,17 @@ def flatten(values: Values, path: str = "") -> Values:
         name = f"{path}.{key}" if path else str(key)
         found.update(flatten(value, name) if isinstance(value, dict) else {name: value})
     return found
+
+
+def _compare_with_recipe(name: str, config: Values) -> dict[str, tuple[Any, Any]] | None:
+    from parbank.config import to_dict
+    from parbank.recipes import RECIPES
+    from parbank.training.configure import configure_run
+
+    if name not in RECIPES:
+        return None
+    recipe, mine = flatten(to_dict(configure_run(RECIPES[name]))), flatten(config)
+    return {k: (was, mine[k]) for k in mine if k in recipe and (was := _plain(recipe[k])) != mine[k]}
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,7 @@ import itertools
 import math
 from typing import Any
 
-from parbank.eval.details import END
+from parbank.display import END
 from parbank.report.bars import Bar, bar_chart
 from parbank.report.chart import Axis, Series, line_chart
 from parbank.report.page import Section, grid, missing, table

@@ -86,7 +86,19 @@ def _unended(record: Record) -> str:
     command = f"parbank train --resume --out {shlex.quote(str(record.folder))}"
     return (
         f"<p><b>The run was stopped{step},</b> before its end: it has no score and no packed model. Continue it from its last "
-        f"checkpoint:</p><p><code>{shown(command)}</code></p>"
+        f"checkpoint:</p><p><code>{shown(command)}</code></p>{_diverged(record)}"
+    )
+
+
+def _diverged(record: Record) -> str:
+    """A run that ends itself because of its numbers must not read like one that a person stopped."""
+    last = record.rows[-1] if record.rows else {}
+    if not last or is_number(last.get("loss")):
+        return ""
+    skipped = f"; {plural(last['skipped'], 'step')} were skipped" if is_number(last.get("skipped")) else ""
+    return (
+        f"<p>Its last row has no finite loss{skipped}. The same settings may fail again: lower the learning rates, or look at "
+        "the data.</p>"
     )
 
 
@@ -155,7 +167,8 @@ def _sections(record: Record, began: float | None) -> list[Section]:
 def curve_section(record: Record) -> Section:
     note = "" if record.has("val_bpb") else _no_validation(record)
     body = grid(*validation_charts(record), *loss_charts(record))
-    return Section("Curves", body or missing("metrics.jsonl has no rows."), note)
+    lacks = "no row of metrics.jsonl has a finite loss." if record.rows else "metrics.jsonl has no rows."
+    return Section("Curves", body or missing(lacks), note)
 
 
 def _no_validation(record: Record) -> str:
@@ -183,9 +196,11 @@ def clock_axis(reach: float) -> Axis:
 
 def loss_charts(record: Record) -> list[str]:
     y, found = Axis(label="Loss, nats per token", cut=True), []
+    gaps = sum(not is_number(row.get("loss")) for row in record.rows)
+    note = f"{count(gaps)} of {count(len(record.rows))} rows have no finite loss." if gaps else ""
     for what, key, axis in find_axes(record):
         series = with_mean("training loss", record.column("loss", key), MEAN_PARTS)
-        found.append(line_chart(f"Loss by {what}", series, axis, y, wide=True, unit="nats per token"))
+        found.append(line_chart(f"Loss by {what}", series, axis, y, wide=True, unit="nats per token", note=note))
     return found
 
 
@@ -321,9 +336,12 @@ def _time(record: Record, own: float) -> str:
 def config_section(record: Record) -> Section:
     """Settings: first those that differ from the recipe, then all."""
     changes = record.changes
-    rows = [(f"<code>{shown(k, breaks=True)}</code>", setting(was), setting(now)) for k, (was, now) in changes.items()]
+    rows = [
+        (f"<code>{shown(k, breaks=True)}</code>", setting(was), setting(now))
+        for k, (was, now) in (changes or {}).items()
+    ]
     body = table(("setting", "recipe", "this run"), rows, label="Settings that differ from the recipe") if rows else ""
-    said = "" if rows else "No setting differs from the recipe." if record.knows_recipe else NO_RECIPE
+    said = "" if rows else NO_RECIPE if changes is None else "No setting differs from the recipe."
     everything = flatten(record.config)
     all_rows = [(f"<code>{shown(key, breaks=True)}</code>", setting(value)) for key, value in everything.items()]
     listed = table(("setting", "value"), all_rows, label="All settings")

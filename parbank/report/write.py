@@ -1,8 +1,10 @@
 """Makes pages from folders, and writes them."""
 
+import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from parbank.errors import FileError
 from parbank.files import refuse_link, write_file
 from parbank.report.comparison import comparison_page
 from parbank.report.page import GENERATOR
-from parbank.report.record import clean, read_record
+from parbank.report.record import CHANGES, DETAILS, clean, read_record
 from parbank.report.run import run_page
 from parbank.report.study import study_page
 
@@ -21,12 +23,23 @@ _HEAD_BYTES = 4096
 
 def write_run_page(folder: Path, summary: dict[str, Any] | None = None) -> Path:
     """The page of a run, in its own folder. A run that is about to end gives the summary that it will write; the page then
-    also shows the seconds of its own making."""
+    also shows the seconds of its own making, and the run's details get what later pages cannot make as quickly."""
     began = time.perf_counter()
     record = read_record(folder)
     if summary is None:
         return _write(folder / PAGE, run_page(record))
-    return _write(folder / PAGE, run_page(replace(record, summary=clean(summary), is_going=False), began=began))
+    record = replace(record, summary=clean(summary), is_going=False)
+    if record.details:
+        write_file(folder / DETAILS, json.dumps(record.details | {CHANGES: record.changes}).encode())
+    return _write(folder / PAGE, run_page(record, began=began))
+
+
+def leave_run_page(folder: Path) -> None:
+    """The page of a run that has begun and did not end, whatever ended it. Without it the run is as well saved."""
+    with suppress(Exception):
+        record = read_record(folder)
+        if "started_at" in record.details and not record.is_going and not (folder / PAGE).exists():
+            write_run_page(folder)
 
 
 def write_study_page(result: dict[str, Any], folder: Path, out: Path) -> Path:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from parbank.config import override
 from parbank.errors import CheckpointError, ConfigError
-from parbank.files import locked, remove_leftovers, write_json
+from parbank.files import HOLDER, locked, remove_leftovers, write_json
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import list_checkpoints
 from parbank.training.config import RunConfig, read_config
 
-LOCK, HOLDER = ".run.lock", ".run.json"
+LOCK = ".run.lock"
 UNFINISHED = ".unfinished"  # marks the folder as one that parbank writes to, until the run ends
 WRITTEN = ("config.json", "metrics.jsonl", "model.pbk", "details.json", "summary.json", "report.html")
 

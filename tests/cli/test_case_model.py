@@ -14,8 +14,9 @@ from parbank.artifact.about import TOKENIZER
 from parbank.artifact.container import read_artifact, write_artifact
 from parbank.cli import main as cli
 from parbank.data.tokenizer import MARK
+from parbank.display import END
 from parbank.eval.compressor import pieces
-from parbank.eval.details import END, describe
+from parbank.eval.details import describe
 from parbank.eval.sampling import write_text
 from parbank.eval.score import Scored
 from parbank.serve.player import Pieces, Player, show_token

@@ -8,7 +8,8 @@ import torch
 
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
-from parbank.eval.details import END, describe, examine
+from parbank.display import END
+from parbank.eval.details import describe, examine
 from parbank.eval.score import Scored
 from parbank.eval.windows import score_chunked
 from parbank.model import GPT

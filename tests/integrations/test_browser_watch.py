@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect
 
+from parbank.files import HOLDER
 from parbank.serve.watch import Watched, WatchSite
-from parbank.training.folder import HOLDER
 from tests.faults.ranks import ROOT
 from tests.integrations.browser import DESK, PHONE, WAIT_MS, open_browser, open_reader
 from tests.report.folders import make_run

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from parbank.cli.main import app
 from parbank.errors import ConfigError
+from parbank.files import HOLDER
 from parbank.report import record
 from parbank.report.listing import list_runs
 from parbank.report.record import read_rows
-from parbank.training.folder import HOLDER
 from tests.report.folders import make_run
 
 

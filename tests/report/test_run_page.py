@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from parbank.errors import ConfigError
+from parbank.files import HOLDER
 from parbank.report.write import write_run_page
-from parbank.training.folder import HOLDER
 from tests.report.folders import make_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202eabc\u2066 & \"quoted\" 'it' \x07"
@@ -251,6 +251,21 @@ def test_the_page_of_a_run_that_trains_says_nothing_untrue(tmp_path: Path) -> No
         assert untrue not in page.text
     (folder / HOLDER).unlink()
     assert "every 5s: none took place" in Page(write_run_page(folder)).text
+
+
+def test_a_run_that_diverged_does_not_read_like_one_that_a_person_stopped(tmp_path: Path) -> None:
+    folder = make_unended(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row.pop("val_bpb", None)
+    bad = [row | {"loss": None, "skipped": 10} for row in rows]
+    for kept, said in ((80, "10 of 90 rows have no finite loss."), (0, "no row of metrics.jsonl has a finite loss.")):
+        mixed = rows[:kept] + bad[kept:]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+        page = Page(write_run_page(folder))
+        assert "Its last row has no finite loss; 10 steps were skipped." in page.text
+        assert said in page.text
+    assert "Its last row" not in Page(write_run_page(make_unended(tmp_path / "stopped"))).text
 
 
 def test_few_rows_have_no_running_mean(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from parbank.errors import ConfigError
+from parbank.files import HOLDER
 from parbank.report.record import read_record
 from parbank.report.run import run_page
 from parbank.serve.server import Address
 from parbank.serve.watch import Watched, WatchSite, add_script, make_policy, watch_run
-from parbank.training.folder import HOLDER
 from tests.report.folders import make_run
 from tests.serve.site import open_app
 
