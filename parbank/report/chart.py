@@ -241,18 +241,36 @@ def _stroke(one: Series) -> str:
 def _axes(frame: Frame, x: Axis, y: Axis) -> str:
     bottom, right = frame.height - frame.bottom, frame.width - frame.right
     parts = []
-    for value in ticks(*frame.y, 5):
+    marks = ticks(*frame.y, 7)
+    for value, said in zip(marks, _labels(marks, y.form)):
         at = frame.down(value)
         parts.append(f'<line class="grid" x1="{frame.left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick end" x="{frame.left - 7}" y="{at + 4:.1f}">{escape(y.form(value))}</text>')
+        parts.append(f'<text class="tick end" x="{frame.left - 7}" y="{at + 4:.1f}">{escape(said)}</text>')
     marks = _log_ticks(*frame.x) if x.log else ticks(*frame.x, 6 if frame.width > 400 else 5)
-    for value in marks:
+    for value, said in zip(marks, _labels(marks, x.form)):
         at = frame.across(value)
         parts.append(f'<line class="grid short" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
-        parts.append(f'<text class="tick middle" x="{at:.1f}" y="{bottom + 17}">{escape(x.form(value))}</text>')
+        parts.append(f'<text class="tick middle" x="{at:.1f}" y="{bottom + 17}">{escape(said)}</text>')
     parts.append(f'<line class="axis" x1="{frame.left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     parts.append(f'<text class="label end" x="{right}" y="{frame.height - 5}">{escape(x.label)}</text>')
     return "".join(parts)
+
+
+def _labels(marks: Sequence[float], form: Callable[[float], str]) -> list[str]:
+    """With as many decimals as tell the marks apart: a curve of 1.1302 to 1.1306 has no axis of 1.13 alone."""
+    found = [form(value) for value in marks]
+    if form is not short:
+        return found
+    if len(set(found)) < len(found):
+        return [f"{value:,.{decimals(marks)}f}" for value in marks]
+    if max(map(abs, marks), default=0.0) >= 10_000:  # 5k below 10k, not 5,000
+        found = [f"{value / 1000:g}k" if 1000 <= abs(value) < 10_000 else said for value, said in zip(marks, found)]
+    return found
+
+
+def decimals(marks: Sequence[float]) -> int:
+    """Those of the step between marks."""
+    return max(0, -math.floor(math.log10(marks[1] - marks[0]) + 1e-9))
 
 
 def ticks(low: float, high: float, wanted: int) -> list[float]:
@@ -261,7 +279,7 @@ def ticks(low: float, high: float, wanted: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(n * step, 12) for n in range(first, last + 1)]
+    return [float(f"{n * step:.15g}") for n in range(first, last + 1)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

@@ -153,9 +153,7 @@ def _by_document(first: Record, others: Sequence[Compared]) -> str:
         if found.low is None:
             needed = f"{other.record.name}: {FEWEST} documents are needed, the text has {found.documents}."
             said.append(("No interval. ", needed))
-    chart = difference_chart(
-        f"Bits per byte, minus those of {first.name}", rows, lambda value: signed(value, 3), unit="bits per byte"
-    )
+    chart = difference_chart(f"Bits per byte, minus those of {first.name}", rows, signed, unit="bits per byte")
     return chart + "".join(missing(text, why) for why, text in said)
 
 

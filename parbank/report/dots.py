@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from parbank.report.chart import COLOURS, figure, marker, ticks
-from parbank.report.text import escape, is_number, shown
+from parbank.report.chart import COLOURS, decimals, figure, marker, ticks
+from parbank.report.text import escape, is_number, shown, signed
 
 WIDTH, EDGE = 560, 8
 MIDDLE, PAIRS = (
@@ -49,7 +49,8 @@ def difference_chart(
         for row in rows
     )
     described = f"{title}. " + " ".join(_describe(row, form) for row in rows)
-    axis = _axis([(across(v), form(v) if v else "0") for v in ticks(low, high, 6)], unit)
+    marks = ticks(low, high, 6)
+    axis = _axis([(across(v), signed(v, decimals(marks)) if v else "0") for v in marks], unit)
     picture = f'<div class="differences" role="img" aria-label="{escape(described)}">{lines}{axis}</div>'
     return figure(title, "", picture, "", note)
 

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 
 from parbank import __version__
-from parbank.report.text import escape
+from parbank.report.text import escape, shown
 
 GENERATOR = '<meta name="generator" content="parbank '  # and the version: `report` replaces only files that have it
 
@@ -59,7 +59,8 @@ def _anchor(title: str) -> str:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, numeric: Iterable[int] = ()) -> str:
     """Cells are HTML: pass foreign text through `shown`. The first column heads its row. A wide table scrolls by itself, so
-    that the page does not. A column whose name has a leading dot has a heading for screen readers only."""
+    that the page does not. A column whose name has a leading dot has a heading for screen readers only; a long
+    name, such as that of a run, may break between its parts."""
     right = set(numeric)
     heads = "".join(f'<th scope="col"{_numeric(n in right)}>{_heading(name)}</th>' for n, name in enumerate(columns))
     body = "".join(
@@ -78,7 +79,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, 
 
 
 def _heading(name: str) -> str:
-    return f'<span class="aside">{escape(name[1:])}</span>' if name.startswith(".") else escape(name)
+    return (
+        f'<span class="aside">{escape(name[1:])}</span>' if name.startswith(".") else shown(name, breaks=len(name) > 20)
+    )
 
 
 def _numeric(is_number: bool) -> str:

@@ -16,7 +16,7 @@ _HIDDEN = re.compile(
 _FOLDERS = re.compile("(?<=[:=])[^,:=]*/(?=[^,/])")
 _JOINTS = re.compile(r"(?<=[^\W_])[-._/](?=[^\W_])")
 MOST = 1e300  # far above any number of a run
-_PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def escape(text: Any) -> str:
@@ -63,14 +63,15 @@ def signed(value: Any, digits: int = 4) -> str:
     return f"{value:+,.{digits}f}".replace("-", "−") if is_number(value) else "–"
 
 
-def short(value: float, digits: int = 3) -> str:
-    """With a prefix, for axes and tiles: 1.51M."""
-    if 1000 <= abs(value) < 10_000:
+def short(value: float) -> str:
+    """With a prefix, for axes and tiles: 1.51M. The prefix is that of the rounded number: 999,700 is 1M."""
+    rounded = abs(float(f"{value:.3g}"))
+    if 1000 <= rounded < 10_000:
         return f"{value:,.0f}"
     for size, prefix in _PREFIXES:
-        if abs(value) >= size:
-            return f"{value / size:.{digits}g}{prefix}"
-    return f"{value:.{digits}g}"
+        if size <= rounded < 1000 * size:
+            return f"{value / size:.3g}{prefix}"
+    return f"{value:.3g}"
 
 
 def size(value: Any) -> str:

@@ -7,6 +7,8 @@ import re
 import pytest
 
 from parbank.report.chart import MEAN_PARTS, Axis, Frame, Point, Series, line_chart, running_mean, smooth, thin
+from parbank.report.dots import Difference, difference_chart
+from parbank.report.text import short, signed
 
 X, Y = Axis(label="seconds", zero=True), Axis(label="nats", cut=True)
 
@@ -74,6 +76,39 @@ def test_a_rare_spike_does_not_flatten_the_curve() -> None:
     assert heights[-1] - heights[len(heights) // 10] > 20, "of 178 that the frame has; 40 nats would leave 1"
     often = curve(1000, **{f"at{n}": 40.0 for n in range(300, 900, 10)})
     assert "above the frame" not in line_chart("Loss", [Series(name="loss", points=often)], X, Y)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (1.1303, 1.1306, ["1.13030", "1.13035", "1.13040", "1.13045", "1.13050", "1.13055", "1.13060"]),
+        (1234.1, 1234.3, ["1,234.10", "1,234.15", "1,234.20", "1,234.25", "1,234.30"]),
+        (0.0, 14_000.0, ["0", "5k", "10k"]),
+        (2.0, 4.4, ["2", "2.5", "3", "3.5", "4", "4.5"]),
+    ],
+)
+def test_marks_of_an_axis_look_different(low: float, high: float, labels: list[str]) -> None:
+    """Three digits of a validation curve near its end would be 1.13 at every mark."""
+    chart = line_chart("Score", [Series(name="bits", points=[(1.0, low), (2.0, high)])], X, Axis(label="bits"))
+    assert re.findall(r'<text class="tick end"[^>]*>([^<]*)</text>', chart) == labels
+
+
+@pytest.mark.parametrize("spread", [3.0, 4e-4, 7e-9])
+def test_marks_of_differences_look_different(spread: float) -> None:
+    rows = [Difference(name="a", mean=spread / 3, low=-spread / 2, high=spread)]
+    chart = difference_chart("Differences", rows, signed, unit="bits per byte")
+    marks = re.findall(r'<text class="tick middle"[^>]*>([^<]*)</text>', chart)
+    assert len(marks) > 2
+    assert len(set(marks)) == len(marks)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (999.4, "999"), (999.7, "1,000"), (9994, "9,994"), (9996, "10k"), (999_400, "999k"), (999_700, "1M"),
+     (-1.513e6, "-1.51M"), (999.9e6, "1G"), (2e12, "2T"), (1e30, "1e+30")],
+)  # fmt: skip
+def test_short_numbers_round_before_they_choose_a_prefix(value: float, text: str) -> None:
+    assert short(value) == text
 
 
 @pytest.mark.parametrize("log", [False, True])
