@@ -331,11 +331,17 @@ def is_point(point: Point) -> bool:
 
 
 def _span(low: float, high: float) -> tuple[float, float]:
-    return (low, high) if high > low else (low - 0.5, low + 0.5)
+    around = 0.5 + 0.1 * abs(low)
+    return (low - around, low + around) if _is_flat(low, high) else (low, high)
+
+
+def _is_flat(low: float, high: float) -> bool:
+    """Also if only roundings differ: between them there is no room for marks."""
+    return high - low <= 1e-9 * max(abs(low), abs(high), 1e-200)
 
 
 def _padded(low: float, high: float, *, zero: bool) -> tuple[float, float]:
-    if not high > low:
+    if _is_flat(low, high):
         spread = abs(high) * 0.1 or 1.0
         return (0.0 if zero else low - spread), high + spread
     pad = 0.06 * (high - low)

@@ -68,8 +68,8 @@ class Record:
         return (self.summary or {}).get(name, self.details.get(name))
 
     def column(self, name: str, x: str) -> list[tuple[float, float]]:
-        """(x, value) of the rows that have the number."""
-        return [(row[x], row[name]) for row in self.rows if row.get(name) is not None and row.get(x) is not None]
+        """(x, value) of the rows that have the number, in the order of x."""
+        return sorted((row[x], row[name]) for row in self.rows if row.get(name) is not None and row.get(x) is not None)
 
     def has(self, name: str) -> bool:
         return any(row.get(name) is not None for row in self.rows)
@@ -134,8 +134,8 @@ def read_rows(path: Path) -> list[Values]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append({key: value for key, value in row.items() if isinstance(value, (int, float))})
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and is_number(row["step"]):
+            rows.append({key: value for key, value in row.items() if is_number(value)})
     return rows
 
 

@@ -59,7 +59,7 @@ def _no_position(record: Record) -> str:
 
 def _parts(found: Any) -> list[Values]:
     keys = ("first", "last", "bytes", "bits")
-    return [part for part in found or () if all(is_number(part.get(key)) for key in keys)]
+    return [part for part in found or () if all(is_number(part.get(key)) and part[key] >= 0 for key in keys)]
 
 
 def bytes_section(record: Record) -> Section:
@@ -137,7 +137,7 @@ def _difference(a: Any, b: Any) -> float | None:
 def surprise_section(record: Record) -> Section:
     """The text with every token shaded by its bits."""
     title, found = "What surprised the model", record.details.get("surprise", {})
-    pieces, bits = found.get("pieces") or [], found.get("bits") or []
+    pieces, bits = (one if isinstance(one, list) else [] for one in (found.get("pieces"), found.get("bits")))
     if not pieces or len(pieces) != len(bits) or not all(map(is_number, bits)):
         return Section(title, missing("Bits by token: the run is older than details.json."))
     spans = "".join(

@@ -15,7 +15,7 @@ _HIDDEN = re.compile(
 )
 _FOLDERS = re.compile("(?<=[:=])[^,:=]*/(?=[^,/])")
 _JOINTS = re.compile(r"(?<=[^\W_])[-._/](?=[^\W_])")
-MOST = 1e300  # far above any number of a run
+MOST = 1e100  # far above any number of a run, and its square is still a float
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 

@@ -93,6 +93,15 @@ def test_marks_of_an_axis_look_different(low: float, high: float, labels: list[s
     assert re.findall(r'<text class="tick end"[^>]*>([^<]*)</text>', chart) == labels
 
 
+@pytest.mark.parametrize("value", [0.0, 0.1, -3e17])
+def test_roundings_are_no_curve(value: float) -> None:
+    points = [(value, value), (value, math.nextafter(value, math.inf))]
+    chart = line_chart("Loss", [Series(name="loss", points=points)], Axis(label="steps"), Axis(label="nats"))
+    heights = [y for line in read(chart) for _, y in line]
+    assert heights[0] == heights[1]
+    assert len(re.findall('class="tick end"', chart)) > 2
+
+
 @pytest.mark.parametrize("spread", [3.0, 4e-4, 7e-9])
 def test_marks_of_differences_look_different(spread: float) -> None:
     rows = [Difference(name="a", mean=spread / 3, low=-spread / 2, high=spread)]

@@ -333,13 +333,32 @@ def test_a_run_without_rows_has_a_page(tmp_path: Path) -> None:
 def test_odd_values_do_no_harm(tmp_path: Path) -> None:
     """Numbers that are texts, lists that are numbers, and empty tables, as an edited folder may have."""
     odd = {"tensors": [3, {"packed_bytes": "many"}], "by_context": [{"first": "a"}], "samples": ["x"], "machine": [],
-           "surprise": {"pieces": ["a"], "bits": []}, "documents": 3}  # fmt: skip
+           "surprise": {"pieces": ["a"], "bits": 2.0}, "documents": 3}  # fmt: skip
     folder = make_run(tmp_path / "run", details=odd, val_bpb=None, setup_parts=None, threads=None, tokens="all")
     Page(write_run_page(folder))
     beyond = make_run(tmp_path / "beyond", val_tokens=10**400)  # an integer that no float holds
     with open(beyond / "metrics.jsonl", "a", encoding="utf-8") as rows:
         rows.write(json.dumps({"step": 901, "seconds": 10**400, "loss": 2.0}) + "\n")
     Page(write_run_page(beyond))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("seconds", (5.0, 1e299, 3.0)), ("seconds", (1e299, -1.0, 2.0)), ("loss", (1e299, 1e299, 2.0)), ("lr", (10**400, 1.0, 1.0)),
+     ("memory", (10**400, 0, -1)), ("step", (10**400, 2, 3)), ("tokens", (2, 1, 0)), ("loss", (math.nan, math.inf, 0.0))],
+)  # fmt: skip
+def test_odd_rows_do_no_harm(tmp_path: Path, name: str, values: tuple[float, ...]) -> None:
+    """Numbers beyond all bounds, and rows whose clock does not go forward."""
+    folder = make_run(
+        tmp_path / "run", rows_of=36, details={"by_context": [{"first": -2, "last": 1, "bytes": 1, "bits": 1}]}
+    )
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row, value in zip(rows[-3:], values):
+        row[name] = value
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(Page(write_run_page(folder)).chart("Loss by clock")["training loss"]) > 30
+    (folder / "summary.json").unlink()
+    Page(write_run_page(folder))
 
 
 def test_no_run_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
