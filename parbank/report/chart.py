@@ -286,7 +286,9 @@ def _log_ticks(low: float, high: float) -> list[float]:
     """0, then powers of two, no more than eight."""
     octaves = range(max(0, math.ceil(math.log2(max(low, 1)))), math.floor(math.log2(max(high, 1))) + 1)
     every = max(1, math.ceil(len(octaves) / 7))
-    return ([0.0] if low <= 0 else []) + [float(2**n) for n in octaves if n % every == (octaves[-1] % every)]
+    return ([0.0] if low <= 0 else []) + [
+        float(2**n) for n in octaves if n % every == (octaves[-1] % every) and 2**n <= high
+    ]
 
 
 def thin(one: Series, most: int) -> Series:

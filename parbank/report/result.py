@@ -4,7 +4,7 @@ import itertools
 import math
 from typing import Any
 
-from parbank.display import END
+from parbank.display import END, plural
 from parbank.report.bars import Bar, bar_chart
 from parbank.report.chart import Axis, Series, line_chart
 from parbank.report.page import Section, grid, missing, table
@@ -34,12 +34,16 @@ def score_section(record: Record) -> Section:
         "Bits per byte, beside compressors", bars, note="Lower is better. Compressors have no training text."
     )
     note = (
-        f"{count(summary.get('val_bytes'))} bytes and {count(summary.get('val_tokens'))} tokens of validation text, "
+        f"{_amount(summary.get('val_bytes'), 'byte')} and {_amount(summary.get('val_tokens'), 'token')} of validation text, "
         f"in windows of {count(record.config.get('batch', {}).get('sequence_length'))} tokens."
     )
     if is_number(summary.get("val_overlap")):
         note += f" {share(summary['val_overlap'], 1)} of it also occurs in the training text."
     return Section("Score", grid(chart, *_by_position(record)) + _no_position(record), note)
+
+
+def _amount(value: Any, word: str) -> str:
+    return plural(value, word) if is_number(value) else f"– {word}s"
 
 
 def _by_position(record: Record) -> list[str]:

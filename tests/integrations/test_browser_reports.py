@@ -145,6 +145,24 @@ def test_no_text_lies_upon_another(browser: Browser, tmp_path: Path, size: tuple
         reader.check_no_text_overlaps("figure")
 
 
+def test_scores_stay_in_sight_of_long_names(browser: Browser, tmp_path: Path) -> None:
+    """And names of settings stay on their line where the names of five runs stand beside them."""
+    long = make_run(tmp_path / ("x" * 200))
+    runs = [make_run(tmp_path / f"sprint-20261118-09150{n}-1a2b3c41", f"optim.clip=0.{n}", seed=n) for n in range(1, 6)]
+    with open_reader(browser) as reader:
+        reader.page.goto(write_pages([long, runs[0]], tmp_path / "long.html").as_uri())
+        score = reader.page.locator("section:has(h2:text-is('Runs')) tbody td").first.bounding_box()
+        assert score
+        assert score["x"] + score["width"] <= DESK[0]
+        reader.page.goto(write_pages(runs, tmp_path / "five.html").as_uri())
+        rows = reader.page.locator("section:has(h2:text-is('Settings that differ')) tbody tr")
+        expect(rows).to_have_count(1)
+        name = rows.locator("th").first.bounding_box()
+        assert name
+        assert name["height"] < 40, "a line"
+        reader.check_fits()
+
+
 def test_charts_of_a_row_begin_at_one_height(browser: Browser, pages: dict[str, Path]) -> None:
     """One of them has a legend, the others have none."""
     with open_reader(browser) as reader:

@@ -93,6 +93,13 @@ def test_marks_of_an_axis_look_different(low: float, high: float, labels: list[s
     assert re.findall(r'<text class="tick end"[^>]*>([^<]*)</text>', chart) == labels
 
 
+def test_no_mark_lies_beside_the_frame() -> None:
+    """A text of one token has one octave."""
+    one = Series(name="bits", points=[(0.0, 3.2)])
+    chart = line_chart("Score", [one], Axis(label="tokens before it", log=True), Axis(label="bits"))
+    assert re.findall(r'<text class="tick middle"[^>]*>([^<]*)</text>', chart) == ["0"]
+
+
 @pytest.mark.parametrize("value", [0.0, 0.1, -3e17])
 def test_roundings_are_no_curve(value: float) -> None:
     points = [(value, value), (value, math.nextafter(value, math.inf))]

@@ -182,6 +182,7 @@ class Writer {
     const details = make("details", {}, make("summary", {}, "As plain text, by ", nameOf(model)), this.plain);
     this.column = make("article", {}, make("h3", {}, nameOf(model)), this.before, this.list.box, this.detail, details);
     this.clear("");
+    this.before.textContent = "Nothing written yet.";
   }
   clear(prompt) {
     this.prompt = prompt;
