@@ -115,9 +115,9 @@ def written(page: Page, column: int = 0) -> str:
 
 def test_a_continuation_streams_in_with_its_alternatives(reader: Reader, player: Player) -> None:
     page = reader.page
-    expect(page.locator("#write-columns .before")).to_have_text("Nothing written yet.")
+    expect(page.locator("#write-columns .before").first).to_have_text("Nothing written yet.")
     write(page, "The sea", tokens=40)
-    expect(page.locator("#write-columns .before")).to_have_text("The sea")
+    expect(page.locator("#write-columns .before").first).to_have_text("The sea")
     expect(page.locator("#write-status")).to_contain_text("tokens/s")
     assert written(page) == player.model.sample("The sea", tokens=40, temperature=0.0)
     tokens = page.locator("#write-columns .tokens").first
