@@ -108,10 +108,13 @@ def train(
             started(folder)
         try:
             result = run(config, place, folder, resume=resume, quiet=quiet, threads=threads, write_page=write_run_page)
-        finally:
+        except BaseException:
             if place.is_main:
                 leave_run_page(folder)
+            raise
     if result.summary is None:
+        if place.is_main:
+            leave_run_page(folder)
         _exit_as_stopped(result)
     return Run(folder=folder, summary=result.summary, device=str(place.device))
 

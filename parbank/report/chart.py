@@ -257,7 +257,7 @@ def _axes(frame: Frame, x: Axis, y: Axis) -> str:
 
 
 def _labels(marks: Sequence[float], form: Callable[[float], str]) -> list[str]:
-    """With as many decimals as tell the marks apart: a curve of 1.1302 to 1.1306 has no axis of 1.13 alone."""
+    """With as many decimals as tell the marks apart: the end of a curve may move in its fourth digit alone."""
     found = [form(value) for value in marks]
     if form is not short:
         return found
