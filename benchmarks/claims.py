@@ -216,7 +216,8 @@ class Claims:
             return NOT_YET
 
     def notes(self) -> list[str]:
-        """What a reader of the results should know: claims without any, rows that are missing, stale and dirty results."""
+        """What a reader of the results should know: claims without any, rows that are missing, stale and dirty results.
+        Results that no figure is taken from, such as those of studies, are behind other pages."""
         lines = []
         for claim, spec in self._spec["claims"].items():
             if not self.results(claim):
@@ -225,10 +226,13 @@ class Claims:
             lines += [f"{self.newest(claim).name}: {note}" for note in stale(self.newest(claim).about, self.published)]
             names = [f"{claim}.{name}" for name, figure in spec.items() if isinstance(figure, dict)]
             lines += [f"{name}: no result has its row" for name in names if self.show_or_not(name) == NOT_YET]
-        dirty = [path for path in self._results.glob("*/*-dirty/result.json")]
-        return lines + [
-            f"{path.parent.relative_to(self._results)}: made with uncommitted code, not used" for path in dirty
-        ]
+        for path in sorted(self._results.glob("*/*/result.json")):
+            name, about = path.parent.relative_to(self._results), json.loads(path.read_text(encoding="utf-8"))
+            if about["dirty"]:
+                lines.append(f"{name}: made with uncommitted code, not used")
+            elif about["claim"] not in self._spec["claims"]:
+                lines += [f"{name}: {note}" for note in stale(about, self.published)]
+        return lines
 
 
 def between(block: re.Match[str], content: str) -> str:
@@ -243,19 +247,29 @@ def relative(target: Path, where: Path) -> str:
 def stale(about: dict[str, Any], published: dict[str, str] | None = None) -> list[str]:
     """Which of the files that a result measured have changed since its commit. `published` names the commit of this history
     that first has the code of a commit that is not in it."""
-    commit, measured = about["commit"], [*about["measured"], ":!benchmarks/results"]
-    files = ask_git("diff", "--name-only", commit, "--", *measured)
+    commit = about["commit"]
+    files = changed_since(commit, about["measured"])
     if files is not None:
-        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-        return [f"stale: {', '.join(files[:3])}{more} changed since {commit[:9]}"] if files else []
+        return files
+    known = (published or {}).get(commit[:9])
     before = about.get("digests", {})
     changed = [name for name, now in provenance.digests(before).items() if now != before[name]]
     notes = [f"stale: {', '.join(changed)} changed since"] if changed else []
     if ask_git("rev-parse", "HEAD") is None:
         return notes
-    known = (published or {}).get(commit[:9])
+    if known and not before:
+        notes = changed_since(known, about["measured"]) or []
     place = f"; {known} is the first commit with its code" if known else ""
     return [f"commit {commit[:9]} is not in this repository{place}", *notes]
+
+
+def changed_since(commit: str, measured: list[str]) -> list[str] | None:
+    """A note if one of the files is another now; None where git does not have the commit."""
+    files = ask_git("diff", "--name-only", commit, "--", *measured, ":!benchmarks/results")
+    if files is None:
+        return None
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return [f"stale: {', '.join(files[:3])}{more} changed since {commit[:9]}"] if files else []
 
 
 def ask_git(*command: str) -> list[str] | None:

@@ -1,6 +1,7 @@
 """Figures in README and docs are those of results, and the machine that writes them leaves out what was not measured."""
 
 import json
+import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +142,17 @@ def test_rows_that_are_missing_are_named(claims: ModuleType, results: Path) -> N
     assert "step/2026-01-04-h200-bbbbbbbbb-dirty: made with uncommitted code, not used" in notes
 
 
+def test_stale_results_without_a_figure_are_listed_too(
+    claims: ModuleType, results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "stale", lambda about, published: ["stale"])
+    (results / "study_x").mkdir()
+    (results / "step" / "2026-01-01-h200-aaaaaaaaa").rename(results / "study_x" / "2026-01-01-h200-aaaaaaaaa")
+    about = results / "study_x" / "2026-01-01-h200-aaaaaaaaa" / "result.json"
+    about.write_text(about.read_text().replace('"claim": "step"', '"claim": "study_x"'))
+    assert "study_x/2026-01-01-h200-aaaaaaaaa: stale" in claims.Claims(SPEC, results).notes()
+
+
 @pytest.fixture
 def first_commit(claims: ModuleType) -> str:
     found = claims.ask_git("rev-list", "--max-parents=0", "HEAD")
@@ -164,6 +176,16 @@ def test_a_lost_commit_is_named_and_its_files_are_compared(claims: ModuleType, f
     ]
 
 
+def test_an_old_result_of_a_lost_commit_is_compared_with_the_commit_named_for_it(
+    claims: ModuleType, first_commit: str
+) -> None:
+    """Early results have no digests."""
+    lost = {"commit": "0" * 40, "measured": ["parbank"]}
+    place, change = claims.stale(lost, {"000000000": first_commit})
+    assert place.endswith("is the first commit with its code")
+    assert change.endswith(f"changed since {first_commit[:9]}")
+
+
 def test_without_git_files_are_still_compared(claims: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     now = claims.provenance.digests(["parbank/errors.py"])
@@ -183,6 +205,29 @@ def test_every_result_names_a_published_commit(claims: ModuleType, first_commit:
         assert any(name.startswith(commit) for name in known), (
             f"[published] names {commit}, which is not in this history"
         )
+
+
+def test_the_commit_named_for_a_lost_one_has_the_code_that_was_measured(
+    claims: ModuleType, first_commit: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As far as a result says what its files were: the first ones do not."""
+    nowhere = {("94824b280", "parbank/eval")}  # no commit here has exactly these files
+    published = claims.read_claims().published
+    for path in claims.RESULTS.glob("*/*/result.json"):
+        about = json.loads(path.read_text(encoding="utf-8"))
+        commit = published.get(about["commit"][:9])
+        if not commit or "digests" not in about:
+            continue
+        tree = tmp_path / commit
+        if not tree.exists():
+            command = ["git", "archive", "--format=tar", f"--output={tree}.tar", commit, "parbank", "benchmarks/*.py"]
+            subprocess.run(command, cwd=claims.ROOT, check=True)
+            with tarfile.open(f"{tree}.tar") as packed:
+                packed.extractall(tree, filter="data")
+        monkeypatch.setattr(claims.provenance, "ROOT", tree)
+        there = claims.provenance.digests(about["digests"])
+        differ = {name for name, digest in there.items() if digest != about["digests"][name]}
+        assert {(about["commit"][:9], name) for name in differ} <= nowhere, f"{path.parent}: not the code of {commit}"
 
 
 def test_every_result_is_whole(claims: ModuleType, benchmark: Callable[[str], ModuleType]) -> None:
