@@ -126,7 +126,7 @@ def _join(path: str, name: str) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads` of a file that may be damaged. A text that is nested too deeply is a ValueError, like any other fault."""
+    """`json.loads` of a file that may be damaged. JSON that nests too deeply raises a ValueError, too."""
     try:
         return json.loads(text)
     except RecursionError:

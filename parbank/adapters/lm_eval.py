@@ -55,7 +55,7 @@ class Window:
 
 @register_model("parbank")
 class ParbankLM(LM):
-    """A parbank model as the harness wants it. `model` is a `Model`, or a path that `parbank.load` takes."""
+    """A parbank model behind the interface of lm-evaluation-harness. `model` is a `Model`, or a path that `parbank.load` takes."""
 
     def __init__(
         self,

@@ -181,7 +181,7 @@ class Probe(TorchFunctionMode):
         return Calibration(hessians=hessians, sensitivity=sensitivity, tokens=tokens)
 
     def _find_name(self, weight: Tensor) -> str | None:
-        """The weight at that address, if it is read whole and not transposed; otherwise its moments have another shape."""
+        """The name of the weight at this address. None if a part or a transpose is read: its moments have another shape."""
         pointer, offset = _address(weight)
         source = self.casts.get(pointer)
         name = self.addresses.get((source[0] if source else pointer, offset))

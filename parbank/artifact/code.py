@@ -67,7 +67,7 @@ def code_bytes() -> int:
 
 
 def _hash_source() -> str:
-    """Of everything that the archive depends on: the source of the package, and the Python that packs it."""
+    """The hash of everything that the archive depends on: the package's source, and the Python that packs it."""
     digest, home = hashlib.sha256(sys.version.encode()), Path(parbank.__file__).parent
     for path in sorted(home.rglob("*.py")):
         digest.update(f"\0{path.relative_to(home)}\0".encode() + path.read_bytes())

@@ -38,8 +38,8 @@ def compress(
 ) -> None:
     """Compress files with a model's probabilities, without loss.
 
-    The size of the file is the model's score on the text. To decompress it, the same model, program and kind of machine are
-    needed: the file knows them, and another one is refused or found out by a checksum.
+    The size of the file is the model's score on the text. To decompress it, use the same model and software on the same
+    kind of machine. A difference is refused, or detected by a checksum.
 
     Examples:
 

@@ -26,7 +26,8 @@ _FORMATS = {
 
 
 def show_result(result: dict[str, Any], as_json: bool, *, checkpoint: bool = False) -> None:
-    """Prints all digits as JSON, and otherwise the significant digits. `checkpoint`: one could be scored, too."""
+    """Prints all digits as JSON, and otherwise the significant digits. `checkpoint`: the run also has a
+    checkpoint, which --unpacked scores."""
     if as_json:
         print(json.dumps(result))
         return

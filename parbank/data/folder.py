@@ -33,7 +33,7 @@ def hold_folder(folder: Path, wait: Say | None) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"cannot write to {folder}: {error.strerror or error}; choose another folder (--out, or PARBANK_CACHE for the "
-            "cache), or make room"
+            "cache), or free some space"
         ) from error
 
 

@@ -142,7 +142,7 @@ class TokenSet:
     def read(self, start: int, count: int, out: np.ndarray | None = None) -> np.ndarray:
         """Tokens [start, start + count), across shard edges; copied into `out` (any integer type) where it is given."""
         if start < 0 or count < 0 or start + count > len(self):
-            raise IndexError(f"tokens {start} to {start + count} of a stream of {len(self)}")
+            raise IndexError(f"tokens {start} to {start + count} were asked for, and there are {len(self)}")
         if out is None:
             out = np.empty(count, dtype=np.uint16)
         elif out.shape != (count,):

@@ -73,8 +73,8 @@ def is_held_out(digest: bytes) -> bool:
 
 
 def is_dev(document: bytes) -> bool:
-    """Whether a training document belongs to the part that choices are made on: one in 64, by the sha256 of its id, or of
-    its text where its source gives it no id."""
+    """Whether a training document belongs to `holdout=dev`, which settings are compared on: one in 64, by the sha256 of its
+    id, or of its text if it has no id."""
     name = document.id.encode("utf-8", "surrogatepass") if isinstance(document, Identified) else document
     return hashlib.sha256(name).digest()[-1] % 64 == 0
 

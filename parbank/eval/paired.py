@@ -33,7 +33,7 @@ class PairedDifference:
 def compare_documents(sizes: Sequence[int], ours: Sequence[float], theirs: Sequence[float]) -> PairedDifference:
     """`sizes` in bytes, and the bits of both models, document by document."""
     if not len(sizes) == len(ours) == len(theirs) or not sum(sizes):
-        raise ValueError(f"{len(sizes)} sizes, {len(ours)} and {len(theirs)} bits: not the documents of one text")
+        raise ValueError(f"{len(sizes)} sizes, {len(ours)} and {len(theirs)} bits; give one of each per document")
     n, d = np.asarray(sizes, np.float64), np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
     ratio, count = float(d.sum() / n.sum()), len(n)
     better = int((d < 0).sum())

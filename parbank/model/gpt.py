@@ -228,8 +228,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """ids (B, T). With targets (B, T) the loss in nats (mean, sum, or none: one per token), else the logits.
 
-        `lengths`, of `document_lengths`, says the same as the BOS in `ids`. Attention to isolated documents is faster with
-        it on a GPU, where ids cannot be counted without waiting for them.
+        `lengths` (from `document_lengths`) says where documents begin, as the BOS tokens in `ids` do. With it, attention to
+        isolated documents is faster on a GPU: to count the tokens there, the host would have to wait.
         """
         return self.read_out(self.features(ids, lengths), targets, reduction)
 
@@ -255,7 +255,9 @@ class GPT(nn.Module):
         x = self.embed(ids, starts, dtype)
         extras = self.value_embedding(ids, dtype) if self.value_embedding is not None else {}
         if ids.shape[1] > MAX_POSITIONS:
-            raise ConfigError(f"a window of {ids.shape[1]} tokens is longer than the model's {MAX_POSITIONS} positions")
+            raise ConfigError(
+                f"a window of {ids.shape[1]} tokens is longer than the model's {MAX_POSITIONS} positions; cut it"
+            )
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         mask = None
         if not c.isolate_documents or not flash.takes_varlen(x, c.head_width):
@@ -401,8 +403,8 @@ def _document_starts(ids: Tensor, bos_id: int | None) -> Tensor:
 
 
 def document_lengths(ids: np.ndarray, bos_id: int, window: int) -> Tensor:
-    """The documents in ids (rows, T), which is cut into windows of `window` tokens, as `GPT.forward` takes them: every
-    document in a window is one, and so is a window's first part of one that began before."""
+    """The lengths of the documents in ids (rows, T), as `GPT.forward` takes them. The rows are cut into windows of `window`
+    tokens. A document that crosses the edge of a window counts as two."""
     flat = ids.reshape(-1)
     starts = flat == bos_id
     starts[::window] = True

@@ -224,7 +224,7 @@ def _keep(past: Tensor, own: Tensor, count: Tensor | None) -> Tensor:
 
 
 def _rotations(start: Tensor, length: int, dims: int, base: float) -> tuple[Tensor, Tensor]:
-    """Rows start .. start + length of the model's tables, which end at some 32,768."""
+    """Rows start .. start + length of the model's rotation tables, computed: a text may be longer than the tables."""
     frequencies = base ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=start.device) / max(dims, 1))
     angles = (start + torch.arange(length, device=start.device)).double()[:, None] * frequencies
     return angles.cos().float(), angles.sin().float()

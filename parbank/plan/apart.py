@@ -37,7 +37,7 @@ rehearse_shape({shape}, {device!r}, threads={threads})
 
 @dataclass(frozen=True)
 class _Child:
-    """The process of one shape."""
+    """The process that compiles the kernels of one shape."""
 
     shape: int
     process: "subprocess.Popen[bytes]"

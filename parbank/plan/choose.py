@@ -251,7 +251,7 @@ def configure(
 
 
 def decay_factor(epochs: float, steps: float) -> float:
-    """By how much weight decay grows for a text that is repeated."""
+    """The factor on weight decay for a text that is repeated."""
     most = min(MOST_DECAY, max(1.0, DECAY_STEPS / steps))
     return float(most ** min(1.0, max(0.0, (epochs - 1) / (DECAY_EPOCHS - 1))))
 

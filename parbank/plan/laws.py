@@ -229,7 +229,7 @@ class Laws:
         return np.stack([TABLE_WEIGHT * np.abs(np.log(np.maximum(bigrams, 1.0) / run[3])) for run in self.tried])
 
     def correct(self, distances: Array) -> Array:
-        """Bits per byte that long runs nearby were above the law, on average, and less where none is near."""
+        """By how many bits per byte long runs nearby were above the law, on average. Tends to 0 where no run is near."""
         weights = np.exp(-((distances / NEAR) ** 2))
         found: Array = np.tensordot(self.tried[:, -1], weights, 1) / (weights.sum(axis=0) + 0.3)
         return found

@@ -49,8 +49,8 @@ def decode_quantised(
 
 
 def fixed_bytes(counts: Sequence[tuple[int, int]]) -> int:
-    """The most bytes that `encode_integers` gives for (count, q) of each tensor: fixed width, each from a whole byte on,
-    and the byte that names the coding."""
+    """The most bytes that `encode_integers` gives for (count, q) of each tensor: the byte that names the coding, then fixed
+    width, with each tensor padded to a whole byte."""
     return 1 + sum(fixed_size(count, q) for count, q in counts)
 
 

@@ -219,7 +219,7 @@ def marker(style: int, x: float, y: float, r: float = 3.2, *, hollow: bool = Fal
 
 
 def _cross(r: float) -> list[tuple[float, float]]:
-    """The corners of a lying cross."""
+    """The corners of a marker in the shape of an x."""
     a, b = r, r / 2.2
     corner = [(0, -b), (a - b, -a), (a, b - a)]
     turns = ((1, 0), (0, 1), (-1, 0), (0, -1))

@@ -180,8 +180,8 @@ def _no_validation(record: Record) -> str:
 
 
 def find_axes(*records: Record) -> Iterator[tuple[str, str, Axis]]:
-    """(name, column of the rows, axis) of clock and tokens. They go as far as the longest of the runs: charts above each other
-    have the same."""
+    """(name, column of the rows, axis) of clock and tokens. Each axis ends where the longest run ends, so that charts above
+    each other share it."""
     for what, key, end in (("clock", "seconds", "train_seconds"), ("tokens", "tokens", "tokens")):
         ends = [(r.summary or {}).get(end) for r in records] + [row.get(key) for r in records for row in r.rows[-1:]]
         reach = max(filter(is_number, ends), default=0.0)
@@ -189,7 +189,7 @@ def find_axes(*records: Record) -> Iterator[tuple[str, str, Axis]]:
 
 
 def clock_axis(reach: float) -> Axis:
-    """The clock of a run of so many seconds: in minutes or hours where it is long."""
+    """The axis of a clock that reaches so many seconds, in minutes or hours for a long run."""
     _, scale, unit = next(one for one in CLOCKS if reach >= one[0])
     return Axis(label=f"{unit} of training", zero=True, reach=reach, scale=scale)
 

@@ -109,7 +109,7 @@ class Playground:
 
 
 def _answer(endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """An endpoint whose errors become an answer with their message."""
+    """The endpoint, with parbank's errors turned into answers that hold their message."""
 
     async def answer(request: Request) -> Response:
         try:

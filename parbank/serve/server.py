@@ -200,7 +200,7 @@ def serve(
 
 
 def has_desktop() -> bool:
-    """Whether somebody sits before this machine: opening a page elsewhere would start a browser in the terminal."""
+    """Whether this machine has a desktop to open a page on. Without one, a browser might start in the terminal."""
     if not sys.stdout.isatty() or "SSH_CONNECTION" in os.environ:
         return False
     return sys.platform == "darwin" or any(name in os.environ for name in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -24,8 +24,8 @@ def cut_windows(batch: Tensor, length: int) -> Tensor:
 
 
 def take_batch(batches: Prefetcher, length: int, bos_id: int | None = None) -> list[Tensor]:
-    """The next micro-batch in windows of `length` tokens. With a `bos_id` also the lengths of its documents, counted on the
-    host, since the GPU would have to be waited for."""
+    """The next micro-batch in windows of `length` tokens. With a `bos_id` also the lengths of its documents. They are
+    counted on the host: counting on the GPU would make the host wait."""
     batch = cut_windows(batches.next(), length)
     if bos_id is None:
         return [batch]

@@ -212,7 +212,7 @@ def _describe_finish(laps: Laps) -> dict[str, Any]:
 def _write_details(
     out: Path, details: dict[str, Any], display: Display, *, metrics: Metrics | None = None, when: str = "ended_at"
 ) -> None:
-    """A side matter: a run ends well without it."""
+    """Writes details.json. If that fails, the run goes on with a warning."""
     try:
         details |= describe_place(when)
         if metrics is not None:
@@ -223,7 +223,7 @@ def _write_details(
 
 
 def _write_page(write: WritePage, out: Path, summary: dict[str, Any], display: Display) -> None:
-    """A side matter, too."""
+    """Writes the page of the run. If that fails, the run goes on with a warning."""
     try:
         write(out, summary)
     except Exception as error:

@@ -154,8 +154,8 @@ def _rehearse_alone(config: RunConfig, runtime: Runtime, *, cold: bool) -> None:
 
 
 def _read(trainer: Trainer, *, tokens: int) -> None:
-    """Runs the model as scoring and sampling do, a batch of windows, a prompt, and a few tokens one by one, and rounds as
-    packing does. In a rehearsal one token: a second one would capture a graph of nothing."""
+    """Does what follows training: scores a batch of windows, samples `tokens` tokens after a prompt, and rounds as packing
+    does. A rehearsal samples one token: the second one would capture an empty graph."""
     config, runtime, model = trainer.config, trainer.runtime, trainer.model
     context = config.batch.sequence_length
     windows = random_data(config, tokens_together(config.model.vocab_size, runtime)).train

@@ -129,7 +129,7 @@ def test_the_interval_covers_the_difference_as_often_as_it_says() -> None:
 def test_few_documents_have_no_interval() -> None:
     few = compare_documents([10] * (FEWEST - 1), [12.0] * (FEWEST - 1), [10.0] * (FEWEST - 1))
     assert (few.bpb, few.low) == (pytest.approx(0.2), None)
-    with pytest.raises(ValueError, match="not the documents of one text"):
+    with pytest.raises(ValueError, match="give one of each per document"):
         compare_documents([1], [1.0, 2.0], [1.0])
 
 

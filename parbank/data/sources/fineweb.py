@@ -75,7 +75,7 @@ def fetch_fineweb(
             shutil.rmtree(out / _HALF_WAY, ignore_errors=True)
     except OSError as error:
         raise DataError(
-            f"cannot write to {out}: {error.strerror or error}; choose another folder, or make room"
+            f"cannot write to {out}: {error.strerror or error}; choose another folder, or free some space"
         ) from error
     finally:
         if is_new:

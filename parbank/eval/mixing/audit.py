@@ -86,8 +86,8 @@ def _read_plain(
 def _read_adapted(
     method: "Adaptive", model: GPT, text: Text, runtime: Runtime, chosen: np.ndarray
 ) -> tuple[np.ndarray, dict[int, list[np.ndarray]]]:
-    """The nats of all targets by every prediction, and the logits of the chosen ones at each learning rate that they were
-    read at: at all of them in their order, or at one."""
+    """The nats of all targets by every prediction, and the logits of the chosen targets. The first documents are read at
+    every learning rate and have logits for each, in the order of the rates; later documents have one."""
     logits: dict[int, list[np.ndarray]] = {int(place): [] for place in chosen}
     last: list[Tensor] = []
 

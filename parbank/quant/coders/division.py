@@ -158,7 +158,7 @@ def _choose(ways: list[_Classes], only_decay: bool) -> Division:
 
 
 def _codes(spread: npt.NDArray[np.float64]) -> Array:
-    """Whole numbers from 0, for the least spread. If the range is too wide, the least spreads share a number."""
+    """A whole number for each spread: 0 for the smallest. If the range is too wide, the smallest ones share 0."""
     codes = np.rint(spread * _STEPS).astype(np.int64)
     codes = np.maximum(codes - codes.max() + CODES - 1, 0)
     return codes - codes.min()
