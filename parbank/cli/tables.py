@@ -18,7 +18,8 @@ from parbank.training.laps import Laps
 SHOWN_DOCUMENTS = 10
 
 _FORMATS = {
-    **dict.fromkeys(("val_bpb", "val_loss"), "{:.6f}"),
+    **dict.fromkeys(("val_bpb", "val_loss", "their_bpb"), "{:.6f}"),
+    "difference_bpb": "{:+.6f}",
     **dict.fromkeys(("tokens", "bytes", "documents"), "{:,}"),
     "seconds": "{:.1f}",
     "tokens_per_second": "{:,.0f}",

@@ -56,7 +56,7 @@ def test_results_are_compared_or_refused(call: Call, trained: Path, page: str, t
     path.write_text(call(*sliding, "--json").out)
     same = call(*sliding, "--compare", path)
     assert same.code == 0
-    assert "difference_bpb     0.0" in same.out
+    assert "difference_bpb     +0.000000" in same.out
     assert json.loads(call("eval", path, "--compare", path, "--json").out)["difference_bpb"] == 0
     for arguments, message in (
         (("eval", trained, "--data", page), "the method is chunked here and sliding"),
