@@ -44,6 +44,6 @@ def meet(store: dist.Store, rank: int, world: int, patience: timedelta) -> dist.
             if store.check([f"word/{other}"]):
                 store.set(f"answer/{store.get(f'word/{other}').decode()}", word)
         if time.monotonic() > deadline:
-            raise RankError(f"rank {missing[0]} has not come within {patience}; see why it did not start")
+            raise RankError(f"rank {missing[0]} has not connected within {patience}; see why it did not start")
         time.sleep(_POLL_SECONDS)
     return dist.PrefixStore(word, store)

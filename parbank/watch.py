@@ -180,7 +180,7 @@ def _connect_to_all(world: int, store: dist.Store) -> dict[int, Connection]:
             except TimeoutError:
                 missing = sorted(set(range(1, world)) - set(links))
                 raise RankError(
-                    f"rank {missing[0]} has not come within {_CONNECT_SECONDS:.0f} s; start all ranks again"
+                    f"rank {missing[0]} has not connected within {_CONNECT_SECONDS:.0f} s; start all ranks again"
                 ) from None
             accepted.settimeout(None)
             link = Connection(accepted.detach())

@@ -33,7 +33,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     start(shared, 3)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(meet, shared, 2, 3, SOON)
-        with pytest.raises(RankError, match=r"rank 1 has not come within 0:00:01; see why it did not start"):
+        with pytest.raises(RankError, match=r"rank 1 has not connected within 0:00:01; see why it did not start"):
             meet(shared, 0, 3, timedelta(seconds=1))
 
 

@@ -255,7 +255,9 @@ def _open_data(config: RunConfig, runtime: Runtime, display: Display, resume: bo
             apart=apart,
         )
         if dataset.text == NOT_PROVED:
-            say(f"note: that the validation tokens of {config.data} are its text is not proved; the result says so")
+            say(
+                f"note: nothing compared the validation tokens of {config.data} with its text; the result says `not proved`"
+            )
         return dataset
 
     try:
