@@ -34,7 +34,7 @@ def test_every_thread_is_seen_with_its_seconds(stacks: ModuleType, tmp_path: Pat
     spans = stacks.read(tmp_path / "stacks.txt")
     span = max((one for one in spans if one.thread == "beside"), key=lambda one: one.end - one.begin)
     assert "wait_here" in span.stack
-    assert 0.2 < span.end - span.begin < 60
+    assert 0.198 < span.end - span.begin < 60  # the file has milliseconds, so 0.2 may lose one
     assert "MainThread" in {span.thread for span in spans}
     assert "sampler" not in {span.thread for span in spans}
 

@@ -43,7 +43,11 @@ CONSTANTS: dict[str, dict[str, str]] = {
     },
     "docs/design/compressor.md": {"0.0001": "log2 of 1 + 1024 / 2^24"},
     "docs/design/data.md": {"2%": "the share that validates", "99.5%": "a setting of the tokenizer"},
-    "docs/design/faults.md": {"1 s": "a limit of the benchmark", "60 s": "a limit of the benchmark"},
+    "docs/design/faults.md": {
+        "1 s": "a limit of the benchmark",
+        "60 s": "a limit of the benchmark",
+        "2 s": "a limit, tests/faults/test_small_files.py",
+    },
     "docs/design/ops.md": {"0.1%": "a tolerance of the tests", "0.2%": "a tolerance of the tests"},
     "docs/design/optimizer.md": {"10%": "a limit, tests/optim/test_optim_memory.py"},
     "docs/design/performance.md": {"700 W": "the card's limit"},
