@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from parbank.gpu import on_device
+
 Places = list[int | None]
 Result = TypeVar("Result")
 
@@ -64,7 +66,12 @@ class Graphs:
         """
         if not self._enabled:
             return work(*inputs)
-        name = (*key, *(tuple(tensor.shape) for tensor in inputs))
+        with on_device(inputs[0].device):  # a capture records the current device only
+            return self._run(work, inputs, (*key, *(tuple(tensor.shape) for tensor in inputs)), places)
+
+    def _run(
+        self, work: Callable[..., Result], inputs: Sequence[Tensor], name: tuple[Any, ...], places: Callable[[], Places]
+    ) -> Result:
         recorded = self._recorded.get(name)
         if recorded is None or places() != recorded.places:
             result = work(*inputs)

@@ -9,6 +9,7 @@ It finds these faults, each by an error in the line that makes it:
 - in a capture: anything that waits for the device (`item`, `tolist`, a test of a tensor, a synchronisation), copies between
   host and device, and ops whose result has no fixed shape. As in CUDA, a capture in the mode `thread_local` refuses its own
   thread only, and any other capture refuses all threads;
+- a capture while another device is the current one: `gpu.current` is its number, and all memory is on device 0;
 - state that a replay does not repeat. `CUDAGraph` records ops and kernel launches and runs them again on the same memory. As on
   a GPU, a capture computes nothing: memory from before it keeps its values, and new numbers are NaN until the first replay.
 
@@ -110,6 +111,7 @@ class Graph:
 
     def capture_begin(self, *pool: Any, capture_error_mode: str = "global", **options: Any) -> None:
         assert self.gpu.graph is None, "a capture inside a capture"
+        assert self.gpu.current == GPU.index, "a capture on a device that has none of the work"
         self._thread = threading.get_ident() if capture_error_mode == "thread_local" else None
         self.gpu.graph = self
 
@@ -184,6 +186,7 @@ class StandIn:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.graph: Graph | None = None
         self.waits = 0
+        self.current = 0
         self.makes = False
         """Whether the call under way names the GPU for its result."""
         self._depth = 0
@@ -224,7 +227,7 @@ class StandIn:
         )  # fmt: skip
         names: dict[str, Any] = {
             "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1, "_lazy_init": lambda: None,
-            "current_device": lambda: 0, "set_device": lambda device: None, "device": lambda device: nullcontext(),
+            "current_device": lambda: self.current, "set_device": lambda device: None, "device": self._on,
             "get_device_capability": lambda *_: (9, 0), "get_device_properties": lambda *_: about,
             "get_device_name": lambda *_: about.name, "mem_get_info": lambda *_: (130 * 2**30, 140 * 2**30),
             "memory_allocated": lambda *_: 0, "max_memory_allocated": lambda *_: 0, "memory_reserved": lambda *_: 0,
@@ -283,6 +286,16 @@ class StandIn:
                 yield
         finally:
             self._depth -= 1
+
+    @contextmanager
+    def _on(self, device: torch.device | int | None) -> Iterator[None]:
+        """As torch.cuda.device: None changes nothing."""
+        before, index = self.current, device.index if isinstance(device, torch.device) else device
+        self.current = before if index is None else index
+        try:
+            yield
+        finally:
+            self.current = before
 
     def _refuse(self, what: str) -> None:
         graph = self.graph  # another thread may end the capture meanwhile

@@ -17,6 +17,7 @@ from parbank.data.shards import TokenSet
 from parbank.eval.compressor.coder import TokenCoder
 from parbank.eval.methods import make_method
 from parbank.eval.sampling import sample_tokens
+from parbank.graphs import Graphs
 from parbank.model import GPT
 from parbank.model.config import ModelConfig
 from parbank.optim import ParallelMuon
@@ -75,6 +76,17 @@ def test_another_thread_may_wait_only_beside_a_capture_of_one_thread(mode: str, 
     with ThreadPoolExecutor(1) as pool, torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=mode):
         error = pool.submit(torch.cuda.Event().synchronize).exception()
     assert isinstance(error, CaptureError) == refused
+
+
+def test_a_capture_is_on_the_device_of_its_work(gpu: StandIn) -> None:
+    """`load(path, device="cuda:1")` changes no current device, and a capture elsewhere would record nothing."""
+    gpu.current = 1
+    with pytest.raises(AssertionError, match="none of the work"):
+        capture(lambda: None)
+    gpu.graph, graphs, x = None, Graphs(enabled=True), torch.ones(2, device="cuda")
+    results = [graphs.run(torch.neg, [x * number]).tolist() for number in (1, 2, 3)]
+    assert results == [[-1, -1], [-2, -2], [-3, -3]]
+    assert (graphs.captures, gpu.current) == (1, 1)
 
 
 def test_tensors_of_two_devices_are_refused(gpu: StandIn) -> None:

@@ -13,6 +13,7 @@ from parbank import ahead
 from parbank.data.progress import Say
 from parbank.errors import ConfigError
 from parbank.eval.methods.base import Method
+from parbank.gpu import on_device
 from parbank.model import GPT, ModelConfig
 from parbank.ops.rehearsal import can_rehearse, rehearsal
 from parbank.runtime import Runtime
@@ -54,6 +55,6 @@ def rehearse_method(method: Method, config: ModelConfig, runtime: Runtime) -> No
     """Requests every kernel of a score, and waits until all of them are ready."""
     with torch.device("meta"):
         model = GPT(config)
-    model.allocate(runtime.device)
-    with rehearsal(runtime.device):
+    with on_device(runtime.device), rehearsal(runtime.device):  # a new thread starts on the first GPU
+        model.allocate(runtime.device)
         method.rehearse(model, runtime)

@@ -147,15 +147,15 @@ class Pace:
     AHEAD = 2
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._events: list[torch.cuda.Event] = []
 
     def step(self) -> None:
         """Records that work was queued, and waits for the piece before the last."""
-        if not self._cuda:
+        if self._device.type != "cuda":
             return
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         self._events.append(event)
         if len(self._events) > self.AHEAD:
             self._events.pop(0).synchronize()

@@ -20,6 +20,7 @@ from parbank.eval.details import PROMPT_TOKENS
 from parbank.eval.sampling import extend
 from parbank.eval.score import tokens_together
 from parbank.eval.windows import score_windows
+from parbank.gpu import on_device
 from parbank.model import GPT
 from parbank.ops.rehearsal import can_rehearse, rehearsal
 from parbank.quant.bank import MAX_Q
@@ -126,7 +127,8 @@ def _rehearse_aside(config: RunConfig, runtime: Runtime, say: Say, *, cold: bool
     """Whether it succeeded. An error here costs time only: the warm-up meets it again, and raises it."""
     began, before = time.perf_counter(), count_lookups().built
     try:
-        _rehearse_alone(config, runtime, cold=cold)
+        with on_device(runtime.device):  # a new thread starts on the first GPU
+            _rehearse_alone(config, runtime, cold=cold)
     except Exception as error:
         say(f"note: kernels could not be compiled ahead ({type(error).__name__}: {error}); the warm-up compiles them")
         return False
