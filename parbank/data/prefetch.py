@@ -34,6 +34,10 @@ _HELD = 2
 # system, where nothing can stop it; waiting longer would hang the run as well.
 _PATIENCE_SECONDS = 10.0
 
+_copiers: dict[int, torch.cuda.Stream] = {}
+"""By device: the copy stream of every prefetcher. PyTorch hands out 32 streams in turn, so a stream for each prefetcher would
+in time be the one that captures."""
+
 
 class BatchSource(Protocol):
     """The source of a Prefetcher. A stream may also have a `dtype`, the numpy dtype of its batches; the default is
@@ -113,7 +117,10 @@ class _CudaLoader(_Loader):
     def __init__(self, stream: BatchSource, device: torch.device) -> None:
         super().__init__(stream)
         self._device = device
-        self._copier = torch.cuda.Stream(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index not in _copiers:
+            _copiers[index] = torch.cuda.Stream(device)
+        self._copier = _copiers[index]
         self._raw = self._allocate(torch.int16) if self.widens else None  # where copies land before they are widened
 
     def _allocate(self, dtype: torch.dtype) -> torch.Tensor:

@@ -93,6 +93,7 @@ class FakeGpu:
         self.lags, self.seconds, self.lock = lags, seconds, threading.RLock()
         self.compute, self.copier = Stream(self, COMPUTE), Stream(self, COPY)
         self._local = threading.local()
+        self.made = 0  # streams that were asked for
         self.torch = _Torch(self)
 
     @property
@@ -143,6 +144,7 @@ class _Cuda:
         self.stream = gpu.on
 
     def Stream(self, device: torch.device) -> Stream:
+        self._gpu.made += 1
         return self._gpu.copier
 
     def Event(self, blocking: bool = False) -> Event:

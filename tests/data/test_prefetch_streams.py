@@ -13,12 +13,17 @@ CUDA = torch.device("cuda")
 LAGS = [set(), {COPY}, {COMPUTE}, {COPY, COMPUTE}]
 
 
+def use(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "torch", gpu.torch)
+    monkeypatch.setattr(prefetch, "_copiers", {})
+
+
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("lags", LAGS, ids=lambda lags: " and ".join(sorted(lags)) or "none")
 def test_batches_are_right_whichever_stream_lags(lags: set[str], depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batch is read when it is handed out, and again at the last moment it is valid."""
     gpu, count = FakeGpu(lags), 40
-    monkeypatch.setattr(prefetch, "torch", gpu.torch)
+    use(gpu, monkeypatch)
     early, late, last = [], [], None
     with prefetch.Prefetcher(open_stream(), device=CUDA, depth=depth) as batches:
         for _ in range(count):
@@ -35,7 +40,7 @@ def test_batches_are_right_whichever_stream_lags(lags: set[str], depth: int, mon
 def test_memory_belongs_to_the_copy_stream_and_is_kept_for_the_compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory from the compute stream's pool may still be in use there, and freed memory must outlast that stream's reads."""
     gpu = FakeGpu(set())
-    monkeypatch.setattr(prefetch, "torch", gpu.torch)
+    use(gpu, monkeypatch)
     with prefetch.Prefetcher(open_stream(), device=CUDA, depth=2) as batches:
         for _ in range(8):
             batch = batches.next()
@@ -43,10 +48,20 @@ def test_memory_belongs_to_the_copy_stream_and_is_kept_for_the_compute_stream(mo
             assert batch.users == {COMPUTE}
 
 
+def test_all_prefetchers_of_a_device_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch hands out 32 streams in turn: with one for each, a loader would in time get the stream that captures."""
+    gpu = FakeGpu(set())
+    use(gpu, monkeypatch)
+    for _ in range(3):
+        with prefetch.Prefetcher(open_stream(), device=CUDA, depth=1) as batches:
+            batches.next()
+    assert gpu.made == 1
+
+
 def test_the_loop_never_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """With both streams standing still the consumer gets every batch that the ring has room for."""
     gpu = FakeGpu({COPY, COMPUTE})
-    monkeypatch.setattr(prefetch, "torch", gpu.torch)
+    use(gpu, monkeypatch)
     with prefetch.Prefetcher(open_stream(), device=CUDA, depth=3) as batches:
         for _ in range(3):
             batches.next()
@@ -56,7 +71,7 @@ def test_the_loop_never_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 def test_waiting_for_the_gpu_is_not_waiting_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """A producer that the GPU keeps waiting has its data in time all the same: the loop is ahead of the device."""
     gpu = FakeGpu(set(), seconds=0.03)
-    monkeypatch.setattr(prefetch, "torch", gpu.torch)
+    use(gpu, monkeypatch)
 
     def share_of_waiting() -> float:
         with prefetch.Prefetcher(open_stream(), device=CUDA, depth=1) as batches:
