@@ -126,7 +126,7 @@ class Streaming(PieceMethod):
 
     def rehearse(self, model: GPT, runtime: Runtime) -> None:
         """One segment: a second one would capture a graph of nothing."""
-        targets = min(self.segment or GRAPHED, GRAPHED)
+        targets = min(self.segment or LONGER * tokens_together(model.config.vocab_size, runtime), GRAPHED)
         self.score(model, random_tokens(model.config, targets), runtime)
 
     def find_reach_in(self, pieces: Iterable[tuple[int, int]], targets: int) -> np.ndarray:
