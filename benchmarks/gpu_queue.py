@@ -43,7 +43,7 @@ LOG_BYTES = 100_000  # of the end of each log
 STOP_SECONDS = 10.0  # between the request to end and the end
 FITS = 0.9
 """Of its estimate: a step starts if so much is left. Most estimates are of a start with nothing compiled."""
-LEAST = 80.0  # seconds for which a step that goes on is started
+LEAST = 80.0  # seconds for which a step that goes on is started, unless one piece of its work takes longer
 RESERVE = 40.0  # of them, seconds in which such a step stops and writes what it has
 SEEDS = (7, 8, 9)
 
@@ -63,7 +63,8 @@ class Step:
     after: tuple[str, ...] = ()
     """Steps that must be done: until then it stays open."""
     goes_on: bool = False
-    """Whether a second call goes on where the first was cut off; then it starts with any time that is left."""
+    """Whether a second call goes on where the first was cut off; then it starts if `least` seconds are left."""
+    least: float = LEAST
 
 
 def _test(folders: str, seconds: float) -> Step:
@@ -71,15 +72,15 @@ def _test(folders: str, seconds: float) -> Step:
     return Step(2, f"{{python}} -m pytest {words} {folders}", seconds)
 
 
-def _study(claim: str, words: str, seconds: float) -> Step:
+def _study(claim: str, words: str, seconds: float, least: float = LEAST) -> Step:
     script = "{python} benchmarks/studies.py --claim " + f"{claim} --seconds {{left}} --out {{results}} -- "
-    return Step(6, script + words, seconds, limit=600, goes_on=True)
+    return Step(6, script + words, seconds, limit=600, goes_on=True, least=least)
 
 
 STEPS: dict[str, Step] = {
     "smoke": Step(1, "{python} benchmarks/smoke.py --data {data} --runs {runs}/smoke", 140, limit=240),
     "tests_optim": _test("tests/optim tests/test_graphs.py tests/test_runtime.py", 75),
-    "tests_rest": _test("tests/training tests/model tests/eval tests/plan tests/study tests/data tests/faults", 120),
+    "tests_rest": _test("tests/training tests/model tests/eval tests/plan tests/study tests/data tests/faults tests/quant", 125),
     "auto": Step(5, "auto", 200),
     "optimizer_loop": Step(4, "optimizer_loop", 390),
     "startup": Step(3, "startup", 200),
@@ -99,15 +100,16 @@ STEPS: dict[str, Step] = {
     "scoring": Step(7, "scoring", 150),
     "study_levers30": _study("study_levers30", "benchmarks/studies/levers30.toml --data {data} --out {runs}/levers30", 1000),
     "ladder": Step(5, "{python} benchmarks/ladder.py --data {data} --seconds {left} --runs {runs}/ladder --out {results}", 5400,
-                   limit=600, goes_on=True),
+                   limit=600, goes_on=True, least=140),
     "plan_runs": Step(5, "{python} benchmarks/plan_runs.py --grid h200 --text corpus={dev} --out {results}/plan_runs.jsonl", 1500,
-                      limit=600, goes_on=True),
+                      limit=600, goes_on=True, least=200),
     "fit": Step(5, "{python} -m parbank.plan.fit {results}/plan_runs.jsonl --out {results}/fit", 20, after=("plan_runs",)),
-    "study_seeds": _study("study_seeds", "seeds --recipe sprint --seeds 5 --keep --data {data} --out {runs}/seeds", 620),
+    "study_seeds": _study("study_seeds", "seeds --recipe sprint --seeds 5 --keep --data {data} --out {runs}/seeds", 620, least=175),
     "study_kernels": _study("study_kernels", "published-kernels --out {runs}/kernels", 360),
-    "study_levers120": _study("study_levers120", "benchmarks/studies/levers120.toml --data {data} --out {runs}/levers120", 870),
-    "study_ranks": Step(6, "{python} benchmarks/study_ranks.py {runs}/levers30 {runs}/levers120 --out {results}", 5,
-                        after=("study_levers30", "study_levers120")),
+    "study_levers120": _study("study_levers120", "benchmarks/studies/levers120.toml --data {data} --out {runs}/levers120", 870,
+                              least=175),
+    "study_ranks": Step(6, "{python} benchmarks/study_ranks.py {runs}/levers30 {runs}/levers120 --out {results}", 20,
+                        limit=90, after=("study_levers30", "study_levers120")),
     "adaptation": Step(7, "adaptation", 120),
     "compression": Step(7, "compression", 240),
     "startup_eval": Step(7, "startup_eval", 420),
@@ -158,7 +160,7 @@ class Queue:
         benchmark = run_all.BENCHMARKS.get(step.command)
         if benchmark is not None and re.search(r"\{(run|model)\}", benchmark.command):
             there = there and (self.runs / "sprint" / str(SEEDS[0]) / "model.pbk").exists()
-        least = LEAST if step.goes_on else FITS * step.seconds
+        least = step.least if step.goes_on else FITS * step.seconds
         return there and self.left > least and self.state(name) not in ("done", "failed")
 
     def state(self, name: str) -> str:

@@ -63,10 +63,11 @@ def run(
     environment |= {"PARBANK_CACHE": str(cache), "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
     environment["PYTHONPATH"] = provenance.python_path(root)
     began, lines = time.perf_counter(), []
-    sampled = ["-m", "parbank"] if profile is None else [str(HERE / "stacks.py"), str(profile.resolve())]
+    # -P: `root` is on the path, and the current folder must not come before it. Paths such as that of --data start there.
+    sampled = ["-P", "-m", "parbank"] if profile is None else [str(HERE / "stacks.py"), str(profile.resolve())]
     command = [sys.executable, *sampled, *words]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=root, env=environment, **streams) as process:
+    with subprocess.Popen(command, env=environment, **streams) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append((time.perf_counter() - began, line.rstrip()))

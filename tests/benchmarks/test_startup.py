@@ -50,6 +50,19 @@ def test_a_setup_without_an_end_is_an_error(startup: ModuleType) -> None:
         startup.train_rows("first start", 40.0, [(1.0, "nothing")], SUMMARY)
 
 
+def test_another_version_reads_the_paths_of_the_caller(
+    startup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--data may be relative, and the older code must not be hidden by the code in the current folder."""
+    old = tmp_path / "old" / "parbank"
+    old.mkdir(parents=True)
+    (old / "__init__.py").touch()
+    (old / "__main__.py").write_text("import os, sys\nprint('old', os.path.exists(sys.argv[1]))\n")
+    monkeypatch.chdir(startup.HERE.parent)
+    _, lines = startup.run(["pyproject.toml"], tmp_path, root=old.parent)
+    assert [line for _, line in lines] == ["old True"]
+
+
 def test_commands_run_with_a_cache_of_their_own(
     startup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
