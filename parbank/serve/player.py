@@ -12,6 +12,7 @@ import numpy as np
 
 from parbank.api.model import Model, load
 from parbank.config import require
+from parbank.data.proof import check_tokens
 from parbank.data.tokenizer import DecodeState, Tokenizer
 from parbank.errors import DataError
 from parbank.eval.sampling import NextToken, check_settings, draw_steps
@@ -70,7 +71,9 @@ class Player:
         if not text:
             raise DataError("there is no text to measure; type or paste some")
         tokenizer = self.model.tokenizer
-        ids = np.concatenate([[tokenizer.bos_id], tokenizer.encode(text)]).astype(np.uint16)
+        tokens = tokenizer.encode(text)
+        check_tokens(tokenizer, tokens, text.encode("utf-8"), "the text")
+        ids = np.concatenate([[tokenizer.bos_id], tokens]).astype(np.uint16)
         size = int(tokenizer.count_bytes(ids[1:].astype(np.int64), ids[:-1].astype(np.int64)).sum())
         pieces, bits = Pieces(tokenizer), 0.0
         yield {"tokens": len(ids) - 1}

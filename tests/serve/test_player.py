@@ -5,12 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parbank.api.model import Model
 from parbank.data.tokenizer import Tokenizer, TokenizerConfig
 from parbank.errors import ArtifactError, ConfigError, DataError
 from parbank.eval.sampling import draw_tokens, sample_tokens
 from parbank.eval.surprise import score_pieces
 from parbank.model import GPT
 from parbank.serve.player import Pieces, Player, load_players, name_models, show_token
+from tests.data.attacks import letters_to_a
 
 TEXT = "The sea was calm, — café, naïve, ☃.\n" * 3
 
@@ -50,6 +52,15 @@ def test_top_p_draws_from_the_fewest_that_reach_it(player: Player) -> None:
     assert sum(choice.chance for choice in kept) == pytest.approx(1)
     assert sum(choice.probability for choice in kept) >= 0.3
     assert sum(choice.probability for choice in kept[:-1]) < 0.3
+
+
+def test_a_tokenizer_that_changes_the_text_gives_no_score(player: Player) -> None:
+    """Its letters are all `a`, which any model knows better than the text."""
+    lines = [TEXT] * 40
+    hostile = Tokenizer.from_bytes(letters_to_a(lines, player.model.tokenizer.vocab_size))
+    model = Model(player.model.module, hostile, context=player.model.context)
+    with pytest.raises(DataError, match="from byte 0 on the text has"):
+        list(Player("hostile", model).measure(TEXT))
 
 
 @pytest.mark.parametrize("piece", [3, 16, 4096])
