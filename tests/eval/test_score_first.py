@@ -1,5 +1,6 @@
 """Test-time training scores before it learns: for every adapter and every way of scoring, and whatever an adapter tries."""
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -117,6 +118,12 @@ def _patch(place: Any, name: str) -> Undo:
     return Undo(lambda: setattr(place, name, before))
 
 
+def _add(place: Any, name: str) -> Undo:
+    """An attribute in front of one that is looked up elsewhere."""
+    setattr(place, name, getattr(place, name))
+    return Undo(lambda: delattr(place, name))
+
+
 def _patch_class(cls: type, name: str) -> Undo:
     """Calls of the model's own class, whose instances all change."""
     before = vars(cls)[name]
@@ -181,6 +188,11 @@ TRICKS: dict[str, Callable[[GPT], Any]] = {
     "another call of every module": lambda model: _patch_class(nn.Module, "__call__"),
     "another method of tensors": lambda model: _patch_class(torch.Tensor, "split"),
     "another function of PyTorch": lambda model: _patch(F, "linear"),
+    "another function of torch": lambda model: _patch(torch, "cat"),
+    "another operator of PyTorch": lambda model: _patch(torch._C._nn, "leaky_relu"),
+    "another function below PyTorch's": lambda model: _add(torch._VF, "dropout"),
+    "another function of NumPy": lambda model: _patch(np, "concatenate"),
+    "another function of Python": lambda model: _patch(math, "log"),
     "another function of ours": lambda model: _patch(ops, "rms_norm"),
     "another scorer": lambda model: _patch_class(ttt_module.Text, "upto"),
     "a tensor that sees": _put_a_table,

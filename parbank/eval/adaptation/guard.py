@@ -4,10 +4,13 @@ An adapter is Python code of the same process, which can also read the text from
 file. No check can rule that out: the guard notices what an adapter leaves behind, not what it looks up (docs/design/promises.md).
 """
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torch.nn.modules.module as torch_module
@@ -52,6 +55,9 @@ def _find_code(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {
         "every module's hooks": tuple(tuple(getattr(torch_module, f"_global{kind}", ())) for kind in HOOKS),
         "PyTorch's modes": (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
+        "torch._VF": tuple(
+            (key, id(value)) for key, value in vars(torch._VF).items()
+        ),  # its functions are no attributes
         "Python's tracing": (sys.gettrace(), sys.getprofile(), *_find_monitors()),
     }
     for name, module in model.named_modules():
@@ -79,10 +85,17 @@ def _find_namespaces(model: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]
     for cls in classes:
         if cls.__module__.startswith(("torch", *ROOMS)):
             yield f"{cls.__module__}.{cls.__qualname__}", vars(cls)
-    yield "torch.nn.functional", vars(F)
+    for foreign in (F, torch, torch._C._nn, np, math):
+        yield foreign.__name__, vars(foreign)
     for name, module in ours.items():
         yield name, vars(module)
 
 
 def _find_functions(space: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in space.items() if callable(value)}
+    """Without functions of Python in `torch`, which PyTorch itself replaces when it imports its compiler."""
+    own = space is vars(torch)
+    return {
+        name: value
+        for name, value in space.items()
+        if callable(value) and not (own and isinstance(value, FunctionType))
+    }
