@@ -18,7 +18,7 @@ from parbank.api.words import in_python_words
 from parbank.config import parse_json
 from parbank.data.sources import read_data
 from parbank.display import Display
-from parbank.errors import CheckpointError, ConfigError
+from parbank.errors import CheckpointError, ConfigError, reason
 from parbank.plan.choose import NAME
 from parbank.plan.plan import introduce, plan_run
 from parbank.recipes import demo, find_recipe
@@ -145,7 +145,22 @@ def read_changes(
     given = {"data": data, "seed": seed, "budget.max_bytes": cap}
     changes = _budget_changes(minutes, steps, tokens)
     changes += read_settings({key: value for key, value in given.items() if value is not None})
-    return changes + read_settings(settings)
+    more = read_settings(settings)
+    _check_said_once(changes, more)
+    return changes + more
+
+
+def _check_said_once(options: Sequence[str], settings: Sequence[str]) -> None:
+    """A setting beside the option for it would win without a word."""
+    budget = ("budget.minutes", "budget.steps", "budget.tokens")
+    said = {name.strip() for name, _, value in (option.partition("=") for option in options) if value != "null"}
+    for setting in settings:
+        name = setting.partition("=")[0].strip()
+        if name == "recipe":
+            raise ConfigError(f"--set {setting} would only rename the recipe; choose one by --recipe")
+        if same := said & set(budget if name in budget else (name,)):
+            option = same.pop().rpartition(".")[2].replace("_", "-")
+            raise ConfigError(f"--set {setting} and --{option} set the same thing; give one of them")
 
 
 def configure(recipe: str | None, changes: Sequence[str] = (), resume_from: Path | None = None) -> RunConfig:
@@ -202,7 +217,7 @@ class Run:
             summary = parse_json((path / "summary.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{path} holds no run that has ended ({error}); resume the run by train(out=..., resume=True), or open its "
+                f"{path} holds no run that has ended ({reason(error)}); resume the run by train(out=..., resume=True), or open its "
                 "newest checkpoint by load(folder)"
             ) from error
         return cls(folder=path, summary=summary, device=device)
