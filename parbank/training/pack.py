@@ -96,10 +96,10 @@ def pack_checkpoint(
         if not setting.startswith("quant."):
             raise ConfigError(f"--set {setting}: packing has settings of quant alone, such as quant.method=rows")
     config = override(config, *settings)
-    measured = tokens = None
-    if config.quant.method == "solver" and config.quant.calibration_tokens:
-        tokens = _training_tokens(data, config, tokenizer, display)
-        measured = calibrate_model(model, config, tokens, runtime, display) if tokens is not None else None
+    tokens = _training_tokens(data, config, tokenizer, display)
+    measured = None
+    if tokens is not None and config.quant.method == "solver" and config.quant.calibration_tokens:
+        measured = calibrate_model(model, config, tokens, runtime, display)
     packed = pack_run(model, config, tokenizer, measured, target, max_bytes=max_bytes, say=display.say)
     if tokens is not None:
         display.say(_measure_loss(model, packed, tokens, tokenizer, config, runtime))
@@ -122,19 +122,21 @@ def _measure_loss(
     after = score()
     return (
         f"measured on {count - 1:,} tokens of the training text: {before:.4f} nats a token before packing, {after:.4f} after, "
-        f"which costs {after - before:+.5f}"
+        f"which costs {round(after - before, 5) + 0.0:+.5f}"  # + 0.0: without a sign before zero
     )
 
 
 def _training_tokens(data: str | None, config: RunConfig, tokenizer: Tokenizer, display: Display) -> TokenSet | None:
     """Training text encoded by the model's tokenizer. Text named by the user must exist; the run's own may be gone."""
-    context, count = config.batch.sequence_length, config.quant.calibration_tokens
+    context, count = config.batch.sequence_length, max(config.quant.calibration_tokens, _MEASURED_TOKENS + 1)
     try:
         return open_training_tokens(data or config.data, tokenizer, context=context, count=count, say=display.say)
     except DataError as error:
         if data is not None:
             raise
-        display.say(f"cannot calibrate on the run's training text ({error}); --data SPEC names other text")
+        display.say(
+            f"nothing is calibrated or measured: the run's training text cannot be read ({error}); --data SPEC names other text"
+        )
         return None
 
 

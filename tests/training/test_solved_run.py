@@ -76,10 +76,13 @@ def test_packing_without_the_training_text_says_so_and_with_other_text_works(
     lines = Lines()
     target, packed = pack_checkpoint(lost, 30_000, tmp_path / "a.pbk", display=lines)
     assert target.stat().st_size == packed.size <= 30_000
-    assert any("cannot calibrate" in line for line in lines.lines)
+    assert any("nothing is calibrated" in line for line in lines.lines)
     _, calibrated = pack_checkpoint(lost, 30_000, tmp_path / "b.pbk", data=text_spec, display=(lines := Lines()))
     assert calibrated.data != packed.data
-    assert not any("cannot calibrate" in line for line in lines.lines)
+    assert not any("nothing is calibrated" in line for line in lines.lines)
+    rows = Lines()
+    pack_checkpoint(lost, 60_000, tmp_path / "r.pbk", settings=("quant.method=rows",), data=text_spec, display=rows)
+    assert any("of the training text" in line and "which costs" in line for line in rows.lines)
     with pytest.raises(DataError):
         pack_checkpoint(lost, 30_000, tmp_path / "c.pbk", data=f"text:{tmp_path / 'gone'}")
 
