@@ -7,6 +7,7 @@
 Both print one line of JSON. The command line with its help, checks and tables is `parbank` (parbank.cli).
 """
 
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -16,13 +17,17 @@ from typing import Any
 from parbank import runtime
 from parbank.config import override, parse_value
 from parbank.data.validation import open_validation
-from parbank.errors import ConfigError
+from parbank.errors import ConfigError, ParbankError
 from parbank.eval.methods import make_method
 from parbank.recipes import get_recipe
 from parbank.training.compiled import use_compile_cache
 from parbank.training.folder import load_run_config
 from parbank.training.load import load_model
 from parbank.training.run import run
+
+USAGE = (
+    "usage: train recipe=NAME|config=PATH out=FOLDER [a.b=value ...] | score model=PATH [data=SPEC] [name=value ...]"
+)
 
 
 def train(
@@ -54,17 +59,23 @@ def score(
 
 
 def main(words: list[str]) -> None:
-    """Runs a command by its words."""
+    """Runs a command by its words. An error that a user can fix ends in one message."""
     commands: dict[str, Callable[..., dict[str, Any] | None]] = {"train": train, "score": score}
     if not words or words[0] not in commands or any("=" not in word for word in words[1:]):
-        raise SystemExit(
-            "usage: train recipe=NAME|config=PATH out=FOLDER [a.b=value ...] | score model=PATH [data=SPEC] [name=value ...]"
-        )
+        raise SystemExit(USAGE)
+    command, given = commands[words[0]], dict(word.split("=", 1) for word in words[1:])
+    try:
+        inspect.signature(command).bind(None, **given)
+    except TypeError as error:
+        raise SystemExit(f"error: {error}; {USAGE}") from None
     use_compile_cache()
-    with runtime.start() as place:
-        result = commands[words[0]](place, **dict(word.split("=", 1) for word in words[1:]))
-        if place.is_main:
-            print(json.dumps(result))
+    try:
+        with runtime.start() as place:
+            result = command(place, **given)
+            if place.is_main:
+                print(json.dumps(result))
+    except ParbankError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -95,6 +95,19 @@ def test_the_archive_trains_a_recipe_or_the_config_of_a_run(monkeypatch: pytest.
             program.train(here, out="x", **wrong)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "config=missing"], "missing a required argument: 'out'"),
+        (["score", "model=missing.pbk"], "missing.pbk does not exist"),
+        (["score", "missing.pbk"], "usage: train recipe=NAME"),
+    ],
+)
+def test_a_mistake_in_the_archive_s_words_ends_in_one_message(words: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        program.main(words)
+
+
 def test_documentation_costs_nothing() -> None:
     documented = '''"""A module."""  # and a comment
 from typing import TYPE_CHECKING, Any
