@@ -467,6 +467,8 @@ def _train(lines: Iterator[str], vocab_size: int, operators: Sequence[str], *, s
             **symbols,
         )
     except RuntimeError as error:
+        if "KeyboardInterrupt" in str(error):  # of `lines`, which SentencePiece wraps
+            raise KeyboardInterrupt from None
         found = re.search(r"value <= (\d+)", str(error))
         if not found:
             raise DataError(f"SentencePiece cannot train {vocab_size} tokens on this text: {error}") from error

@@ -3,6 +3,7 @@
 import inspect
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -252,3 +253,14 @@ def test_a_piece_that_is_no_text_is_named(tokenizer: Tokenizer) -> None:
 def test_foreign_model_without_byte_pieces_still_encodes() -> None:
     foreign = Tokenizer.from_bytes(train_foreign(byte_fallback=False, add_dummy_prefix=False))
     assert foreign.decode(foreign.encode("self.value = 1")) == "self.value = 1"
+
+
+def test_ctrl_c_while_the_text_is_read_is_no_bad_text() -> None:
+    """SentencePiece wraps what its lines raise."""
+
+    def lines() -> Iterator[str]:
+        yield "It was the best of times."
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        module._train(lines(), 300, (), size=25)
