@@ -30,6 +30,8 @@ class CsvLogger:
 
 
 LOGGERS["csv"] = CsvLogger
+if len(sys.argv) < 2:
+    raise SystemExit(__doc__)
 steps = int(sys.argv[2]) if len(sys.argv) > 2 else 100
 settings = {"train.loggers": ["jsonl", "csv"]}
 run = parbank.train(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import parbank
 
+if len(sys.argv) != 3:
+    raise SystemExit(__doc__)
 model, text = parbank.load(sys.argv[1]), Path(sys.argv[2])
 print(model)
 for method, settings in (("chunked", {}), ("sliding", {"stride": model.context // 4}), ("streaming", {})):

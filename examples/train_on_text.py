@@ -7,6 +7,8 @@ import sys
 
 import parbank
 
+if len(sys.argv) < 2:
+    raise SystemExit(__doc__)
 folder, minutes = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 3.0
 run = parbank.train(recipe="demo", data=f"text:{folder}", minutes=minutes, max_bytes=2_000_000, out="runs/own-text")
 summary = run.summary

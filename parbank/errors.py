@@ -55,12 +55,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     needs memory for its stack. So are libraries that cannot be loaded."""
     text = str(error)
     if isinstance(error, ImportError):  # where the system forbids to map a library, the reason comes after these words
-        return text.endswith(("failed to map segment from shared object", "annot allocate memory"))
+        return text.rstrip().endswith(("failed to map segment from shared object", "annot allocate memory"))
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
+    if isinstance(
+        error, SystemError
+    ):  # of Python, where an extension failed without a word: memory that it did not get
+        return text == "error return without exception set"
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
     )
+
+
+def reason(error: Exception) -> str:
+    """What an error says. Of one of the system the words alone: the message around them names the path."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 # Of PyTorch, C++, Python and pthreads; none of them has a type of its own.

@@ -231,9 +231,8 @@ def import_(
     result = import_model(
         path, out, tokenizer=tokenizer, config=config, max_bytes=max_bytes, settings=tuple(settings or ())
     )
-    print(
-        f"{out}: {result.size:,} bytes; {result.exact} of {result.count} tensors exactly as they were, the rest rounded"
-    )
+    rounded = "" if result.exact == result.count else ", the others rounded"
+    print(f"{out}: {result.size:,} bytes; {result.exact} of {result.count} tensors exactly as they were{rounded}")
     print_next(("parbank", "eval", out, "--data", "text:val=PATH"), ("parbank", "sample", out, "--interactive"))
 
 

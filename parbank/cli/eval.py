@@ -47,7 +47,7 @@ def evaluate(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="ARTIFACT_OR_CHECKPOINT...",
+            metavar="ARTIFACT_OR_CHECKPOINT",
             help="A .pbk file, a checkpoint, or a run folder; with --compare also a result that --json wrote. Several models "
             "are scored on one text and compared with the first, document by document.",
         ),

@@ -17,6 +17,7 @@ import typer
 
 from parbank import __version__
 from parbank.cli import artifact, compress, data, eval, machine, plan, report, runs, sample, serve, study, train
+from parbank.cli.terminal import printable
 from parbank.errors import ConfigError, ParbankError, is_out_of_memory
 
 # in the order of `parbank --help`
@@ -50,7 +51,7 @@ def main() -> None:
         if debug or (message := _explain(error)) is None:
             raise
         if message:
-            print(message, file=sys.stderr)
+            print(printable(message), file=sys.stderr)  # it may quote a name of a foreign file
         raise SystemExit(2) from None
 
 

@@ -34,6 +34,8 @@ def report(
     from parbank.report.record import is_study
     from parbank.report.write import PAGE, write_pages, write_study_page
 
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ConfigError("a run is given twice; give each run once, since a run does not differ from itself")
     target = out or (folders[0] / PAGE if len(folders) == 1 else Path(PAGE))
     studies = [folder for folder in folders if is_study(folder)]
     if studies and len(folders) > 1:

@@ -65,7 +65,7 @@ GlobOption = Annotated[
     typer.Option(
         "--glob",
         metavar="PATTERN",
-        help="Of a folder in --data, only files whose name matches, such as '*.md'; repeatable.",
+        help="Of a folder, only files whose name matches, such as '*.md'; repeatable.",
         rich_help_panel=_DATA,
         show_default=False,
     ),

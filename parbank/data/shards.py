@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from parbank.errors import DataError
+from parbank.errors import DataError, reason
 from parbank.files import writing
 
 MAGIC = 20240520  # of the public layout, as is the version and the size of the header
@@ -103,7 +103,7 @@ def shard_length(path: Path) -> int:
         with open(path, "rb") as file:
             header = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4")
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the shard {path}: {error}") from error
+        raise DataError(f"cannot read the shard {path}: {reason(error)}") from error
     again = "fetch or prepare it again"
     if len(header) < HEADER_INTS:
         raise DataError(f"{path} is not a token shard: {size} bytes, less than its header of {HEADER_BYTES}; {again}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from parbank.config import parse_json
-from parbank.errors import ConfigError
+from parbank.errors import ConfigError, reason
 from parbank.eval.adaptation import ADAPTERS
 
 # Fields that must be equal. The tokenizer need not be: bits per byte of the same text compare across tokenizers. Nor need the
@@ -31,7 +31,9 @@ def read_result(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the result {path}: {error}; give a file that `eval --json` wrote") from error
+        raise ConfigError(
+            f"cannot read the result {path}: {reason(error)}; give a file that `eval --json` wrote"
+        ) from error
     missing = sorted({"val_bpb", *LIKE} - LATER - set(found)) if isinstance(found, dict) else ["val_bpb"]
     if missing:
         raise ConfigError(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from parbank.errors import ConfigError, ParbankError
+from parbank.errors import ConfigError, ParbankError, reason
 from parbank.files import write_file
 from parbank.plan.laws import (
     DATA,
@@ -90,7 +90,7 @@ def _read_file(path: Path) -> list[Row]:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot read runs from {path}: {error}; give a JSON list, JSON lines, or the folder of a study"
+            f"cannot read runs from {path}: {reason(error)}; give a JSON list, JSON lines, or the folder of a study"
         ) from error
     return found
 

@@ -48,9 +48,9 @@ def _end(plan: Plan) -> Iterator[str]:
     if steps is not None:
         minutes = best.tokens / best.tokens_per_second / 60
         yield (
-            f"training ends after {plural(steps, 'step')}, about {minutes:.2g} of {plan.minutes:g} minutes: with more than "
-            f"{best.epochs:.2g} epochs of this text the model would learn it by heart, and score worse; give more text to use the "
-            "minutes"
+            f"training ends after {plural(steps, 'step')}, about {minutes:.2g} of {plan.minutes:g} minutes: by the laws, a model "
+            f"that sees this text more than {best.epochs:.2g} times learns it by heart and scores worse; give more text to use "
+            "the minutes"
         )
     elif best.steps < LEAST_STEPS:
         yield f"about {plural(max(1, round(best.steps)), 'step')} fit the clock, too few to learn much: give more minutes"

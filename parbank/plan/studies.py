@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from parbank.config import override, parse_json
-from parbank.errors import ConfigError
+from parbank.errors import ConfigError, reason
 from parbank.plan.shapes import count_parameters
 from parbank.plan.texts import PlanText, read_text
 from parbank.training.config import RunConfig, read_config
@@ -20,7 +20,7 @@ def read_study_rows(folder: Path) -> list[dict[str, Any]]:
             path.stem: parse_json(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("results/*.json"))
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder} holds no study of training that can be read: {error}") from error
+        raise ConfigError(f"{folder} holds no study of training that can be read: {reason(error)}") from error
     texts: dict[str, PlanText] = {}
     rows = []
     for name, result in found.items():

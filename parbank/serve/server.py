@@ -5,6 +5,7 @@ A web page from anywhere can send requests to programs on your machine. So every
 """
 
 import contextlib
+import errno
 import ipaddress
 import os
 import re
@@ -144,7 +145,12 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
         found.listen(MOST_CONNECTIONS)
     except OSError as error:
         found.close()
-        remedy = "choose another by --port, or any free one by --port 0"
+        named = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        remedy = (
+            "choose an address of this machine by --host"
+            if named
+            else "choose another by --port, or any free one by --port 0"
+        )
         raise ConfigError(
             f"cannot listen on {address.host}, port {address.port}: {error.strerror or error}; {remedy}"
         ) from error

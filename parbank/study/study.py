@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parbank.config import from_dict, override, parse_json, parse_value, require, to_dict, walk
-from parbank.errors import CheckpointError, ConfigError
+from parbank.errors import CheckpointError, ConfigError, reason
 from parbank.files import write_json
 from parbank.training.config import RunConfig, read_config
 
@@ -196,7 +196,7 @@ def read_study(folder: Path) -> Study:
         return from_dict(Study, {**values, "base": read_config(values["base"])})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(
-            f"{folder} holds no study that can be read ({error}); `parbank study run` makes one"
+            f"{folder} holds no study that can be read ({reason(error)}); `parbank study run` makes one"
         ) from error
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parbank.config import override
-from parbank.errors import CheckpointError, ConfigError
+from parbank.errors import CheckpointError, ConfigError, reason
 from parbank.files import HOLDER, locked, remove_leftovers, write_json
 from parbank.runtime import Runtime
 from parbank.training.checkpoint import list_checkpoints
@@ -26,7 +26,8 @@ def load_run_config(out: Path, *assignments: str) -> RunConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{out} holds no run to resume ({error}); give --out the folder of an earlier run, or add --recipe to start one there"
+            f"{out} holds no run to resume ({reason(error)}); give --out the folder of an earlier run, or add --recipe to start "
+            "one there"
         ) from error
     try:
         config = read_config(values)

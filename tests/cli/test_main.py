@@ -1,5 +1,6 @@
 """Errors that say what to do, and output that can be piped."""
 
+import builtins
 import errno
 import io
 import os
@@ -8,9 +9,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from parbank import __main__ as entry
 from parbank.cli import main as cli
 from parbank.errors import ConfigError, DataError
 from tests.cli.calls import Call
@@ -41,6 +44,10 @@ ROOT = Path(__file__).parents[2]
         ("train --recipe nano --data shards:", "shards:", "shards:DIR"),
         ("train --recipe nano --out file --data text:short.txt", "file", "choose another --out"),
         ("train --recipe nano --minutes 1 --steps 2", "--minutes, --steps", "give one of"),
+        ("train --recipe nano --steps 3 --set budget.steps=9", "--set budget.steps=9 and --steps", "give one of"),
+        ("train --recipe nano --minutes 3 --set budget.tokens=9", "--set budget.tokens=9 and --minutes", "give one of"),
+        ("train --seed 6 --set seed=5", "--set seed=5 and --seed", "give one of"),
+        ("plan --set recipe=nano", "--set recipe=nano", "--recipe"),
         ("train --recipe nano --minutes 0", "budget.minutes", "positive"),
         ("train --recipe nano --minutes nan", "nan", "a number"),
         ("train --recipe nano --minutes soon", "--minutes", "number"),
@@ -54,6 +61,12 @@ ROOT = Path(__file__).parents[2]
         ("eval", "ARTIFACT_OR_CHECKPOINT", "--help"),
         ("eval missing", "missing does not exist", "run folder"),
         ("eval missing.pbk", "missing.pbk does not exist", "RUN_FOLDER/model.pbk"),
+        ("report x x", "a run is given twice", "give each run once"),
+        (
+            "study show missing",
+            "missing holds no study that can be read (No such file or directory)",
+            "parbank study run",
+        ),
         ("eval short.txt", "short.txt is neither", ".pbk"),
         ("eval .", "no checkpoint at .", "run folder"),
         ("eval .", "no checkpoint at .", "its .pbk file"),
@@ -114,6 +127,28 @@ def test_ctrl_c_outside_training_ends_by_a_word(call: Call, monkeypatch: pytest.
     assert handlers == {signal.SIGINT: signal.SIG_IGN}
 
 
+def test_ctrl_c_during_imports_ends_by_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(name: str, *arguments: Any, **options: Any) -> Any:
+        if name == "parbank.cli.main":
+            raise KeyboardInterrupt
+        return importing(name, *arguments, **options)
+
+    importing = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+def test_a_message_moves_no_cursor(call: Call) -> None:
+    """A file may have any name, and a foreign one any field."""
+    answer = call("eval", "a\x1b[2Jb.pbk")
+    assert answer.code == 2
+    assert "a\u241b[2Jb.pbk does not exist" in answer.err
+
+
 class OutOfMemoryError(RuntimeError):
     """Named as PyTorch's."""
 
@@ -160,7 +195,9 @@ def test_a_narrow_output_encoding_is_no_crash(trained: Path, monkeypatch: pytest
         RuntimeError("can't start new thread"),
         ImportError("libtorch_cpu.so: failed to map segment from shared object"),
         ImportError("libtorch_cpu.so: failed to map segment from shared object: Cannot allocate memory"),
+        ImportError("NumPy cannot be imported: libscipy_openblas64.so: failed to map segment from shared object\n"),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
+        SystemError("error return without exception set"),
     ],
 )
 def test_too_little_memory_is_a_sentence(error: Exception) -> None:

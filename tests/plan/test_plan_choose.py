@@ -283,7 +283,7 @@ def test_a_small_text_ends_the_clock_before_it_is_known_by_heart(machine: Machin
     assert 300 < budget.most_steps < 60_000, "a whole schedule"
     assert plan.best.epochs < 40
     assert any(f"ends after {budget.most_steps:,} steps, about" in note for note in find_notes(plan))
-    assert "learn it by heart" in introduce(plan), "a run that ends early says so at its start"
+    assert "learns it by heart" in introduce(plan), "a run that ends early says so at its start"
     large = make_plan(replace(request, text=replace(STDLIB, bytes=1e10)), machine, LAWS)
     assert large.best.config.budget.most_steps is None
     assert not any("by heart" in note for note in find_notes(large))

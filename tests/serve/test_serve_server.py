@@ -55,6 +55,8 @@ def test_a_port_in_use_is_named_with_a_remedy() -> None:
     listening, address = listen(Address())
     with listening, pytest.raises(ConfigError, match=rf"port {address.port}: .*--port 0"):
         listen(address)
+    with pytest.raises(ConfigError, match="choose an address of this machine by --host"):
+        listen(Address(host="192.0.2.1"))  # of no machine: kept for examples
     with pytest.raises(ConfigError, match="65535"):
         Address(port=70000)
 
