@@ -8,14 +8,12 @@ results stay in tensors of the work or are used at once.
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-
-from parbank.gpu import on_device
 
 Places = list[int | None]
 Result = TypeVar("Result")
@@ -66,7 +64,10 @@ class Graphs:
         """
         if not self._enabled:
             return work(*inputs)
-        with on_device(inputs[0].device):  # a capture records the current device only
+        device = inputs[0].device
+        with (
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        ):  # a capture records the current one only
             return self._run(work, inputs, (*key, *(tuple(tensor.shape) for tensor in inputs)), places)
 
     def _run(
