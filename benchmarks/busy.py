@@ -77,7 +77,7 @@ def train(seconds: float, names: list[str]) -> dict[str, dict[str, Any]]:
     from parbank.training.threads import Threads
     from parbank.training.trainer import Trainer
 
-    settings = f"budget.minutes={seconds / 60}", "train.checkpoint_minutes=0", "train.compile=true"
+    settings = f"budget.minutes={seconds / 60}", "train.checkpoint_minutes=0", "train.compile=true", "batch.stages=[]"
     config = override(get_recipe("demo"), *settings)
     place = Runtime(device=torch.device("cpu"))
     with use_threads() as most, tempfile.TemporaryDirectory() as out:

@@ -53,7 +53,9 @@ def measure_here(provider: str, steps: int) -> dict[str, float]:
 
     precision, compiled = PROVIDERS[provider]
     chosen = (f"train.precision={precision}", f"train.compile={str(compiled).lower()}")
-    config = override(get_recipe("demo"), "train.warmup_steps=2", "train.validate_every=off", *chosen)
+    config = override(
+        get_recipe("demo"), "train.warmup_steps=2", "train.validate_every=off", "batch.stages=[]", *chosen
+    )
     data = random_data(config, 8 * config.batch.batch_tokens)
     with use_threads() as threads, tempfile.TemporaryDirectory() as out:
         trainer = Trainer(config, Runtime(device=torch.device("cpu")), data, Path(out))

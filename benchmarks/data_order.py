@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000)
     arguments = harness.start(parser)
     settings = ["budget.minutes=none", f"budget.tokens={arguments.tokens}"]
-    settings += ["batch.batch_tokens=2048", "batch.micro_batch_tokens=2048"]
+    settings += ["batch.batch_tokens=2048", "batch.micro_batch_tokens=2048", "batch.stages=[]"]
     config = override(get_recipe("demo"), *settings)
     dataset = open_dataset(arguments.data, vocab_size=config.model.vocab_size)
     rows = [train(config, dataset, order) for order in ("contiguous", "shuffled")]

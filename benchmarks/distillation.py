@@ -180,7 +180,7 @@ def main() -> None:
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     asked = {LARGER: arguments.ask_larger, OWN: arguments.ask_own, FREE: arguments.ask_free}
     mixtures = {arm: Mixture(start=a, stop=b, weight=arguments.weight) for arm, (a, b) in asked.items()}
-    fixed = ["budget.minutes=null", f"budget.steps={arguments.steps}", "train.validate_every=off"]
+    fixed = ["budget.minutes=null", f"budget.steps={arguments.steps}", "train.validate_every=off", "batch.stages=[]"]
     student = override(demo(), *fixed, "train.compile=false", *arguments.settings)
     with tempfile.TemporaryDirectory() as folder:
         dataset = open_dataset(arguments.data, vocab_size=student.model.vocab_size, cache=Path(folder))

@@ -7,6 +7,7 @@ module named `recipes`. The golf model follows parameter-golf #549.
 import difflib
 from dataclasses import replace
 
+from parbank.data.tokenizer import TokenizerConfig
 from parbank.errors import ConfigError
 from parbank.model import ModelConfig
 from parbank.optim.config import OptimConfig
@@ -76,7 +77,8 @@ def demo() -> RunConfig:
     """Three minutes on two CPU cores: from text to scored artifact, on text that every machine has.
 
     The shape, the vocabulary, the table of bigrams and the batch are those that `parbank plan` chose when the recipe was made
-    (docs/log/cpu.md). A larger table costs bytes under the cap, but hardly any time.
+    (docs/log/cpu.md). A larger table costs bytes under the cap, but hardly any time. Short windows first and case operators
+    gain as docs/log/training.md says.
     """
     return RunConfig(
         recipe="demo",
@@ -95,7 +97,8 @@ def demo() -> RunConfig:
             xsa_layers=1,
         ),
         budget=BudgetConfig(minutes=3, max_bytes=2_000_000),
-        batch=BatchConfig(sequence_length=512, batch_tokens=4096, micro_batch_tokens=4096),
+        batch=BatchConfig(sequence_length=512, batch_tokens=4096, micro_batch_tokens=4096, stages=((0.4, 256, 4096),)),
+        tokenizer=TokenizerConfig(case_operators=True),
         optim=OptimConfig(momentum=0.95, momentum_start=0.85, momentum_steps=100, warmdown=0.6),
         average=AverageConfig(ema_decay=0.989),
         train=TrainConfig(warmup_steps=1, log_every=50, validate_every="20s", validate_tokens=4096),

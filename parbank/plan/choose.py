@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from parbank.artifact.code import code_bytes
 from parbank.config import override
-from parbank.data.tokenizer import USUAL_BYTES
+from parbank.data.tokenizer import USUAL_BYTES, TokenizerConfig
 from parbank.errors import ConfigError
 from parbank.model.config import ModelConfig
 from parbank.plan.candidates import Grid, Request, large, make_grid, small
@@ -26,9 +26,12 @@ MOST_BITS = 8.0
 WORST = 8.0
 """Bits per byte of a model that knows nothing. A law says more where next to nothing was trained, and then ranks nothing."""
 CONTAINER_BYTES = 4096  # header, table of sections and config of an artifact
-SHORT_SHARE, SHORT_LENGTH = 0.4, 1024
-"""On a GPU windows of half the length come first, for this share of the clock: attention costs less there, so more tokens
-are read (docs/log/training.md)."""
+SHORT_SHARE, SHORT_LENGTH, SHORT_LENGTH_CPU = 0.4, 1024, 256
+"""Windows of half the length come first, for this share of the clock, unless they would be shorter than this: attention costs less
+there, so more tokens are read (docs/log/training.md)."""
+CASE_OPERATORS = 0.983
+"""On a CPU, the factor on the score of case operators in the tokenizer (benchmarks/results/study_demo). On a GPU they are not
+measured, and not chosen."""
 DECAY_EPOCHS, DECAY_STEPS, MOST_DECAY = 5, 4080, 4.0
 """On a CPU, weight decay grows up to MOST_DECAY times where a text is repeated: fully from DECAY_EPOCHS on, and by DECAY_STEPS /
 steps, since decay acts through the sum over all steps. 4 times the decay gained 0.019 in 1,020 steps over 5 epochs, by 4 seeds
@@ -131,6 +134,9 @@ def _search(
     micro = np.minimum(share, most)
     passes = np.maximum(1.0, 2 ** np.ceil(np.log2(np.maximum(share / np.maximum(micro, 1e-9), 1.0))))
     seconds = machine.step_seconds(wide, grid.lengths, grid.batches, passes)
+    if not machine.cuda and "batch.stages" not in fixed:  # on a GPU `gpu_options` has the gain
+        early = machine.step_seconds(wide, _first_lengths(grid.lengths), grid.batches, passes)
+        seconds = 1 / (SHORT_SHARE / early + (1 - SHORT_SHARE) / seconds)
     steps = 60 * request.minutes / np.maximum(seconds, 1e-12)
     tokens = np.minimum(np.maximum(steps, 1.0) * grid.batches, grid.most_tokens)
     cases = replace(grid.cases, tokens=np.minimum(tokens, grid.turn))  # no gain is expected beyond, and no loss
@@ -141,6 +147,8 @@ def _search(
     packing = np.broadcast_to(laws.packing.predict(bits, grid.vocab[:, None]), tokens.shape)
     windows = laws.count_windows(np.zeros_like(grid.lengths) if machine.cuda else grid.lengths, tokens / grid.batches)
     options = laws.gpu_options if machine.cuda else laws.cpu_windows**windows
+    if _tokenizer(request, machine).case_operators and fixed.get("tokenizer.case_operators", True):
+        options = CASE_OPERATORS * options
     scores = options * laws.score(cases, request.text.name) + packing + grid.untried + grid.correction
     scores = np.minimum(scores, WORST)
     fits = (bits >= LEAST_BITS) & (share / passes >= grid.lengths) & (most >= grid.lengths)
@@ -224,13 +232,19 @@ def configure(
     steps = max(tokens / batch, 1.0)
     decay = 1.0 if machine.cuda else decay_factor(epochs, steps)
     optim = small().optim
+    shortest = SHORT_LENGTH if machine.cuda else SHORT_LENGTH_CPU
     config = replace(
         base,
         recipe=NAME,
         model=model,
+        tokenizer=_tokenizer(request, machine),
         budget=_end(request, steps, step_seconds),
         batch=replace(
-            near.batch, sequence_length=length, batch_tokens=batch, micro_batch_tokens=batch // (machine.ranks * passes)
+            near.batch,
+            sequence_length=length,
+            batch_tokens=batch,
+            micro_batch_tokens=batch // (machine.ranks * passes),
+            stages=((SHORT_SHARE, length // 2, batch),) if length >= 2 * shortest and length % 2 == 0 else (),
         ),
         optim=replace(
             optim,
@@ -243,11 +257,18 @@ def configure(
         train=near.train,
         quant=near.quant,
     )
-    if machine.cuda and length >= 2 * SHORT_LENGTH:
-        stages = ((SHORT_SHARE, length // 2, batch),)
-        config = replace(config, batch=replace(config.batch, stages=stages))
     ends = ("budget.minutes", "budget.steps", "budget.tokens", "budget.most_steps")  # planned: `_end`
     return override(config, *(one for one in request.settings if one.partition("=")[0].strip() not in ends))
+
+
+def _first_lengths(lengths: NDArray[Any]) -> NDArray[Any]:
+    """The windows on a CPU at first, for the main ones."""
+    return np.where(lengths >= 2 * SHORT_LENGTH_CPU, lengths // 2, lengths)
+
+
+def _tokenizer(request: Request, machine: Machine) -> TokenizerConfig:
+    """That of `demo` or `sprint`. Text that is tokens already has one, which says by itself what it is."""
+    return TokenizerConfig() if request.text.vocab is not None else (large() if machine.cuda else small()).tokenizer
 
 
 def decay_factor(epochs: float, steps: float) -> float:

@@ -30,7 +30,7 @@ from parbank.training.inductor import LEAST_MINUTES, find_compiler, wants_induct
 def plan_run(settings: Sequence[str], place: Runtime, *, threads: int | None = None, say: Say = say_nothing) -> Plan:
     """The plan for settings such as data=text:books, budget.minutes=2 and model.layers=6. What they leave open is planned:
     the data, the minutes and the bytes are those of `demo` if they are not given."""
-    given = replace(demo(), recipe=NAME)
+    given = replace(demo(), recipe=NAME, batch=replace(demo().batch, stages=()))  # settings need not fit its stages
     _check(settings)
     asked = override(given, *(setting for setting in settings if not setting.strip().startswith("model.")))
     minutes = asked.budget.minutes

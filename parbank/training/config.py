@@ -285,8 +285,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
         require(
-            not self.batch.stages or self.budget.tokens is None,
-            "batch.stages have shares of a budget in minutes or steps, not in tokens: give --minutes or --steps",
+            self.budget.tokens is None or all(tokens == self.batch.batch_tokens for _, _, tokens in self.batch.stages),
+            "batch.stages with batches of other sizes have shares of a budget in minutes or steps, not in tokens: give --minutes "
+            "or --steps",
         )
         self._check_fp8()
 

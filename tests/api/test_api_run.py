@@ -82,6 +82,10 @@ def test_options_become_settings() -> None:
     spec = configure("nano", read_changes(data="text:x.txt")).data
     assert spec == f"text:train={Path('x.txt').absolute()},glob=*"
     assert configure("nano").model == get_recipe("nano").model
+    assert configure("demo").tokenizer.case_operators
+    shards = "data=shards:x"
+    assert not configure("demo", [shards]).tokenizer.case_operators, "they say by themselves what they are"
+    assert configure("demo", [shards, "tokenizer.case_operators=true"]).tokenizer.case_operators
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parbank.data.tokenizer import TokenizerConfig
 from parbank.display import Display
 from parbank.errors import ConfigError, DataError
 from parbank.plan.candidates import LEAST_TEXT, TABLES, Request
@@ -18,6 +19,7 @@ from parbank.plan.machine import Machine
 from parbank.plan.notes import find_notes
 from parbank.plan.plan import introduce, plan_run
 from parbank.plan.texts import PlanText
+from parbank.recipes import demo
 from parbank.runtime import Runtime
 from parbank.training.checks import check_size
 from tests.plan.machines import CPU, GPU, H200
@@ -335,6 +337,21 @@ def test_no_model_is_larger_than_its_text(machine: Machine, size: float) -> None
 def test_tokens_that_are_ready_fix_the_vocabulary() -> None:
     text = PlanText(name="shards", bytes=5e6, hardness=2.0, vocab=700, bytes_per_token=2.2)
     assert make_plan(Request(minutes=3, max_bytes=2_000_000, text=text), CPU, LAWS).best.config.model.vocab_size == 700
+
+
+def test_a_plan_for_a_cpu_has_the_options_of_demo() -> None:
+    """Case operators, and short windows first; both count in what it expects."""
+    request = Request(minutes=3, max_bytes=2_000_000, text=STDLIB)
+    plan = make_plan(request, CPU, LAWS).best
+    assert plan.config.tokenizer == demo().tokenizer == TokenizerConfig(case_operators=True)
+    assert plan.config.batch.stages == ((0.4, plan.config.batch.sequence_length // 2, plan.config.batch.batch_tokens),)
+    for without in ("tokenizer.case_operators=false", "batch.stages=[]"):
+        fixed = [f"model.{name}={getattr(plan.config.model, name)}" for name in ("layers", "width", "vocab_size")]
+        other = make_plan(replace(request, settings=(without, *fixed)), CPU, LAWS).best
+        assert other.score > plan.score + 0.005
+    tokens = replace(STDLIB, vocab=1024, bytes_per_token=2.5)
+    assert not make_plan(replace(request, text=tokens), CPU, LAWS).best.config.tokenizer.case_operators
+    assert not make_plan(replace(request, max_bytes=16_000_000), GPU, LAWS).best.config.tokenizer.case_operators
 
 
 def test_a_plan_says_where_it_leaves_the_data_and_what_it_considered() -> None:

@@ -76,6 +76,9 @@ def test_stages_that_cannot_run_are_refused(stages: str, message: str) -> None:
 def test_a_budget_in_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="not in tokens"):
         nano(STAGES, "budget.steps=none", "budget.tokens=10000")
+    assert nano("batch.stages=[[0.5,32,512]]", "budget.steps=none", "budget.tokens=10000").batch.stages, (
+        "as many a step"
+    )
 
 
 def test_a_stage_like_the_main_one_changes_nothing(dataset: Dataset, tmp_path: Path) -> None:
