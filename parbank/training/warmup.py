@@ -127,8 +127,7 @@ def _rehearse_aside(config: RunConfig, runtime: Runtime, say: Say, *, cold: bool
     """Whether it succeeded. An error here costs time only: the warm-up meets it again, and raises it."""
     began, before = time.perf_counter(), count_lookups().built
     try:
-        with on_device(runtime.device):  # a new thread starts on the first GPU
-            _rehearse_alone(config, runtime, cold=cold)
+        _rehearse_alone(config, runtime, cold=cold)
     except Exception as error:
         say(f"note: kernels could not be compiled ahead ({type(error).__name__}: {error}); the warm-up compiles them")
         return False
@@ -143,16 +142,17 @@ def _rehearse_alone(config: RunConfig, runtime: Runtime, *, cold: bool) -> None:
     results, and the random generators belong to the trainer that trains."""
     with torch.device("meta"):
         model = GPT(config.model)
-    model.allocate(runtime.device)
-    data, built = random_data(config, config.batch.batch_tokens), count_lookups().built
-    trainer = Trainer(config, runtime, data, compile_folder(), model=model)
-    try:
-        trainer.rehearse(then=lambda: _read(trainer, tokens=1) if cold else None)
-        if not cold and count_lookups().built > built:  # kernels of other shapes were kept
-            with rehearsal(runtime.device):
-                _read(trainer, tokens=1)
-    finally:
-        trainer.close()
+    with on_device(runtime.device):  # a new thread starts on the first GPU
+        model.allocate(runtime.device)
+        data, built = random_data(config, config.batch.batch_tokens), count_lookups().built
+        trainer = Trainer(config, runtime, data, compile_folder(), model=model)
+        try:
+            trainer.rehearse(then=lambda: _read(trainer, tokens=1) if cold else None)
+            if not cold and count_lookups().built > built:  # kernels of other shapes were kept
+                with rehearsal(runtime.device):
+                    _read(trainer, tokens=1)
+        finally:
+            trainer.close()
 
 
 def _read(trainer: Trainer, *, tokens: int) -> None:
