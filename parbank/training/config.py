@@ -91,7 +91,8 @@ class BatchConfig:
     [1024, 2048]. Windows are cut shorter, so the longest length is sequence_length. A length may be named twice."""
     stages: tuple[tuple[float, int | tuple[int, ...], int], ...] = ()
     """Stages before the main one, each [share of the budget, sequence_length, batch_tokens], e.g. [[0.3, 512, 196608]]. A list
-    of lengths is mixed, as in mixed_lengths: [[0.5, [512, 2048], 196608]]."""
+    of lengths is mixed, as in mixed_lengths: [[0.5, [512, 2048], 196608]]. A recipe's stages are left out where
+    sequence_length or batch_tokens is set, but not stages."""
     order: str = named(ORDERS, "shuffled")
     """Order of the windows within an epoch: shuffled, contiguous as they lie in the text, packed (windows of whole
     documents, shuffled; for documents shorter than a window, with model.isolate_documents), or hard_first: shuffled within

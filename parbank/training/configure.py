@@ -1,6 +1,6 @@
 """The config of a run: that of a recipe, or of an earlier run, with changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +15,19 @@ Recipe = Callable[[], RunConfig]
 
 def configure_run(source: Recipe | Path, *changes: str) -> RunConfig:
     """`source` is a recipe, or the folder or the config.json of an earlier run; each change is a.b=value. Paths in the
-    data spec become absolute, so that the run does not depend on the current folder. Text that is tokens already says by
-    itself which tokenizer it has, so a recipe's does not count there."""
-    config = load_run_config(source, *changes) if isinstance(source, Path) else override(source(), *changes)
-    given = any(change.strip().startswith("tokenizer.") for change in changes)
-    if (
-        config.tokenizer.case_operators
-        and not given
-        and not isinstance(source, Path)
-        and find_source(config.data).tokens
-    ):
-        config = replace(config, tokenizer=TokenizerConfig())
+    data spec become absolute, so that the run does not depend on the current folder."""
+    config = load_run_config(source, *changes) if isinstance(source, Path) else _change(source(), changes)
     return replace(config, data=absolute_spec(config.data))
+
+
+def _change(recipe: RunConfig, changes: Sequence[str]) -> RunConfig:
+    """Two settings of a recipe go with others. Its stages go with its batch: a batch that is given is that of the whole run. Its
+    tokenizer goes with text: tokens say by themselves which one they have."""
+    names = {change.partition("=")[0].strip() for change in changes}
+    if names & {"batch.sequence_length", "batch.batch_tokens"} and "batch.stages" not in names:
+        recipe = replace(recipe, batch=replace(recipe.batch, stages=()))
+    config = override(recipe, *changes)
+    given = any(name.startswith("tokenizer.") for name in names)
+    if config.tokenizer.case_operators and not given and find_source(config.data).tokens:
+        config = replace(config, tokenizer=TokenizerConfig())
+    return config

@@ -86,6 +86,11 @@ def test_options_become_settings() -> None:
     shards = "data=shards:x"
     assert not configure("demo", [shards]).tokenizer.case_operators, "they say by themselves what they are"
     assert configure("demo", [shards, "tokenizer.case_operators=true"]).tokenizer.case_operators
+    assert configure("demo", ["model.layers=3"]).batch == get_recipe("demo").batch
+    assert configure("demo", ["batch.sequence_length=128"]).batch.stages == (), (
+        "a length that is given is that of the run"
+    )
+    assert configure("demo", ["batch.sequence_length=128", "batch.stages=[[0.5,64,4096]]"]).batch.stages
 
 
 @pytest.mark.parametrize(
