@@ -58,9 +58,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return text.rstrip().endswith(("failed to map segment from shared object", "annot allocate memory"))
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    if isinstance(
-        error, SystemError
-    ):  # of Python, where an extension failed without a word: memory that it did not get
+    if isinstance(error, SystemError):  # an extension failed without a word: it did not get memory
         return text == "error return without exception set"
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)

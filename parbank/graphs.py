@@ -8,12 +8,14 @@ results stay in tensors of the work or are used at once.
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from parbank.gpu import on_device
 
 Places = list[int | None]
 Result = TypeVar("Result")
@@ -64,10 +66,7 @@ class Graphs:
         """
         if not self._enabled:
             return work(*inputs)
-        device = inputs[0].device
-        with (
-            torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        ):  # a capture records the current one only
+        with on_device(inputs[0].device):  # a capture records the current device only
             return self._run(work, inputs, (*key, *(tuple(tensor.shape) for tensor in inputs)), places)
 
     def _run(

@@ -7,8 +7,8 @@ import parbank
 
 ROOT = Path(parbank.__file__).parent
 LEVELS = {
-    "errors": 0, "ahead": 0.5, "cores": 0.5, "rendezvous": 0.5, "watch": 0.5,
-    "config": 1, "runtime": 1, "graphs": 1, "precision": 1, "files": 1, "compress": 1, "statistics": 1, "gpu": 1, "threads": 1,
+    "errors": 0, "gpu": 0.5, "ahead": 0.5, "cores": 0.5, "rendezvous": 0.5, "watch": 0.5,
+    "config": 1, "runtime": 1, "graphs": 1, "precision": 1, "files": 1, "compress": 1, "statistics": 1, "threads": 1,
     "display": 1, "sizes": 1,
     "ops": 2,
     "model": 3, "optim": 3, "data": 3, "quant": 3,

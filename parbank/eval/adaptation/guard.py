@@ -55,9 +55,8 @@ def _find_code(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {
         "every module's hooks": tuple(tuple(getattr(torch_module, f"_global{kind}", ())) for kind in HOOKS),
         "PyTorch's modes": (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
-        "torch._VF": tuple(
-            (key, id(value)) for key, value in vars(torch._VF).items()
-        ),  # its functions are no attributes
+        # Its functions are looked up elsewhere: an attribute would come before them.
+        "torch._VF": tuple((key, id(value)) for key, value in vars(torch._VF).items()),
         "Python's tracing": (sys.gettrace(), sys.getprofile(), *_find_monitors()),
     }
     for name, module in model.named_modules():
