@@ -57,6 +57,10 @@ def run(
     packed: Annotated[
         bool | None, typer.Option("--packed/--unpacked", help="Score every model packed, or before packing.")
     ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="chunked, the default: windows side by side; streaming: every token with a full window."),
+    ] = None,
     score_tokens: Annotated[
         int | None,
         typer.Option(parser=read_count, metavar="COUNT", help="Score on so many tokens at most; all if not given."),
@@ -124,6 +128,7 @@ def run(
             "--set": settings,
             "--max-bytes": max_bytes,
             "--packed": packed,
+            "--metric": metric,
             "--score-tokens": score_tokens,
             "--keep": keep or None,
             "--checkpoint": checkpoint,
@@ -145,6 +150,7 @@ def run(
             extra=arm or (),
             settings=[*(settings or ()), *([f"budget.max_bytes={max_bytes}"] if max_bytes is not None else [])],
             packed=packed,
+            metric=metric,
             score_tokens=score_tokens or 0,
             keep=keep,
             checkpoints=map(str, checkpoint or ()),

@@ -111,7 +111,7 @@ def open_study(folder: Path, study: Study | None) -> Study:
     there = read_study(folder)
     different = [
         name
-        for name in ("kind", "base", "packed", "score_tokens", "keep", "checkpoints", "noise", "difference")
+        for name in ("kind", "base", "packed", "metric", "score_tokens", "keep", "checkpoints", "noise", "difference")
         if getattr(there, name) != getattr(study, name)
     ]
     different += ["arms"] if not set(study.arms) <= set(there.arms) else []

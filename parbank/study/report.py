@@ -78,6 +78,7 @@ class Report:
             how = f"{study.kind}, stored: {stored}"
         else:
             scored = "packed" if study.packed else "before packing"
+            scored += "" if study.metric == "chunked" else f", {study.metric}"
             how = f"{study.base.recipe}, {describe_budget(study.base)} a run, {scored}"
         return f"{how}; {arms}, {plural(len(study.seeds), 'seed')}; {unit}; data `{study.base.data}`."
 

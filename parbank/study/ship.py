@@ -11,7 +11,18 @@ from parbank.errors import ConfigError
 from parbank.recipes import get_recipe
 from parbank.study import kernels
 from parbank.study.arms import ARMS, SHAPES, claim_of
-from parbank.study.study import STORED, Arm, Kind, Study, StudyFile, apply_arm, read_arm, read_budget, read_file
+from parbank.study.study import (
+    STORED,
+    TRAINED,
+    Arm,
+    Kind,
+    Study,
+    StudyFile,
+    apply_arm,
+    read_arm,
+    read_budget,
+    read_file,
+)
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
 from parbank.training.config import RunConfig, read_config
 from parbank.training.folder import load_run_config
@@ -165,6 +176,7 @@ def make_study(
     extra: Iterable[str] = (),
     settings: Iterable[str] = (),
     packed: bool | None = None,
+    metric: str | None = None,
     score_tokens: int = 0,
     keep: bool = False,
     checkpoints: Iterable[str] = (),
@@ -176,7 +188,7 @@ def make_study(
     seeds: runs of each arm; several checkpoints are a seed each. arms: names of shipped arms in place of the study's own.
     extra: more arms, as `name:a.b=v,c.d=w`.
     settings: changes of the recipe that every arm has. holdout: dev scores on a part of the training documents, so that
-    the validation text stays unseen by choices; val scores on the validation text.
+    the validation text stays unseen by choices; val scores on the validation text. metric: chunked or streaming.
     """
     file = _look_up(name)
     stored = [str(Path(path).resolve()) for path in checkpoints]
@@ -191,6 +203,8 @@ def make_study(
     own = [] if arms is not None else list(file.arm.values())
     made = [make_arm(arm, base, file.kind) for arm in (file.arms if arms is None else arms)]
     made += [*own, *(read_arm(text, base if file.kind in CONFIGURED else None) for text in extra)]
+    if metric is not None and file.kind not in TRAINED:
+        raise ConfigError(f"--metric is how trained runs are scored, and {file.name} trains none; leave it out")
     count = _count_seeds(seeds, file, stored)
     first = 0 if file.kind in STORED else base.seed
     return Study(
@@ -200,6 +214,7 @@ def make_study(
         arms=tuple(made),
         seeds=tuple(range(first, first + count)),
         packed=file.packed if packed is None else packed,
+        metric=metric or file.metric,
         score_tokens=score_tokens,
         keep=keep,
         checkpoints=tuple(stored),

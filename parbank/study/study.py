@@ -76,6 +76,8 @@ class Study:
     seeds: tuple[int, ...] = (0, 1, 2, 3)
     packed: bool = False
     """Pack every model under its cap, and score the packed one."""
+    metric: str = "chunked"
+    """The scoring method of runs that train, a name in parbank.study.kinds.training.METRICS."""
     score_tokens: int = 0
     """Score on this many tokens of the held-out text at most; 0 takes all of it."""
     keep: bool = False
@@ -213,6 +215,8 @@ class StudyFile:
     settings: tuple[str, ...] = ()
     """Changes of the recipe that every arm has."""
     packed: bool = False
+    metric: str = "chunked"
+    """chunked or streaming."""
     note: str = ""
     """Shown under the table."""
     arms: tuple[str, ...] = ()

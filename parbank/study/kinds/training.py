@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from parbank.artifact.pack import read_tensors
-from parbank.config import override
+from parbank.config import choose, override
 from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.display import Display
 from parbank.errors import ConfigError
-from parbank.eval.windows import score_chunked
+from parbank.eval.methods import METHODS
+from parbank.eval.methods.base import Method
 from parbank.runtime import check_seed, versions
 from parbank.study.kinds.base import Kind
 from parbank.study.study import BASE, Job, Study
@@ -34,6 +35,8 @@ from parbank.training.warmup import compile_aside
 
 # A run that is lost is run again: no checkpoint is worth its time on the clock.
 SETTINGS = ("train.checkpoint_minutes=0", 'train.loggers=["jsonl"]')
+METRICS: dict[str, type[Method]] = {name: METHODS[name] for name in ("chunked", "streaming")}
+"""Scores that a study may compare. Others adapt to the text, or take minutes."""
 
 
 class Training(Kind):
@@ -43,6 +46,7 @@ class Training(Kind):
 
     @classmethod
     def check(cls, study: Study) -> None:
+        choose(METRICS, study.metric, "--metric")
         for seed in study.seeds:
             check_seed(seed)
         checked = set()
@@ -109,12 +113,14 @@ class Training(Kind):
         }
         with trainer.averages.applied():
             with parts.time("scoring"):
-                result["value"] = result["bpb_before_packing"] = self._score(trainer, val)
+                result["value"] = result["bpb_before_packing"] = self._score(trainer, val, study.metric)
+                if study.metric != "chunked":
+                    result["bpb_chunked"] = self._score(trainer, val, "chunked")
             if study.packed:
                 with parts.time("packing"):
                     result["bytes"] = self._pack(trainer)
                 with parts.time("scoring the packed model"):
-                    result["value"] = self._score(trainer, val)
+                    result["value"] = self._score(trainer, val, study.metric)
         if study.keep:
             with parts.time("checkpoint"):
                 trainer.save()
@@ -136,9 +142,10 @@ class Training(Kind):
         dataset.require_length(config.batch.sequence_length)
         return dataset
 
-    def _score(self, trainer: Trainer, val: TokenSet) -> float:
-        context, tokenizer = trainer.config.batch.sequence_length, trainer.dataset.tokenizer
-        return score_chunked(trainer.model, val, tokenizer, context=context, runtime=self.runtime).bpb
+    def _score(self, trainer: Trainer, val: TokenSet, metric: str) -> float:
+        method = METRICS[metric](context=trainer.config.batch.sequence_length)
+        tokenizer = trainer.dataset.tokenizer
+        return method.score(trainer.model, val, self.runtime, tokenizer=tokenizer).total(tokenizer).bpb
 
     def _pack(self, trainer: Trainer) -> int:
         config, dataset = trainer.config, trainer.dataset
