@@ -17,10 +17,18 @@ class Progress:
         self._folder, self._display, self._workers = folder, display, workers
         report = make_report(folder)
         self._seen = set(report.results) | set(report.failures)
+        self._queue = Queue(folder)
+        self._failed_once = {job for job in report.study.jobs() if self._queue.failures(job)}
 
     def show(self) -> Report:
         report = make_report(self._folder)
         for job in report.study.jobs():
+            if job not in self._failed_once and (failures := self._queue.failures(job)):
+                self._failed_once.add(job)
+                if job not in report.failures:
+                    self._display.say(
+                        f"{job.arm}, seed {job.seed}: failed, to be tried again at the end: {failures[0]['error']}"
+                    )
             if job in self._seen or not (job in report.results or job in report.failures):
                 continue
             self._seen.add(job)
@@ -34,7 +42,7 @@ class Progress:
         left = sum(state in ("waiting", "running") for state in report.states.values())
         walls = [run["wall_seconds"] for run in report.results.values() if "wall_seconds" in run]
         parts = [f"running {', '.join(running)}"] if running else []
-        if not running and (job := Queue(self._folder).next_of(report.states)):
+        if not running and (job := self._queue.next_of(report.states)):
             parts.append(f"next {job.key}")
         if left and walls:
             parts.append(f"{format_seconds(statistics.median(walls) * math.ceil(left / self._workers))} left")
