@@ -27,6 +27,11 @@ LAYERS = {
     64: (2, 3), 128: (2, 3, 4), 192: (2, 3, 4), 256: (3, 4, 5), 320: (4, 6), 384: (4, 6, 8), 448: (6, 8),
     512: (6, 8, 9, 11), 640: (8, 11), 768: (8, 11), 1024: (10, 14),
 }  # fmt: skip
+WIDE_MLP = 4.0
+"""On a GPU, from WIDE_WIDTH channels on, the MLP's multiple, with fewer layers: a seventh layer of 3 to 4 times the width is read
+faster than an eighth of 3, and gained 0.0017 by the screen of 2026-11-19 (docs/log/training.md)."""
+WIDE_WIDTH = 512
+WIDE_LAYERS = {512: (5, 7, 8, 10), 640: (7, 9), 768: (7, 9), 1024: (8, 12)}  # matrices like those of LAYERS
 VOCABULARIES = (320, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 BATCHES = tuple(2**power for power in range(9, 21))
 CPU_WINDOW = 512
@@ -41,7 +46,8 @@ up to two million parameters, on a CPU, have shown that more epochs hurt. They w
 TABLES = (256, 1536, 12_288, 16_384, 24_576, 49_152, 98_304, 196_608)
 """Rows of bigram tables. The smaller ones are for small caps, where a large table would leave no room for a model."""
 GPU_ROWS = 16_384
-"""Of a bigram table on a GPU, at most: no run there has tried more."""
+"""Of a bigram table on a GPU, at most. 49,152 gained 0.002 before packing (benchmarks/results/study_screen50), where the law, which
+knows large tables from small models on a CPU, says 0.020; and their bytes cost the other weights half of that gain."""
 TABLE_WIDTH = 64
 UNTRIED = 0.02
 """Bits per byte, for each factor of e by which matrices, vocabulary or batch are away from the nearest long run, and for four by
@@ -159,7 +165,7 @@ def _make_models(request: Request, machine: Machine, laws: Laws) -> list[ModelCo
     if "model.bigram_buckets" in fixed:
         tables = [fixed["model.bigram_buckets"]]
     found, reason = [], ConfigError("no shape is near enough to the runs behind the laws")
-    for layers, width in _shapes(fixed):
+    for layers, width in _shapes(fixed, cuda=machine.cuda):
         for vocab in _vocabularies(fixed, request.text, laws, width):
             try:
                 model = make_model(layers, width, vocab, fixed, cuda=machine.cuda)
@@ -196,9 +202,11 @@ def make_model(layers: int, width: int, vocab: int, fixed: dict[str, Any], *, cu
         "vocab_size": vocab,
         "heads": heads,
         "kv_heads": heads // 2 if heads % 2 == 0 else 1,
-        "rope_dims": 16,
+        # a quarter of a head rotates; of wide heads an eighth was worse by 0.004 (docs/log/training.md)
+        "rope_dims": max(16, channels_of_head // 4) if cuda else 16,
         "value_layers": (layers - 2, layers - 1) if layers >= 8 else (layers - 1,),
         "value_width": 128 if width >= 384 else min(64, width),
+        "mlp_multiple": WIDE_MLP if cuda and width >= WIDE_WIDTH else base.mlp_multiple,
         "bigram_buckets": base.bigram_buckets,
         "bigram_width": min(TABLE_WIDTH, width),
         "xsa_layers": min(base.xsa_layers, layers),
@@ -211,16 +219,17 @@ def make_model(layers: int, width: int, vocab: int, fixed: dict[str, Any], *, cu
         raise ConfigError(str(error)) from error
 
 
-def _shapes(fixed: dict[str, Any]) -> list[tuple[int, int]]:
+def _shapes(fixed: dict[str, Any], *, cuda: bool) -> list[tuple[int, int]]:
+    known_layers = LAYERS | WIDE_LAYERS if cuda else LAYERS
     layers, width = fixed.get("model.layers"), fixed.get("model.width")
     if layers is not None and width is not None:
         return [(layers, width)]
     if width is not None:
         nearest = min(WIDTHS, key=lambda known: abs(known - width))
-        return [(count, width) for count in LAYERS[nearest]]
+        return [(count, width) for count in known_layers[nearest]]
     if layers is not None:
         return [(layers, known) for known in WIDTHS]
-    return [(count, known) for known in WIDTHS for count in LAYERS[known]]
+    return [(count, known) for known in WIDTHS for count in known_layers[known]]
 
 
 def _vocabularies(fixed: dict[str, Any], text: PlanText, laws: Laws, width: int) -> list[int]:

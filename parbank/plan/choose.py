@@ -29,14 +29,14 @@ CONTAINER_BYTES = 4096  # header, table of sections and config of an artifact
 SHORT_SHARE, SHORT_LENGTH, SHORT_LENGTH_CPU = 0.4, 1024, 256
 """Windows of half the length come first, for this share of the clock, unless they would be shorter than this: attention costs less
 there, so more tokens are read (docs/log/training.md)."""
-CASE_OPERATORS = 0.983
-"""On a CPU, the factor on the score of case operators in the tokenizer: the median of three seeds, 0.985, 0.983 and 0.970
-(benchmarks/results/study_demo). On a GPU they are not measured, and not chosen."""
-DECAY_EPOCHS, DECAY_STEPS, MOST_DECAY = 5, 4080, 4.0
-"""On a CPU, weight decay grows up to MOST_DECAY times where a text is repeated: fully from DECAY_EPOCHS on, and by DECAY_STEPS /
-steps, since decay acts through the sum over all steps. 4 times the decay gained 0.019 in 1,020 steps over 5 epochs, by 4 seeds
-(benchmarks/results/study_repeats_decay), changed nothing over 2 epochs, and lost 0.022 within one. On a GPU it is not
-measured."""
+CASE_OPERATORS, CASE_OPERATORS_GPU = 0.983, 0.987
+"""The factor on the score of case operators in the tokenizer. On a CPU the median of three seeds, 0.985, 0.983 and 0.970
+(benchmarks/results/study_demo); on a GPU that of a screen of twelve runs (benchmarks/results/study_screen50)."""
+DECAY_EPOCHS, DECAY_EPOCHS_GPU, DECAY_STEPS, MOST_DECAY = 5, 2.25, 4080, 4.0
+"""Weight decay grows up to MOST_DECAY times where a text is repeated: fully from DECAY_EPOCHS on, and by DECAY_STEPS / steps, since
+decay acts through the sum over all steps. On a CPU 4 times the decay gained 0.019 in 1,020 steps over 5 epochs, by 4 seeds
+(benchmarks/results/study_repeats_decay), changed nothing over 2 epochs, and lost 0.022 within one. On a GPU 2.5 times the decay
+gained 0.0036 in 1,500 steps over 2.25 epochs (benchmarks/results/study_screen50)."""
 SHOWN = (3, 3, 2, 2)
 """Of other shapes, vocabularies, tables and batches, so many are compared with the winner."""
 _DECAY_STEPS = (
@@ -148,7 +148,7 @@ def _search(
     windows = laws.count_windows(np.zeros_like(grid.lengths) if machine.cuda else grid.lengths, tokens / grid.batches)
     options = laws.gpu_options if machine.cuda else laws.cpu_windows**windows
     if _tokenizer(request, machine).case_operators and fixed.get("tokenizer.case_operators", True):
-        options = CASE_OPERATORS * options
+        options = (CASE_OPERATORS_GPU if machine.cuda else CASE_OPERATORS) * options
     scores = options * laws.score(cases, request.text.name) + packing + grid.untried + grid.correction
     scores = np.minimum(scores, WORST)
     fits = (bits >= LEAST_BITS) & (share / passes >= grid.lengths) & (most >= grid.lengths)
@@ -230,7 +230,7 @@ def configure(
     base = large() if batch >= LARGE_BATCH else small()
     near = large() if machine.cuda else small()
     steps = max(tokens / batch, 1.0)
-    decay = 1.0 if machine.cuda else decay_factor(epochs, steps)
+    decay = decay_factor(epochs, steps, full=DECAY_EPOCHS_GPU if machine.cuda else DECAY_EPOCHS)
     optim = small().optim
     shortest = SHORT_LENGTH if machine.cuda else SHORT_LENGTH_CPU
     config = replace(
@@ -248,7 +248,6 @@ def configure(
         ),
         optim=replace(
             optim,
-            warmdown=base.optim.warmdown,
             normuon=machine.cuda,
             matrix_weight_decay=round(decay * optim.matrix_weight_decay, 3),
             adam_weight_decay=round(decay * optim.adam_weight_decay, 3),
@@ -267,14 +266,14 @@ def _first_lengths(lengths: NDArray[Any]) -> NDArray[Any]:
 
 
 def _tokenizer(request: Request, machine: Machine) -> TokenizerConfig:
-    """That of `demo` or `sprint`. Text that is tokens already has one, which says by itself what it is."""
-    return TokenizerConfig() if request.text.vocab is not None else (large() if machine.cuda else small()).tokenizer
+    """That of `demo`, with case operators. Text that is tokens already has one, which says by itself what it is."""
+    return TokenizerConfig() if request.text.vocab is not None else small().tokenizer
 
 
-def decay_factor(epochs: float, steps: float) -> float:
-    """The factor on weight decay for a text that is repeated."""
+def decay_factor(epochs: float, steps: float, full: float = DECAY_EPOCHS) -> float:
+    """The factor on weight decay for a text that is repeated; from `full` epochs on it is as large as the steps allow."""
     most = min(MOST_DECAY, max(1.0, DECAY_STEPS / steps))
-    return float(most ** min(1.0, max(0.0, (epochs - 1) / (DECAY_EPOCHS - 1))))
+    return float(most ** min(1.0, max(0.0, (epochs - 1) / (full - 1))))
 
 
 def average_decay(steps: float) -> float:
