@@ -61,6 +61,9 @@ class Graphs:
         tensors that the work uses and others may move; if they change, the graph is captured again. The work is
         passed with every call and not stored, so that no reference cycle keeps a graph's memory alive.
 
+        Work that differentiates cannot be captured while the caller holds another loss of the same weights: the two share
+        autograd's nodes of these weights, which wait on the stream where they were made, and the capture is on another.
+
         Returns the result of the work. A graph's tensors lie where it was captured, and the next run, of any shapes,
         may overwrite them.
         """

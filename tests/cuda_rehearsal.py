@@ -10,14 +10,17 @@ It finds these faults, each by an error in the line that makes it:
   host and device, and ops whose result has no fixed shape. As in CUDA, a capture in the mode `thread_local` refuses its own
   thread only, and any other capture refuses all threads;
 - a capture while another device is the current one: `gpu.current` is its number, and all memory is on device 0;
+- in a capture: gradients of a weight that an older autograd graph, of a loss that is still held, uses as well. Both share the
+  weight's AccumulateGrad node, and that is on the stream where the older graph was made;
 - state that a replay does not repeat. `CUDAGraph` records ops and kernel launches and runs them again on the same memory. As on
   a GPU, a capture computes nothing: memory from before it keeps its values, and new numbers are NaN until the first replay.
 
-`gpu.waits` counts what waits for the device. It cannot find faults of streams (tests/data/fake_gpu.py does for the loader), of
-memory that a graph's pool uses again, or of anything below Python. Kernels run in Triton's interpreter where a test asks for
-them; other threads see tensors on the CPU.
+`gpu.waits` counts what waits for the device. It cannot find other faults of streams (tests/data/fake_gpu.py does for the
+loader), of memory that a graph's pool uses again, or of anything below Python. Kernels run in Triton's interpreter where a
+test asks for them; other threads see tensors on the CPU.
 """
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -94,6 +97,34 @@ def _selects(name: str, given: list[Tensor]) -> bool:
     return masked and (name == "index" or given[-1].numel() > 1)
 
 
+def _find_accumulator(weight: Tensor) -> Any:
+    """Its AccumulateGrad node: the one that some autograd graph holds, or else a new one."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+        return weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _mark_older_graphs() -> None:
+    """Marks the nodes that something holds now, unless they were made in a capture, on the stream of captures."""
+    for weight in [found for found in gc.get_objects() if issubclass(type(found), Tensor)]:
+        if not weight._is_view() and weight.is_leaf and weight.requires_grad and is_on_gpu(weight):
+            _find_accumulator(weight).metadata["looked at"] = True
+            marks = _find_accumulator(weight).metadata  # a new node, if nothing held that one
+            if "looked at" in marks:
+                marks.setdefault("captured", False)
+
+
+def _find_accumulators(roots: list[Tensor]) -> list[Any]:
+    """The AccumulateGrad nodes of an autograd graph."""
+    ahead, seen, found = [root.grad_fn for root in roots], set(), []
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions]
+            found += [node] if hasattr(node, "variable") else []
+    return found
+
+
 def _is_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
@@ -113,6 +144,7 @@ class Graph:
         assert self.gpu.graph is None, "a capture inside a capture"
         assert self.gpu.current == GPU.index, "a capture on a device that has none of the work"
         self._thread = threading.get_ident() if capture_error_mode == "thread_local" else None
+        _mark_older_graphs()
         self.gpu.graph = self
 
     def refuses_this_thread(self) -> bool:
@@ -313,6 +345,16 @@ class StandIn:
         self._refuse(f"a copy {'from' if source else 'to'} the device")
         self.waits += waits and source
 
+    def differentiate(self, roots: list[Tensor], weights: list[Tensor] | None) -> None:
+        """A backward, by all weights or by some."""
+        for node in _find_accumulators(roots) if self.graph is not None else []:
+            older = not node.metadata.setdefault("captured", True)
+            if older and (weights is None or any(weight is node.variable for weight in weights)):
+                raise CaptureError(
+                    "operation would make the legacy stream depend on a capturing blocking stream: an older autograd graph "
+                    f"holds the weight of shape {tuple(node.variable.shape)}"
+                )
+
     def run(self, func: Any, args: Any, kwargs: Any, *, makes: bool = False) -> Any:
         """An op. `makes`: it makes new memory on the GPU."""
         name, given = func.overloadpacket.__name__, _tensors((args, kwargs))
@@ -392,6 +434,9 @@ class _Calls(TorchFunctionMode):
             return self._move(args[0], "cuda:0" if func is torch.Tensor.cuda else "cpu")
         if func is torch.Tensor.pin_memory:
             return args[0]
+        if func in (torch.Tensor.backward, torch.autograd.grad):
+            by = kwargs.get("inputs", args[1] if func is torch.autograd.grad and len(args) > 1 else None)
+            self._gpu.differentiate(_tensors(args[0]), None if by is None else _tensors(by))
         if func is torch.Tensor.numpy or (func is torch.Tensor.__array__):
             assert not is_on_gpu(args[0]), "can't convert cuda:0 device type tensor to numpy"
         if func is torch.Tensor.tolist and is_on_gpu(args[0]):

@@ -89,6 +89,28 @@ def test_a_capture_is_on_the_device_of_its_work(gpu: StandIn) -> None:
     assert (graphs.captures, gpu.current) == (1, 1)
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["grad", "backward"])
+def test_a_capture_refuses_gradients_of_weights_that_an_older_graph_holds(backward: bool, gpu: StandIn) -> None:
+    """Its AccumulateGrad nodes are on the stream where it was made. A graph of another weight, one that has ended, and one of
+    an earlier capture do no harm."""
+
+    def work() -> Tensor:
+        loss = (3 * (weight + other.detach())).sum()
+        loss.backward() if backward else torch.autograd.grad(loss, weight)
+        return loss
+
+    weight, other = (torch.ones(2, device="cuda", requires_grad=True) for _ in range(2))
+    held, captured = (2 * other).sum(), []
+    work()
+    for _ in range(2):
+        capture(lambda: captured.append(work()))
+    captured.clear()
+    held = (2 * weight).sum()
+    with pytest.raises(CaptureError, match="legacy stream"):
+        capture(work)
+    assert held.requires_grad
+
+
 def test_tensors_of_two_devices_are_refused(gpu: StandIn) -> None:
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(2, device="cuda") + torch.ones(2)

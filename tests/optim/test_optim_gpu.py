@@ -125,7 +125,7 @@ def test_a_step_waits_for_nothing() -> None:
 
 
 def _schedule(optimizer: ParallelMuon, step: int) -> None:
-    optimizer.param_groups[0].update(lr=0.02 / (step + 1), momentum=0.8 + 0.01 * step, weight_decay=0.01 * step)
+    optimizer.param_groups[0].update(lr=0.02 / (step + 1), momentum=0.8 + 0.005 * step, weight_decay=0.01 * step)
     optimizer.param_groups[1].update(lr=0.01 / (step + 1), weight_decay=0.1 + 0.01 * step)
     optimizer.max_norm = 1.0 + step
 
