@@ -16,6 +16,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+sys.path[:0] = [str(HERE)]
+
+from screen import RUNS, Screen, effects  # noqa: E402
+
 PAGE = ROOT / "docs" / "reference" / "levers.md"
 HEAD = """# Changes considered for plans
 
@@ -23,8 +27,9 @@ HEAD = """# Changes considered for plans
 considered for it. `benchmarks/levers.py` writes this page from `benchmarks/levers.toml` and the results of studies.
 
 A difference is arm minus base in bits per byte; below zero is better. Each study has its own base, so differences of
-two studies do not compare. **With one seed, a difference under 0.003 says little.** Every number is computed from a
-committed result. *log* links an experiment without one. An empty cell under "measured" means that nothing was tried.
+two studies do not compare. **With one seed, a difference under 0.003 says little**; in a screen of 12 runs, where half
+of the runs have a change, one under 0.0012. Every number is computed from a committed result. *log* links an experiment
+without one. An empty cell under "measured" means that nothing was tried.
 
 | lever | arm | in `auto` | measured | verdict |
 | --- | --- | --- | --- | --- |
@@ -59,9 +64,11 @@ class Measured:
     link: str
     sure: bool = False
     """Whether the study's interval leaves zero out."""
+    screened: bool = False
+    """An effect in a screen, whose runs are `seeds` (benchmarks/screen.py)."""
 
     def text(self) -> str:
-        seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
+        seeds = f"{self.seeds} runs" if self.screened else f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
         sure = ", shown" if self.sure else ""
         return f"`{self.arm}` {self.difference:+.3f} ([{self.where}]({self.link}), {seeds}{sure})"
 
@@ -84,6 +91,10 @@ def find_measured(results: Path = HERE / "results") -> list[Measured]:
         minutes = budget.get("minutes")
         length = f"{60 * minutes:.0f} s" if minutes else f"{budget['steps']:,} steps"
         machine = path.parent.name.split("-")[3].upper()
+        factors = HERE / "studies" / f"{study['name']}-factors.toml"
+        if factors.exists():  # its arms have half of the changes each
+            found += _screened(factors, path, f"screen of {length}, {machine}")
+            continue
         for arm, comparison in result["arms"].items():
             if comparison["pairs"]:
                 found.append(
@@ -99,14 +110,24 @@ def find_measured(results: Path = HERE / "results") -> list[Measured]:
     return found
 
 
+def _screened(factors: Path, path: Path, where: str) -> list[Measured]:
+    screen = Screen.read(factors)
+    link = f"../../{path.with_suffix('.md').relative_to(ROOT)}"
+    return [
+        Measured(arm=name, difference=effect, seeds=RUNS, where=where, link=link, screened=True)
+        for name, effect in effects(screen, path).items()
+        if screen.high.get(name, []) != screen.low.get(name, [])
+    ]
+
+
 def find_arms() -> set[str]:
-    """The names of all arms: shipped, and in the files of studies."""
+    """The names of all arms and factors: shipped, and in the files of studies."""
     sys.path.insert(0, str(ROOT))
     from parbank.study.arms import ARMS
 
     files = sorted((HERE / "studies").glob("*.toml"))
-    own = (tomllib.loads(path.read_text(encoding="utf-8")).get("arm", {}) for path in files)
-    return {*ARMS, *(name for arms in own for name in arms)}
+    own = [tomllib.loads(path.read_text(encoding="utf-8")) for path in files]
+    return {*ARMS, *(name for file in own for kind in ("arm", "factor") for name in file.get(kind, {}))}
 
 
 def measured_of(lever: Lever, measured: list[Measured]) -> list[Measured]:

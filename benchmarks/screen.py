@@ -2,7 +2,7 @@
 
     python benchmarks/screen.py write benchmarks/studies/screen50-factors.toml      # makes screen50.toml, a study
     python benchmarks/studies.py --claim study_screen50 -- benchmarks/studies/screen50.toml --data SPEC --out runs/screen50
-    python benchmarks/screen.py show benchmarks/studies/screen50-factors.toml runs/screen50
+    python benchmarks/screen.py show benchmarks/studies/screen50-factors.toml runs/screen50    # or the study's result.json
     python benchmarks/screen.py best benchmarks/studies/screen50-factors.toml runs/screen50    # settings, for `--set`
 
 The design is that of Plackett and Burman (1946): 12 runs, up to 11 factors of two levels, any two of which occur together
@@ -13,6 +13,7 @@ screen finds is a candidate, and a study of whole runs decides.
 """
 
 import argparse
+import json
 import math
 import tomllib
 from dataclasses import dataclass
@@ -82,12 +83,20 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def effects(screen: Screen, folder: Path, column: str = "value") -> dict[str, float]:
-    """Of each factor, by least squares over the runs that have ended: with all 12 it is the difference of two means."""
-    from parbank.study.report import make_report
+def read_runs(source: Path) -> dict[str, dict[str, Any]]:
+    """The runs of each arm, from the folder of a study or from a result."""
+    paths = [source] if source.is_file() else sorted(source.glob("results/*.json"))
+    if not paths:
+        raise SystemExit(f"{source} has no run: give the folder of a study, or its result.json")
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    runs = contents[0]["runs"].values() if source.is_file() else contents
+    return {run["arm"]: run for run in runs}
 
+
+def effects(screen: Screen, source: Path, column: str = "value") -> dict[str, float]:
+    """Of each factor, by least squares over the runs that have ended: with all 12 it is the difference of two means."""
     names = list(screen.high)
-    found = {job.arm: run[column] for job, run in make_report(folder).results.items()}
+    found = {arm: run[column] for arm, run in read_runs(source).items()}
     arms = ["base", *(f"run-{number:02}" for number in range(1, RUNS))]
     rows = [(levels, found[arm]) for arm, levels in zip(arms, design(names), strict=True) if arm in found]
     if len(rows) <= len(names):
@@ -97,18 +106,20 @@ def effects(screen: Screen, folder: Path, column: str = "value") -> dict[str, fl
     return {"mean": float(solved[0])} | dict(zip(names, map(float, solved[1:]), strict=True))
 
 
-def show(screen: Screen, folder: Path, noise: float) -> str:
-    scores, speeds = effects(screen, folder), effects(screen, folder, "tokens_per_second")
+def show(screen: Screen, source: Path, noise: float) -> str:
+    speeds = effects(screen, source, "tokens_per_second")
+    scores, chunked = effects(screen, source), effects(screen, source, "bpb_chunked")
     lines = [
         f"mean {scores['mean']:.4f} bits/byte, {speeds['mean']:,.0f} tokens/s; two deviations of an effect: "
         f"{4 * noise / math.sqrt(RUNS):.4f}",
         "",
-        "| change | bits/byte | tokens/s |",
-        "| --- | --- | --- |",
+        "| change | streaming | chunked | tokens/s |",
+        "| --- | --- | --- | --- |",
     ]
     for name in sorted(screen.high, key=lambda name: scores[name]):
         change = f"{', '.join(screen.low[name]) or 'without'} -> {', '.join(screen.high[name])}"
-        lines.append(f"| {name}: `{change}` | {scores[name]:+.4f} | {speeds[name] / speeds['mean']:+.1%} |")
+        speed = speeds[name] / speeds["mean"]
+        lines.append(f"| {name}: `{change}` | {scores[name]:+.4f} | {chunked[name]:+.4f} | {speed:+.1%} |")
     return "\n".join(lines)
 
 
@@ -116,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("write", "show", "best"))
     parser.add_argument("factors", type=Path)
-    parser.add_argument("study", type=Path, nargs="?", help="the folder of the study, or the file to write")
+    parser.add_argument("study", type=Path, nargs="?", help="the study's folder or result, or the file to write")
     parser.add_argument("--noise", type=float, default=NOISE, help="deviation of one run")
     parser.add_argument("--least", type=float, default=0.0, help="best: changes that gain less are left out")
     arguments = parser.parse_args()
@@ -128,7 +139,7 @@ def main() -> None:
         path.write_text(study_of(screen, arguments.factors.as_posix()), encoding="utf-8")
         print(f"written: {path}")
     elif arguments.study is None:
-        parser.error("name the folder of the study")
+        parser.error("name the folder of the study, or its result.json")
     elif arguments.what == "show":
         print(show(screen, arguments.study, arguments.noise))
     else:

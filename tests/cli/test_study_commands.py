@@ -87,7 +87,9 @@ def test_options_beside_a_folder_are_refused(call: Call, text_spec: str, tmp_pat
     assert "holds the study 'seeds' with other score_tokens" in other.err
 
 
-@pytest.mark.parametrize("option", [("--holdout", "val"), ("--max-bytes", "1MB"), ("--keep",), ("--noise", "0.1")])
+@pytest.mark.parametrize(
+    "option", [("--holdout", "val"), ("--metric", "streaming"), ("--max-bytes", "1MB"), ("--keep",), ("--noise", "0.1")]
+)
 def test_no_option_beside_a_folder_is_ignored(
     call: Call, text_spec: str, tmp_path: Path, option: tuple[str, ...]
 ) -> None:
@@ -113,6 +115,9 @@ def test_runs_that_failed_end_in_code_1_and_can_be_tried_again(
     answer = call(*command)
     assert answer.code == 1
     assert "slow, seed 1: RuntimeError: the disk is full" in answer.out
+    at_once = "slow, seed 1: failed, to be tried again at the end: RuntimeError: the disk is full"
+    assert answer.out.count(at_once) == 1, "a user need not wait for the second failure to hear of the first"
+    assert answer.out.index(at_once) < answer.out.index("slow, seed 1: failed twice")
     assert next_commands(answer.out) == [["study", "run", str(tmp_path / "s"), "--retry"]]
     monkeypatch.setattr(Training, "measure", measure)
     assert call(*command).code == 1, "without being asked, a run is not tried a third time"
@@ -127,6 +132,11 @@ def test_a_refused_command_leaves_nothing_behind(call: Call, text_spec: str, tmp
         (["run", "seeds", "--budget", "6s", "--workers", 2, *common], "use --workers 1"),
         (["run", "seeds", "--budget", "6steps", "--submit", "nowhere", *common], "submitit"),
         (["search", "--space", "optim.matrix_lr=0.01..0.1", "--rungs", "6steps", *common], "Optuna"),
+        (["run", "seeds", "--budget", "6steps", "--metric", "sliding", *common], "streaming"),
+        (
+            ["run", "published-kernels", "--metric", "streaming", "--out", tmp_path / "s"],
+            "--metric is how trained runs",
+        ),
         (["run", "published-kernels", "--arms", "", "--out", tmp_path / "s"], "has no base to run alone; name arms"),
     ]
     for arguments, said in refused:

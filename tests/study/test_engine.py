@@ -147,6 +147,20 @@ def test_ctrl_c_gives_the_job_back_and_the_same_command_goes_on(
     assert make_report(tmp_path / "s").is_complete
 
 
+def test_a_study_may_score_by_streaming(study: Study, tmp_path: Path) -> None:
+    streaming = replace(study, metric="streaming", arms=(), seeds=(0,))
+    found = run_study(streaming, tmp_path / "a", device="cpu", workers=0, quiet=True)
+    plain = run_study(replace(streaming, metric="chunked"), tmp_path / "b", device="cpu", workers=0, quiet=True)
+    (one,), (other,) = found.results.values(), plain.results.values()
+    assert one["bpb_chunked"] == other["value"] == other["bpb_before_packing"]
+    assert one["value"] == one["bpb_before_packing"] != one["bpb_chunked"], "every token has a whole window before it"
+    assert "bpb_chunked" not in other
+    assert ", before packing, streaming; " in found.text()
+    assert "streaming" not in plain.text()
+    with pytest.raises(ConfigError, match="with other metric"):
+        open_study(tmp_path / "a", replace(streaming, metric="chunked"))
+
+
 def test_a_run_that_fails_is_tried_again_and_then_reported(
     study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
