@@ -12,7 +12,7 @@ LINK = re.compile(r"(?:\]\(|^\[[^\]]+\]: )([^)\s]+)", flags=re.MULTILINE)
 GENERATED = {"docs/reference/cli.md", "docs/reference/settings.md"}  # docs/hooks.py makes them when the site is built
 COLUMNS = 120
 WORDS = 800
-MANUAL_WORDS = 21_500
+MANUAL_WORDS = 16_500  # without the log, which keeps every experiment and grows
 TABLES = {"compatibility.md", "levers.md", "measurements.md"}  # written by benchmarks and tests, and not counted
 README_LINES = 150
 START_LINES = 6
@@ -67,7 +67,8 @@ def test_a_design_page_is_short(page: Path) -> None:
 
 
 def test_the_manual_is_short() -> None:
-    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name not in TABLES]
+    log = ROOT / "docs" / "log"
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name not in TABLES and page.parent != log]
     assert sum(map(count_words, pages)) <= MANUAL_WORDS, "say it shorter, or leave out what a docstring says"
 
 

@@ -11,7 +11,7 @@ AUTHORS = re.compile(
     r"([A-Z][\w-]+(?:(?:, | and )[A-Z][\w-]+)*)"  # Martens and Grosse
     r"(?: et al\.)?,? \(?(?:19|20)\d\d\b"
 )
-PULL_REQUEST = re.compile(r"(?<!\w)#\d{2,4}\b")
+PULL_REQUEST = re.compile(r"(?<!\w)#\d{2,4}\b(?!-)")  # not a section of a page, such as #2026-11-19-a-screen
 FILE = re.compile(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?|[a-z_]+\.py)`")
 
 
