@@ -227,12 +227,17 @@ def bound_ms(flops: float, bytes_: float) -> float:
 
 def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Adds --out, reads the command line, and notes the code and the load of the machine before the benchmark adds its own.
-    Warns of other processes on the GPU: the result lists them."""
+    Warns where the result will count for nothing, and of other processes on the GPU: the result lists them."""
     parser.add_argument(
         "--out", type=Path, default=RESULTS, help="results go into <out>/<claim>/<date>-<hardware>-<commit>/"
     )
     arguments = parser.parse_args()
-    provenance.code_at_start()
+    if provenance.code_at_start()[0]["dirty"]:
+        print(
+            "warning: the code is not that of a commit, so no figure will be taken from this result: commit, then copy the tree "
+            "with the file that `python benchmarks/provenance.py --stamp` writes",
+            file=sys.stderr,
+        )
     for process in provenance.load_at_start().get("other_gpu_processes", ()):
         print(f"warning: {process} on the GPU; its work slows what is measured here", file=sys.stderr)
     return arguments
