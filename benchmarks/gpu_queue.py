@@ -18,7 +18,6 @@ import argparse
 import io
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -79,15 +78,17 @@ def _study(claim: str, words: str, seconds: float, least: float = LEAST) -> Step
 
 STEPS: dict[str, Step] = {
     "smoke": Step(1, "{python} benchmarks/smoke.py --data {data} --runs {runs}/smoke", 140, limit=240),
-    "tests_optim": _test("tests/optim tests/test_graphs.py tests/test_runtime.py", 75),
-    "tests_rest": _test("tests/training tests/model tests/eval tests/plan tests/study tests/data tests/faults tests/quant", 125),
     "auto": Step(5, "auto", 200),
-    "optimizer_loop": Step(4, "optimizer_loop", 390),
-    "startup": Step(3, "startup", 200),
+    "adaptation": Step(7, "adaptation", 120),
+    "compression": Step(7, "compression", 240),
     "auto_8": Step(5, "auto", 185, seeds=SEEDS[:2]),
     "auto_9": Step(5, "auto", 185, seeds=SEEDS),
-    "newton_schulz_sizes": Step(4, "newton_schulz_sizes", 150),
     "auto60": Step(5, "auto60", 130),
+    "tests_optim": _test("tests/optim tests/test_graphs.py tests/test_runtime.py", 75),
+    "tests_rest": _test("tests/training tests/model tests/eval tests/plan tests/study tests/data tests/faults tests/quant", 125),
+    "optimizer_loop": Step(4, "optimizer_loop", 390),
+    "startup": Step(3, "startup", 200),
+    "newton_schulz_sizes": Step(4, "newton_schulz_sizes", 150),
     "tests_ops": _test("tests/ops", 200),
     "startup_auto": Step(3, "startup_auto", 180),
     "step": Step(3, "step", 170),
@@ -110,8 +111,6 @@ STEPS: dict[str, Step] = {
                               least=175),
     "study_ranks": Step(6, "{python} benchmarks/study_ranks.py {runs}/levers30 {runs}/levers120 --out {results}", 20,
                         limit=90, after=("study_levers30", "study_levers120")),
-    "adaptation": Step(7, "adaptation", 120),
-    "compression": Step(7, "compression", 240),
     "startup_eval": Step(7, "startup_eval", 420),
     "optimizer_loop_large": Step(4, "optimizer_loop_large", 420),
     "peer_autoresearch": Step(3, "peer_autoresearch", 220),
@@ -144,22 +143,27 @@ class Queue:
 
     def command(self, step: Step, left: float) -> list[str]:
         if step.command in run_all.BENCHMARKS:
-            model = self.runs / "sprint" / str(SEEDS[0]) / "model.pbk"
-            seeds = ",".join(map(str, step.seeds))
-            given = argparse.Namespace(data=self.data, seed=seeds, model=model, work=self.runs, results=self.results)
+            given = self._arguments(",".join(map(str, step.seeds)))
+            given.model = run_all.artifact(self._arguments(str(SEEDS[0])))
             return run_all.command_of(step.command, given)
         dev = self.data if "holdout=" in self.data else f"{self.data},holdout=dev"
         values = {"python": sys.executable, "data": self.data, "dev": dev, "runs": self.runs, "results": self.results}
         seconds = max(30.0, left - RESERVE)
         return [word.format(**values, left=f"{seconds:.0f}") for word in shlex.split(step.command)]
 
+    def _arguments(self, seed: str) -> argparse.Namespace:
+        """Of run_all.py."""
+        return argparse.Namespace(data=self.data, seed=seed, model=None, work=self.runs, results=self.results)
+
     def may_run(self, name: str) -> bool:
         """Whether a step is open, has what it needs, and fits in what is left."""
         step = self.steps[name]
         there = all(self.state(other) == "done" for other in step.after)
         benchmark = run_all.BENCHMARKS.get(step.command)
-        if benchmark is not None and re.search(r"\{(run|model)\}", benchmark.command):
+        if benchmark is not None and "{run}" in benchmark.command:
             there = there and (self.runs / "sprint" / str(SEEDS[0]) / "model.pbk").exists()
+        if benchmark is not None and "{model}" in benchmark.command:
+            there = there and run_all.artifact(self._arguments(str(SEEDS[0]))).exists()
         least = step.least if step.goes_on else FITS * step.seconds
         return there and self.left > least and self.state(name) not in ("done", "failed")
 
