@@ -5,13 +5,14 @@
     python benchmarks/gpu_queue.py --data SPEC --list
 
 Each step is a process of its own with a time limit of its own. A step that fails or is cut off does not stop the others, and a
-step that does not fit in what is left makes way for a shorter one. After every step, DIR has the table, the ends of the logs
+step that does not fit in the time left makes way for a shorter one. After every step, DIR has the table, the ends of the logs
 and every result so far, in at most 8 files of 16 MiB: a call that is cut off loses only the step under way. `python
-benchmarks/claims.py --unpack DIR/results.tar.gz` puts results in their place. State lies in --work: steps that have ended well
-are not run again, nor are those that failed, unless --again names them. A step that the end of a call cut off comes first in the
-next one. On a new machine, DIR/queue.json in --work says what has ended.
+benchmarks/claims.py --unpack DIR/results.tar.gz` puts results in their place. --work holds the state: steps that have ended well
+or failed are not run again, unless --again names them. A step that the end of a call cut off comes first in the next call. To
+go on on another machine, copy DIR/queue.json to --work there: it says what has ended.
 
-SECONDS below are those of one H200, from earlier results where there are some. Commands are those of run_all.py and studies.py.
+The seconds below are those of one H200, from earlier results where there are some. Commands are those of run_all.py and
+studies.py.
 """
 
 import argparse

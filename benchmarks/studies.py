@@ -4,9 +4,11 @@
                                  --seeds 4 --data text:train=A,val=B --out runs/study-published
 
 Everything after `--` goes to `parbank study run`, which must be told its folder by --out. After --seconds the study is
-stopped as by Ctrl-C; the same command goes on where it stopped. Each call writes the result of the runs that have ended, and
-ends with code 1 while runs are left.
+stopped as by Ctrl-C; the same command goes on where it stopped. The exit code is 1 while runs are left.
 benchmarks/studies/QUEUE.md has the commands of the studies that wait for a GPU.
+
+Bound: the base of the study, with an interval for each difference. Each call writes benchmarks/results/CLAIM with the runs that
+have ended.
 """
 
 import argparse
