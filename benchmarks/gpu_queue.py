@@ -214,7 +214,7 @@ class Queue:
         except (OSError, ValueError):
             return
         if words == left["command"]:
-            print(f"ending what an earlier call has left: {shlex.join(words)}", flush=True)
+            print(f"ending the step that an earlier call has left running: {shlex.join(words)}", flush=True)
             with suppress(ProcessLookupError):
                 os.killpg(left["pid"], signal.SIGKILL)
         self._running.unlink()
@@ -223,7 +223,7 @@ class Queue:
         """The commit that results will name, with a warning where they would count for nothing."""
         said = f"code: {self.code['commit'][:9]}, by {self.code['source']}"
         if self.code["dirty"]:
-            said += "; WARNING: results will be marked as dirty, and no figure is taken from them: commit, then give the stamp"
+            said += "; WARNING: results will be marked as dirty and not used: commit, then run provenance.py --stamp"
         return said
 
     def _last_line(self, name: str) -> str:
@@ -309,7 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="the text, as in parbank train --data")
     parser.add_argument("--seconds", type=float, default=570.0, help="of this call")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-queue" / "out", help="what is brought home")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-queue" / "out", help="table, logs and results")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "gpu-queue", help="state, runs and results")
     parser.add_argument("--only", default="", help="steps separated by commas, in this order")
     parser.add_argument("--again", default="", help="steps to run again, separated by commas")

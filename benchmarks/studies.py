@@ -68,7 +68,7 @@ def main() -> None:
         cut = own.index("--")
         own, given = own[:cut], own[cut + 1 :]
     if "--out" not in given:
-        sys.exit("say after -- what to run, with the study's folder: -- seeds --budget 30s --out runs/study-seeds")
+        sys.exit("give the study and its folder after --, as in: -- seeds --budget 30s --out runs/study-seeds")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--claim", required=True, help="the result's folder")
     parser.add_argument("--seconds", type=float, default=540)
@@ -82,7 +82,9 @@ def main() -> None:
         process.send_signal(signal.SIGINT)
         process.wait()
     if process.returncode == 2:
-        sys.exit("the study was refused, as said above: a result of an earlier one in its folder would be another's")
+        sys.exit(
+            "the study was refused, see above; nothing is written, since its folder may hold the runs of another study"
+        )
     report = make_report(HERE.parent / given[given.index("--out") + 1])
     if not report.results:
         sys.exit("no run has ended: there is no result to write; the same command goes on")
