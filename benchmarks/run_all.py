@@ -3,13 +3,13 @@
     python benchmarks/run_all.py --list
     python benchmarks/run_all.py --only sprint,peer_golf --data SPEC --minutes 9 --out DIR [--seed 7]
 
-Each benchmark is a process of its own. Before one starts, its estimate must fit the time left of --minutes. A benchmark that
-does not fit is left out, and the end says so. After each, everything written so far goes into DIR/results.tar.gz, so a run
+Each benchmark is a process of its own. Before one starts, its estimate must fit what is left of --minutes; one that does
+not fit is left out, and the end says so. After each, everything written so far goes into DIR/results.tar.gz, so that a run
 that is cut off leaves what it has. `sprint` also leaves its artifact there. `python benchmarks/claims.py --unpack FILE` puts
 the results in their place and writes the texts; seeds that were run one by one become results of their own.
 
-`quantisation` takes the weights that `sprint` has trained in the same call, or in an earlier call on the same machine.
-`report_sprint` takes the folder of that run. `scoring` takes its artifact, or the artifact of --model.
+`quantisation` takes the weights that `sprint` has trained in the same call, or an earlier one on the same machine, and
+`report_sprint` its folder; `scoring` takes the artifact, which --model may name.
 """
 
 import argparse
