@@ -1,4 +1,5 @@
-"""Writes the figures in README.md and docs/ from results. `claims.toml` says which figure is which row of which result.
+"""Writes the figures in README.md and docs/ from results. `claims.toml` says which figure is which row of which result. `make
+claims` runs this.
 
     python benchmarks/claims.py                    writes texts, lists results whose measured files have changed since
     python benchmarks/claims.py --check            writes nothing; exits 1 where a text differs from its result

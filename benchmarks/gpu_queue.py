@@ -5,13 +5,14 @@
     python benchmarks/gpu_queue.py --data SPEC --list
 
 Each step is a process of its own with a time limit of its own. A step that fails or is cut off does not stop the others, and a
-step that does not fit in what is left makes way for a shorter one. After every step, DIR has the table, the ends of the logs
+step that does not fit in the time left makes way for a shorter one. After every step, DIR has the table, the ends of the logs
 and every result so far, in at most 8 files of 16 MiB: a call that is cut off loses only the step under way. `python
-benchmarks/claims.py --unpack DIR/results.tar.gz` puts results in their place. State lies in --work: steps that have ended well
-are not run again, nor are those that failed, unless --again names them. A step that the end of a call cut off comes first in the
-next one. On a new machine, DIR/queue.json in --work says what has ended.
+benchmarks/claims.py --unpack DIR/results.tar.gz` puts results in their place. --work holds the state: steps that have ended well
+or failed are not run again, unless --again names them. A step that the end of a call cut off comes first in the next call. To
+go on on another machine, copy DIR/queue.json to --work there: it says what has ended.
 
-SECONDS below are those of one H200, from earlier results where there are some. Commands are those of run_all.py and studies.py.
+The seconds below are those of one H200, from earlier results where there are some. Commands are those of run_all.py and
+studies.py.
 """
 
 import argparse
@@ -217,7 +218,7 @@ class Queue:
         except (OSError, ValueError):
             return
         if words == left["command"]:
-            print(f"ending what an earlier call has left: {shlex.join(words)}", flush=True)
+            print(f"ending the step that an earlier call has left running: {shlex.join(words)}", flush=True)
             with suppress(ProcessLookupError):
                 os.killpg(left["pid"], signal.SIGKILL)
         self._running.unlink()
@@ -226,7 +227,7 @@ class Queue:
         """The commit that results will name, with a warning where they would count for nothing."""
         said = f"code: {self.code['commit'][:9]}, by {self.code['source']}"
         if self.code["dirty"]:
-            said += "; WARNING: results will be marked as dirty, and no figure is taken from them: commit, then give the stamp"
+            said += "; WARNING: results will be marked as dirty and not used: commit, then run provenance.py --stamp"
         return said
 
     def _last_line(self, name: str) -> str:
@@ -312,7 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="the text, as in parbank train --data")
     parser.add_argument("--seconds", type=float, default=570.0, help="of this call")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-queue" / "out", help="what is brought home")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-queue" / "out", help="table, logs and results")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "gpu-queue", help="state, runs and results")
     parser.add_argument("--only", default="", help="steps separated by commas, in this order")
     parser.add_argument("--again", default="", help="steps to run again, separated by commas")

@@ -1,9 +1,10 @@
-"""Writes docs/reference/levers.md: every lever of the race with its verdict, and the difference in every study that tried it.
+"""Writes docs/reference/levers.md: every published change with its verdict, and its difference in every study that tried it.
 
     python benchmarks/levers.py           writes the page
     python benchmarks/levers.py --check   writes nothing; exits 1 where the page differs from levers.toml and the results
 
-A lever names its arms in levers.toml. The differences come from the results of studies: one result, one budget.
+A lever names its arms in levers.toml. The differences come from the results of studies: one result, one budget. `make claims`
+runs this.
 """
 
 import argparse
