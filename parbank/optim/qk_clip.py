@@ -96,10 +96,12 @@ class QKClip:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Scales the weights of heads above the threshold, and forgets what was observed. Collective with several ranks."""
+        """Scales the weights of heads above the threshold, and forgets the observed logits; NaN and infinite ones do not count.
+        Collective with several ranks."""
         if not self.layers:
             return
-        largest = torch.cat([layer.largest for layer in self.layers])
+        # After an overflow in a forward pass the optimizer skips the step, and weights must stay as well.
+        largest = torch.cat([layer.largest for layer in self.layers]).nan_to_num(nan=0.0, posinf=0.0)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)  # replicas must stay equal
         for layer, seen in zip(self.layers, largest.split([layer.heads for layer in self.layers])):

@@ -152,6 +152,23 @@ def test_qk_clip_runs_at_the_end_of_each_step() -> None:
     assert (_logits(query.detach(), key.detach(), x, HEADS) < 5.001).all()
 
 
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_qk_clip_leaves_weights_alone_after_an_overflow(number: float) -> None:
+    query, key = _random(0, HEADS * CHANNELS, WIDTH), _random(1, HEADS * CHANNELS, WIDTH)
+    before = query.clone(), key.clone()
+    clip = QKClip(threshold=1.0)
+    layer = clip.add(query, key, heads=HEADS)
+    x = _random(2, 2, HEADS, 5, CHANNELS)
+    x[0, :, 0, 0] = number
+    layer.observe(x, x)
+    clip.apply()
+    assert torch.equal(query, before[0])
+    assert torch.equal(key, before[1])
+    layer.observe(x[1:], x[1:])
+    clip.apply()
+    assert (query.norm() < before[0].norm()) & query.isfinite().all()
+
+
 def _clip_on_ranks() -> Tensor:
     import torch.distributed as dist
 
