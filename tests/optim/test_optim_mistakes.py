@@ -289,6 +289,15 @@ def test_orthogonalize_refuses_other_numbers(dtype: torch.dtype) -> None:
         orthogonalize(torch.zeros(3, 3, dtype=dtype))
 
 
+@pytest.mark.parametrize("method", ["plain", "symmetric", "gram"])
+def test_orthogonalize_refuses_to_be_differentiated(method: str) -> None:
+    weight = nn.Parameter(_random(0, 4, 6))
+    with pytest.raises(ConfigError, match=r"no derivative.*pass G\.detach\(\)"):
+        orthogonalize(weight, method=method)
+    with torch.no_grad():
+        assert torch.equal(orthogonalize(weight, method=method), orthogonalize(weight.detach(), method=method))
+
+
 def test_a_momentum_written_after_a_schedule_stays() -> None:
     param = nn.Parameter(torch.eye(4))
     optimizer = ParallelMuon([param])
