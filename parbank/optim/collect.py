@@ -252,25 +252,29 @@ def measure(
     device = max_norm.device
     # Scaled gradients may be finite and their squares not; the scaler, which sees no overflow, would never lower its scale.
     dtype = torch.float32 if grad_scale is None else torch.float64
-    total = _sum_of_squares(collected.split, device, dtype)
-    collected.split = []  # its gradients are freed batch by batch
-    for copies, grads in sorted(collected.copied.items()):
-        total = total + _sum_of_squares(grads, device, dtype) / copies
-    if ranks.world > 1:
-        ranks.sum(total)
     squares = collected.squares
-    total = total + (_sum_of_squares(collected.shared, device, dtype) if squares is None else squares)
-    factor = torch.full((), 1.0 / collected.divisor, dtype=torch.float32, device=device)
-    if grad_scale is not None:
-        factor = factor / grad_scale.squeeze()
-    norm = (total.sqrt() * factor).float()
-    taken = torch.isfinite(norm)
+    total = _sum_of_squares(collected.shared, device, dtype) if squares is None else squares
+    if ranks.world > 1 or collected.copied:
+        partial = _sum_of_squares(collected.split, device, dtype)
+        collected.split = []  # its gradients are freed batch by batch
+        for copies, grads in sorted(collected.copied.items()):
+            partial = partial + _sum_of_squares(grads, device, dtype) / copies
+        ranks.sum(partial)
+        total = total + partial
+    norm, factor = total.sqrt(), None  # None: 1, without launches for it
+    if collected.divisor > 1 or grad_scale is not None:
+        factor = torch.full((), 1.0 / collected.divisor, dtype=torch.float32, device=device)
+        if grad_scale is not None:
+            factor = factor / grad_scale.squeeze()
+        norm = norm * factor
+    norm = norm.float()
+    taken = norm < torch.inf  # one launch, where isfinite takes four
     if found_inf is not None:
         taken = taken & (found_inf.squeeze() == 0)
     if collected.spoilt is not None:
         taken = taken & ~collected.spoilt
     clip = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
-    return norm, torch.stack([taken.float(), clip * factor])
+    return norm, torch.stack([taken.float(), clip if factor is None else clip * factor])
 
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

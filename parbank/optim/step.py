@@ -74,10 +74,9 @@ def _measure(optimizer: "ParallelMuon", collected: Collected) -> Control:
     buffers = optimizer.buffers
     grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     norm, values = measure(collected, optimizer.ranks, buffers.hyper.max_norm, grad_scale, found_inf)
-    skipped = values[0] == 0
     buffers.grad_norm.copy_(norm)
-    buffers.skipped.copy_(skipped)
-    buffers.skipped_in_a_row.add_(1).mul_(skipped)
+    torch.eq(values[0], 0, out=buffers.skipped)
+    buffers.skipped_in_a_row.add_(1).mul_(buffers.skipped)
     active = collected.active
     if active is None:
         active = buffers.constant([1.0] * sum(len(group["params"]) for group in optimizer.param_groups))

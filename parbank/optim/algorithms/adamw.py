@@ -43,13 +43,13 @@ class AdamW(ElementwiseAlgorithm):
         settings: Settings,
     ) -> None:
         """In a graph, weight decay is a separate pass, so that it can change; otherwise the kernel applies it."""
-        lr, skip = settings.lr, 1 - settings.taken
+        lr, taken = settings.lr, settings.taken
         decay = group["weight_decay"]
         if isinstance(decay, Tensor) or (settings.captured and decay):
-            torch._foreach_mul_(weights, 1 - lr * settings.weight_decay * (1 - skip))
+            torch._foreach_mul_(weights, 1 - lr * settings.weight_decay * taken)
             decay = 0.0
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, [1 - skip] * len(steps))
+        torch._foreach_add_(steps, [taken] * len(steps))
         torch._fused_adamw_(
             weights,
             grads,
@@ -65,5 +65,5 @@ class AdamW(ElementwiseAlgorithm):
             amsgrad=False,
             maximize=False,
             grad_scale=1 / settings.factor,
-            found_inf=skip,
+            found_inf=1 - taken,
         )
