@@ -12,7 +12,7 @@ parameters need nothing else from other ranks. With a clip they wait for the nor
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Collected:
     """The gradients of a step."""
 
     pieces: list[list[Tensor]] = field(default_factory=list)
-    """Per batch, per piece this rank owns: its blocks."""
+    """Per batch, per piece this rank owns: its blocks, contiguous; `Work.grads` gives them their shape."""
     small: list[Small] = field(default_factory=list)
     split: list[Tensor] = field(default_factory=list)
     """Terms of the norm that are partial, and summed over ranks."""
@@ -90,12 +90,13 @@ def collect(
         return _reduce(groups, batches, pieces, ranks, constant, staging, early, begun)
     collected = Collected(small=_find_small(groups))
     for batch, mine in zip(batches, pieces):
-        blocks = {m: _place_blocks(m, batch.grad_dtype, staging) for m in batch.members}
+        blocks = {m: _place_blocks(m, batch.grad_dtype, staging, whole=ranks.world == 1) for m in batch.members}
         collected.pieces.append([p.take(blocks[p.member]) for p in mine])
         # All parts of a weight with `split_sizes` have one gradient: it counts once.
         collected.shared += [m.param.grad for m in batch.members if m.param.grad is not None and m.part == 0]
-    collected.shared += [grad for small in collected.small for grad in small.grads if not is_sharded(grad)]
-    for param in [param for group in groups for param in group["params"] if is_sharded(param)]:
+    sharded = [param for group in groups for param in group["params"] if is_sharded(param)]
+    collected.shared += [g for small in collected.small for g in small.grads if not (sharded and is_sharded(g))]
+    for param in sharded:
         held = collected.copied.setdefault(
             count_copies(param, ranks.world), []
         )  # by parameters: ranks must agree on the keys
@@ -201,10 +202,13 @@ def flatten_batch(batch: Batch, staging: dict[int, Tensor] | None = None) -> Ten
     return flat
 
 
-def _place_blocks(member: Member, dtype: torch.dtype, staging: dict[int, Tensor] | None) -> Tensor:
+def _place_blocks(member: Member, dtype: torch.dtype, staging: dict[int, Tensor] | None, *, whole: bool) -> Tensor:
     """A gradient's blocks in a dtype: in place, or a copy where it has another dtype or lies in memory in another order than
-    its weight. With `staging` the copy has the same address at every step."""
+    its weight. With `staging` the copy has the same address at every step. `whole`: all blocks are used together, so that
+    the gradient itself will do, without a view, which takes the host 2 us."""
     grad = grad_of(member)
+    if whole and grad.dtype == dtype and member.covers(grad):
+        return grad
     blocks = member.blocks(grad)
     if staging is None:
         return blocks if grad.dtype == dtype else blocks.to(dtype)
@@ -227,14 +231,17 @@ def _find_small(groups: Sequence[dict[str, Any]]) -> list[Small]:
     for number, group in enumerate(groups):
         if is_matrix_group(group):
             continue
-        params = [param for param in group["params"] if param.grad is not None]
-        if params:
-            grads = []
-            for param in params:
-                grad, place = param.grad, local_of(param.grad).data_ptr()
-                grads.append(grad.clone() if place in seen else grad)
+        found = Small(number)
+        for param in group["params"]:
+            grad = param.grad
+            if grad is not None:
+                place = local_of(grad).data_ptr()
+                found.params.append(param)
+                found.grads.append(grad.clone() if place in seen else grad)
+                found.flags.append(None)
                 seen.add(place)
-            small.append(Small(number, params, grads, [None] * len(params)))
+        if found.params:
+            small.append(found)
     return small
 
 
@@ -285,7 +292,7 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device, dtype: torch.dt
 
 def _find_norms(tensors: list[Tensor], order: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """The norm of each tensor; that of a float64 tensor is taken in float64."""
-    if any(tensor.dtype == torch.float64 for tensor in tensors):
+    if torch.float64 in [tensor.dtype for tensor in tensors]:
         return torch.stack([torch.linalg.vector_norm(tensor, order).to(dtype) for tensor in tensors])
     return torch.stack(torch._foreach_norm(tensors, order, dtype=dtype))
 
@@ -309,8 +316,9 @@ def check_gradients(groups: Sequence[dict[str, Any]]) -> torch.device:
                     f"{name_of(group, position)} is on {param.device} and others are on {device}; one optimizer works on one "
                     "device: make one for each"
                 )
-            if param.grad is not None:
-                _check_gradient(param, param.grad, group, position)
+            grad = param.grad
+            if grad is not None and (grad.is_sparse or not grad.is_floating_point() or grad.shape != param.shape):
+                _refuse_gradient(param, grad, name_of(group, position))
     if device.type == "meta":
         raise ConfigError(
             "the parameters are on the meta device and have no values; call model.to_empty(device=...) and set its weights first"
@@ -318,15 +326,12 @@ def check_gradients(groups: Sequence[dict[str, Any]]) -> torch.device:
     return device
 
 
-def _check_gradient(param: Tensor, grad: Tensor, group: dict[str, Any], position: int) -> None:
+def _refuse_gradient(param: Tensor, grad: Tensor, name: str) -> NoReturn:
     if grad.is_sparse:
-        raise ConfigError(f"{name_of(group, position)} has a sparse gradient; use nn.Embedding(..., sparse=False)")
+        raise ConfigError(f"{name} has a sparse gradient; use nn.Embedding(..., sparse=False)")
     if not grad.is_floating_point():
-        raise ConfigError(
-            f"{name_of(group, position)} has a gradient of {grad.dtype}; ParallelMuon takes real floating-point gradients"
-        )
-    if grad.shape != param.shape:
-        raise ConfigError(
-            f"{name_of(group, position)} has shape {tuple(param.shape)} and a gradient of shape {tuple(grad.shape)}, computed "
-            "before the weight was replaced; call zero_grad() when you replace weights"
-        )
+        raise ConfigError(f"{name} has a gradient of {grad.dtype}; ParallelMuon takes real floating-point gradients")
+    raise ConfigError(
+        f"{name} has shape {tuple(param.shape)} and a gradient of shape {tuple(grad.shape)}, computed before the weight was "
+        "replaced; call zero_grad() when you replace weights"
+    )

@@ -15,7 +15,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local_of(tensor: Any) -> Tensor:
     """This rank's part of a DTensor; any other tensor unchanged."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def check_mesh(param: Any, name: str, world: int, reduce_gradients: bool) -> None:

@@ -217,7 +217,7 @@ def check_shapes(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> None:
     """Refuses weights that have a state and another shape than in their layout."""
     for member in [member for batch in batches for member in batch.members]:
         if optimizer.state.get(member.param):
-            check_fit(member.param, member.shape)
+            check_fit(member.param.shape, member.shape)
 
 
 def arrange_state(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> None:
@@ -233,7 +233,7 @@ def arrange_state(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> None:
                         del held[key]
                 for key, value in held.items():
                     if batch.whole and key in LIKE_THE_WEIGHT:
-                        check_fit(member.param, value.shape)
+                        check_fit(member.param.shape, value.shape)
                     if value.shape == member.param.shape and not value.permute(member.order).is_contiguous():
                         held[key] = torch.empty_like(member.param, dtype=value.dtype).copy_(value)
 

@@ -117,8 +117,9 @@ def _step_group(optimizer: "ParallelMuon", small: Small, values: Tensor) -> None
     hyper = buffers.hyper.values[small.group]
     algorithm = find_algorithm(group)
     assert isinstance(algorithm, ElementwiseAlgorithm)
-    for param in small.params:
-        algorithm.prepare_state(optimizer.state[param], param)
+    states = [optimizer.state[param] for param in small.params]
+    for state_of_param, param in zip(states, small.params):
+        algorithm.prepare_state(state_of_param, param)
     taken, factor = values
     together = [n for n, flag in enumerate(small.flags) if flag is None]
     alone = [n for n, flag in enumerate(small.flags) if flag is not None]
@@ -128,7 +129,7 @@ def _step_group(optimizer: "ParallelMuon", small: Small, values: Tensor) -> None
         settings = Settings(hyper[LR], hyper[DECAY], factor, mine, captured=buffers.captured)
         params = [small.params[n] for n in numbers]
         grads = [small.grads[n] for n in numbers]
-        algorithm.step(params, grads, [optimizer.state[param] for param in params], group, settings)
+        algorithm.step(params, grads, [states[n] for n in numbers], group, settings)
 
 
 def _apply(optimizer: "ParallelMuon", batch: Batch, updates: Tensor, works: list[Any], control: Control) -> None:
@@ -137,10 +138,9 @@ def _apply(optimizer: "ParallelMuon", batch: Batch, updates: Tensor, works: list
     buffers, members = optimizer.buffers, batch.members
     weights = [member.param for member in members]
     params = buffers.views.get((id(batch), "weights"), weights, lambda: [m.blocks(m.param) for m in members])
-    low = [
-        member.blocks(optimizer.state[member.param]["low_bits"]) if member.param.dtype == torch.bfloat16 else None
-        for member in members
-    ]
+    low: list[Tensor | None] = [None] * len(members)
+    if batch.dtype == torch.bfloat16:
+        low = [member.blocks(optimizer.state[member.param]["low_bits"]) for member in members]
     scales = buffers.constant(batch.scales)
     if kernels.use_kernels(batch, control):
         kernels.apply(batch, updates, params, low, scales, control, buffers.tables)

@@ -29,7 +29,7 @@ class AdamW(ElementwiseAlgorithm):
 
     def init_state(self, state: dict[str, Any], param: Tensor) -> None:
         """Moments in float32 (float64 for float64), the step count on the device."""
-        if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys():
+        if not ("step" in state and "exp_avg" in state and "exp_avg_sq" in state):
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             state["exp_avg"] = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
