@@ -19,7 +19,7 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def check_mesh(param: Any, name: str, world: int, reduce_gradients: bool) -> None:
-    """Refuses a weight on a mesh that is not all ranks: nobody would average gradients over the others."""
+    """Refuses a weight on a mesh that is not all ranks: no code would average gradients over the other ranks."""
     size = param.device_mesh.size()
     if size > world or (size < world and reduce_gradients):
         raise ConfigError(

@@ -4,7 +4,7 @@ modded-nanogpt #190.)
 A bfloat16 is the upper half of a float32. Rounding the float32 master to the nearest bfloat16 leaves a remainder of
 at most half a unit in the last place. The remainder, a signed 16-bit integer in units of the master's last bit,
 restores the master exactly: bits(master) = bits(weight) << 16 + remainder. The weight is the rounded master; a
-truncated one would be biased towards zero. Weight and remainder take 4 bytes, not 6.
+truncated master would be biased towards zero. Weight and remainder take 4 bytes, not 6.
 
 If other code changes a weight, its remainder is stale but still less than half a unit: nothing breaks.
 """

@@ -1,12 +1,12 @@
-"""DTensors. FSDP2 first: weights that `fully_shard` has cut along their first dimension (Shard(0)).
+"""A Muon step of DTensors: FSDP2, tensor parallelism, or both.
 
-Momentum is element-wise, so each rank updates its own rows. Newton-Schulz is not: each matrix is gathered, normalised
-and in 16 bits, to one rank, orthogonalised whole, and its rows are sent back. Matrices are distributed so that counts
-differ by at most one, and one all-to-all each way carries all matrices of a shape. A stack (N, rows, cols) is cut
-between its matrices, so each rank has whole ones and nothing is sent. Weights that are cut in any other way (tensor
-parallelism, alone or with FSDP2), or not at all, or whose blocks are orthogonalised by themselves, are gathered by
-every rank. State is sharded like its weight, so that `torch.distributed.checkpoint` saves and re-shards it like the
-model.
+FSDP2's `fully_shard` cuts weights along their first dimension (Shard(0)). Momentum is element-wise, so each rank
+updates its own rows. Newton-Schulz is not: each matrix is gathered, normalised and in 16 bits, to one rank,
+orthogonalised whole, and its rows are sent back. Matrices are distributed so that counts differ by at most one, and one
+all-to-all each way carries all matrices of a shape. A stack (N, rows, cols) is cut between its matrices, so each rank
+has whole ones and nothing is sent. Weights that are cut in any other way (tensor parallelism, alone or with FSDP2), or
+not at all, or whose blocks are orthogonalised by themselves, are gathered by every rank. State is sharded like its
+weight, so that `torch.distributed.checkpoint` saves and re-shards it like the model.
 """
 
 from collections.abc import Sequence

@@ -86,7 +86,8 @@ def _measure(optimizer: "ParallelMuon", collected: Collected) -> Control:
 def _share_updates(
     optimizer: "ParallelMuon", batch: Batch, pieces: list[Piece], grads: list[Tensor], control: Control
 ) -> tuple[Tensor, list[Any]]:
-    """Finds the updates of the blocks that this rank owns, and starts sharing them: all updates of the batch, on the way."""
+    """Computes the updates of the blocks that this rank owns, and starts the all-gather. Returns the tensor that will hold all
+    updates of the batch, and the pending collectives."""
     state.init_state(optimizer.state, batch, pieces)
     work = _find_work(optimizer, batch, pieces, grads, control)
     return optimizer.ranks.gather(batch.algorithm.directions(work), batch)

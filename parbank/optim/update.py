@@ -74,7 +74,7 @@ def _move(piece: Piece, grad: Tensor, buffer: Tensor, control: Control, out: Ten
 
 
 def equilibrate(X: Tensor, piece: Piece) -> None:
-    """MuonEq-R (2026), in place: divides each neuron's row of the update by its norm, so that all have the same say in the
+    """MuonEq-R (2026), in place: divides each neuron's row of the update by its norm, so that all weigh the same in the
     polar factor. A row of zeros stays."""
     for start, count, dim in _runs(piece):
         block = X[piece.local + start : piece.local + start + count]
