@@ -204,8 +204,8 @@ def flatten_batch(batch: Batch, staging: dict[int, Tensor] | None = None) -> Ten
 
 def _place_blocks(member: Member, dtype: torch.dtype, staging: dict[int, Tensor] | None, *, whole: bool) -> Tensor:
     """A gradient's blocks in a dtype: in place, or a copy where it has another dtype or lies in memory in another order than
-    its weight. With `staging` the copy has the same address at every step. `whole`: all blocks are used together, so that
-    the gradient itself will do, without a view, which takes the host 2 us."""
+    its weight. With `staging` the copy has the same address at every step. `whole`: all blocks are used together. The
+    gradient itself then stands for them, without a view, which would cost the host time (docs/log/optimizer.md)."""
     grad = grad_of(member)
     if whole and grad.dtype == dtype and member.covers(grad):
         return grad
