@@ -131,10 +131,6 @@ def _ranks(param: Any) -> tuple[Any, int, int]:
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
-def _taken(item: Sharded, control: Control) -> Tensor:
-    return (control.values[0] * control.active[item.index]) > 0
-
-
 def _move_momentum(item: Sharded, group: dict[str, Any], held: dict[str, Any], control: Control) -> Tensor:
     """This rank's part of the update: (its matrices, rows, cols) of a stack, or (1, its rows, cols); of a `whole` one, as
     the weight is cut."""
@@ -145,7 +141,7 @@ def _move_momentum(item: Sharded, group: dict[str, Any], held: dict[str, Any], c
         held["low_bits"] = torch.zeros_like(param, dtype=torch.int16)
     buffer = local_of(held["momentum_buffer"])
     grad = local_of(param.grad) if param.grad is not None else torch.zeros_like(buffer)
-    taken, momentum = _taken(item, control), control.hyper[item.group, MOMENTUM]
+    taken, momentum = control.taken_by(item.index), control.hyper[item.group, MOMENTUM]
     g = torch.where(taken, grad.to(buffer.dtype) * control.values[1], 0.0)
     buffer.mul_(torch.where(taken, momentum, 1.0)).add_(g)
     update = g + momentum * buffer if group["nesterov"] else buffer.clone()
@@ -273,7 +269,7 @@ def _apply(item: Sharded, direction: Tensor, group: dict[str, Any], held: dict[s
     param = local_of(item.param)
     if not param.numel():
         return
-    lr = torch.where(_taken(item, control), control.hyper[item.group, LR], 0.0)
+    lr = torch.where(control.taken_by(item.index), control.hyper[item.group, LR], 0.0)
     rate = lr * control.hyper[item.group, DECAY]
     low = local_of(held["low_bits"]) if param.dtype == torch.bfloat16 else None
     weight = param if low is None else join_master(param, low)
