@@ -71,13 +71,13 @@ def score_models(paths: dict[str, Path], request: EvalOptions, laps: Laps) -> li
         try:
             for name, path in paths.items():
                 said = f" {name}" if len(paths) > 1 else ""
-                result = _score_model(path, request, place, display, laps, said, beside, kernels)
+                spec, result = _score_model(path, request, place, display, laps, said, beside, kernels)
+                request = replace(request, data=spec)  # every rank scores the later models on the text of the first
                 if result is None:
                     continue
                 if found and result["text_sha256"] != found[0]["text_sha256"]:
                     raise ConfigError(f"{name} was scored on another text than {next(iter(paths))}; give one by --data")
                 found.append(result)
-                request = replace(request, data=result["data"])
         except BaseException:  # an interruption too: the scores before it took their time
             for name, result in zip(paths, found):
                 display.say(f"before this, {name} scored {result['val_bpb']:.6f} bits per byte")
@@ -99,7 +99,8 @@ def _score_model(
     said: str,
     beside: "_Beside",
     kernels: "ScoringKernels",
-) -> dict[str, Any] | None:
+) -> tuple[str, dict[str, Any] | None]:
+    """The data spec that was scored, and, on the first rank, the result."""
     from parbank.config import to_dict
     from parbank.data.validation import open_validation
     from parbank.eval.audit import POSITIONS, audited
@@ -138,7 +139,7 @@ def _score_model(
     kernels.wait()
     laps.end("kernels")
     thorough = audited(loaded.model, place.device, POSITIONS) if request.audit else nullcontext()
-    with display.progress(f"scoring{said}") as progress, thorough as w:
+    with display.progress(f"scoring{said}") as progress, thorough as audit:
         began = laps.seconds.get("first piece", 0.0) + laps.seconds.get("scoring", 0.0)
         scored = method.score(
             loaded.model, validation.tokens, place, _first(progress, laps), tokenizer=loaded.tokenizer
@@ -147,13 +148,13 @@ def _score_model(
         laps.end("scoring")
     seconds = laps.seconds.get("first piece", 0.0) + laps.seconds["scoring"] - began
     audit_result = {}
-    if w is not None:
-        method.audit(w, loaded.model, scored, place, tokenizer=loaded.tokenizer)
-        found = w.gather(place)
+    if audit is not None:
+        method.audit(audit, loaded.model, scored, place, tokenizer=loaded.tokenizer)
+        found = audit.gather(place)
         found.refuse_faults()
         audit_result["audit"] = found.describe()
     if not place.is_main:
-        return None
+        return spec, None
     if (idle := method.find_idle(scored.tokens, loaded.model.config)) is not None:
         display.say(f"note: {idle}")
     result = {
@@ -179,7 +180,7 @@ def _score_model(
         laps.end("proving")
     if request.breakdown:
         result["breakdown"] = break_down(scored, loaded.tokenizer, method, loaded.model.config)
-    return result
+    return spec, result
 
 
 def _find_unpacked(path: Path, result: dict[str, Any]) -> dict[str, float]:
