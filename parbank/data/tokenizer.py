@@ -345,18 +345,20 @@ def _count_pieces(model: bytes) -> int:
                 _, place = _read_varint(model, place)
             else:
                 place += {1: 8, 5: 4}[tag & 7]
-    except (IndexError, KeyError):
+    except (IndexError, KeyError, ValueError):
         pass
     return count
 
 
 def _read_varint(data: bytes, place: int) -> tuple[int, int]:
-    """A number of 7 bits a byte, the lowest first, and the place after it."""
-    value = shift = 0
-    while data[place] >= 0x80:
-        value |= (data[place] & 0x7F) << shift
-        place, shift = place + 1, shift + 7
-    return value | data[place] << shift, place + 1
+    """A number of 7 bits a byte, the lowest first, and the place after it. Protobuf allows it 10 bytes."""
+    value = 0
+    for number in range(10):
+        byte = data[place + number]
+        value |= (byte & 0x7F) << 7 * number
+        if byte < 0x80:
+            return value, place + number + 1
+    raise ValueError("a number does not end")
 
 
 def _piece_bytes(processor: Any, token: int) -> bytes:
