@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -284,6 +285,18 @@ def test_killed_half_way_nothing_looks_valid_and_the_next_one_cleans_up(tmp_path
     prepare(tmp_path / "in", out=tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
     open_shards(tmp_path / "out")
+
+
+def test_leftovers_of_a_folder_with_brackets_in_its_name_are_deleted(tmp_path: Path) -> None:
+    """Brackets are signs of a glob pattern."""
+    write_texts(tmp_path / "in")
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    left = tmp_path / f".out [1].preparing-{socket.gethostname()}-{ended.pid}-0"
+    left.mkdir()
+    (left / "spool").write_bytes(b"text")
+    prepare(tmp_path / "in", out=tmp_path / "out [1]")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out [1]"]
 
 
 def test_two_at_once_leave_one_whole_result(tmp_path: Path) -> None:
