@@ -191,7 +191,7 @@ def _is_sound(manifest: Any) -> bool:
         shards = [shard for part in ("train", "val") for shard in manifest[part]["shards"]]
         return (
             isinstance(manifest["spec"], str)
-            and all(isinstance(entry["path"], str) for entry in manifest["inputs"])
+            and all(isinstance(entry[key], str) for entry in manifest["inputs"] for key in ("path", "sha256"))
             and all(type(entry[key]) is int for entry in manifest["inputs"] for key in ("size", "mtime_ns"))
             and all(manifest[part]["shards"] for part in ("train", "val"))
             and all(_is_plain(shard["name"]) and type(shard["tokens"]) is int for shard in shards)
