@@ -236,7 +236,7 @@ def is_running(pid: int) -> bool:
     """Whether this machine has a process of that number, of any user."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # in a damaged file, any number may stand for a process
         return False
     except PermissionError:
         return True

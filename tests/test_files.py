@@ -1,10 +1,11 @@
 """The folder for what can be made again, and places where no lock can be made."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from parbank.files import default_cache, locked, write_file
+from parbank.files import default_cache, is_running, locked, write_file
 
 
 def test_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -13,6 +14,12 @@ def test_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.delenv("PARBANK_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_cache() == tmp_path / ".cache" / "parbank"
+
+
+@pytest.mark.parametrize("pid", [2**22 + 1, 10**30])  # above Linux's largest, and above that of any system
+def test_a_number_that_no_process_has_is_not_running(pid: int) -> None:
+    assert not is_running(pid)
+    assert is_running(os.getpid())
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -215,6 +215,8 @@ class Run:
         path = read_path(folder)
         try:
             summary = parse_json((path / "summary.json").read_text(encoding="utf-8"))
+            if not isinstance(summary, dict):
+                raise ValueError("summary.json is not a table of results")
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path} holds no run that has ended ({reason(error)}); resume the run by train(out=..., resume=True), or open its "
