@@ -224,7 +224,11 @@ def _refuse_foreign(lock: Path, holder: Path) -> None:
     except FileNotFoundError:
         with suppress(FileNotFoundError):
             foreign = lock if os.lstat(lock).st_size else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except OSError:
+        if not os.path.lexists(holder):  # its name is too long, for one: the lock cannot be made
+            raise
+        foreign = holder
+    except (ValueError, KeyError, TypeError, RecursionError):
         foreign = holder
     if foreign is not None:
         raise FileError(

@@ -16,6 +16,13 @@ def test_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tm
     assert default_cache() == tmp_path / ".cache" / "parbank"
 
 
+def test_a_name_too_long_for_a_lock_is_not_taken_for_a_file_of_another_program(tmp_path: Path) -> None:
+    lock = tmp_path / f".{'x' * 250}.lock"  # of 256 bytes
+    with pytest.raises(OSError, match="File name too long"), locked(lock, tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("pid", [2**22 + 1, 10**30])  # above Linux's largest, and above that of any system
 def test_a_number_that_no_process_has_is_not_running(pid: int) -> None:
     assert not is_running(pid)
