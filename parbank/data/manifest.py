@@ -2,8 +2,8 @@
 fetched.json of a fetched folder.
 
 Every shard must have the tokens that were written, by their sha256. A hash takes a pass over the file, so a side file
-in the cache remembers which file had which hash, by size, times and inode. A second open of an unchanged folder reads
-no tokens.
+in the cache remembers which file had which hash, by size, times and inode. A second open of an unchanged folder hashes
+nothing.
 """
 
 import hashlib
