@@ -114,7 +114,9 @@ class FinewebRequest:
 
 def parse(rest: str) -> FinewebRequest:
     if rest and not (rest.isdecimal() and int(rest) >= 1):
-        raise ConfigError(f"fineweb:{rest} is not understood; write fineweb, or fineweb:N for at least N training shards")
+        raise ConfigError(
+            f"fineweb:{rest} is not understood; write fineweb, or fineweb:N for at least N training shards"
+        )
     return FinewebRequest(int(rest) if rest else None)
 
 
