@@ -103,7 +103,8 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def named(table: Mapping[str, Any], default: Any) -> Any:
-    """A field whose value is a name of a table, or several. `walk` lists the names that are there when it is asked."""
+    """A field whose value is a name of a table, or several names. `walk` lists the names that the table has when it is
+    called."""
     return dataclasses.field(default=default, metadata={"table": table})
 
 

@@ -258,7 +258,7 @@ def _to_json(key: str, value: object) -> str:
 
 
 def _plain(key: str, value: object) -> object:
-    """What JSON has no form for: a number or an array of NumPy or PyTorch, or a path."""
+    """The JSON form of a number or an array of NumPy or PyTorch, or of a path."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):

@@ -46,10 +46,7 @@ def _lock(folder: Path) -> Path:
 def clear_up(folder: Path) -> None:
     """Deletes leftovers of a preparation that was killed after its work: its lock, and the folder it replaced."""
     if _lock(folder).exists():
-        with (
-            suppress(OSError, FileError),
-            locked(_lock(folder), folder),
-        ):  # another process may hold it, and then clears up
+        with suppress(OSError, FileError), locked(_lock(folder), folder):  # else its holder clears up
             _sweep(folder, folder)
 
 
