@@ -1,10 +1,10 @@
 """One or several models scored on one text: the work of `eval`."""
 
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,8 @@ def score_models(paths: dict[str, Path], request: EvalOptions, laps: Laps) -> li
 
     use_compile_cache()
     found: list[dict[str, Any]] = []
-    with runtime.start(request.device) as place, compute_with(request.threads), _beside() as beside:
+    with runtime.start(request.device) as place, compute_with(request.threads):
+        beside = _Beside()
         display = Display(enabled=place.is_main, file=sys.stderr)
         kernels = ScoringKernels(place, display.say)
         laps.end("import")
@@ -218,16 +219,17 @@ def _first(progress: Any, laps: Laps) -> Any:
 
 
 class _Beside:
-    """Other compressors on the same text, in a thread of their own while the model is scored."""
+    """Other compressors on the same text, in threads of their own while the model is scored."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
+    def __init__(self) -> None:
         self._future: Future[dict[str, float]] | None = None
 
     def begin(self, tokenizer: Any, tokens: Any) -> None:
         """The first text counts: all models are scored on it."""
+        from parbank.threads import run_in_background
+
         if self._future is None:
-            self._future = self._pool.submit(_compress, tokenizer, tokens)
+            self._future = run_in_background(partial(_compress, tokenizer, tokens), "parbank-beside")
 
     def result(self) -> dict[str, float]:
         return self._future.result() if self._future is not None else {}
@@ -238,12 +240,3 @@ def _compress(tokenizer: Any, tokens: Any) -> dict[str, float]:
 
     text = tokenizer.decode_bytes(tokens.read(0, len(tokens)))
     return compressor_bpb(text) if len(text) <= LARGEST_BESIDE else {}
-
-
-@contextmanager
-def _beside() -> Iterator[_Beside]:
-    pool = ThreadPoolExecutor(1, thread_name_prefix="parbank-beside")
-    try:
-        yield _Beside(pool)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
