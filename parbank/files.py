@@ -28,7 +28,12 @@ _LONGEST = 200  # bytes of a file's name in that of its temporary file, which ad
 
 def default_cache() -> Path:
     """Where prepared text and compiled kernels are kept: $PARBANK_CACHE, else ~/.cache/parbank."""
-    return Path(os.environ.get("PARBANK_CACHE") or Path.home() / ".cache" / "parbank")
+    if chosen := os.environ.get("PARBANK_CACHE"):
+        return Path(chosen)
+    try:
+        return Path.home() / ".cache" / "parbank"
+    except RuntimeError:  # HOME is not set, and the system does not know this user, as in some containers
+        raise FileError("this user has no home folder for the cache; set PARBANK_CACHE to a folder") from None
 
 
 def write_file(path: str | Path, data: bytes) -> int:

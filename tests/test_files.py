@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from parbank.errors import FileError
 from parbank.files import default_cache, is_running, locked, write_file
 
 
@@ -14,6 +15,15 @@ def test_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.delenv("PARBANK_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_cache() == tmp_path / ".cache" / "parbank"
+
+
+def test_without_a_home_the_error_says_how_to_name_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user of a container whom its system does not know."""
+    monkeypatch.delenv("PARBANK_CACHE", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 2)
+    with pytest.raises(FileError, match="no home folder for the cache; set PARBANK_CACHE to a folder"):
+        default_cache()
 
 
 def test_a_name_too_long_for_a_lock_is_not_taken_for_a_file_of_another_program(tmp_path: Path) -> None:
