@@ -218,7 +218,9 @@ def evaluate(
         "blocks": _parse_blocks(blocks),
         "rank": rank,
     }
-    chosen = {"graphed": not (eager or audit), **flags, **_parse_settings(settings or [])}
+    more = _parse_settings(settings or [])
+    _check_said_once(flags | {"context": context}, more)
+    chosen = {"graphed": not (eager or audit), **flags, **more}
     request = EvalOptions(
         data=data,
         method=method,
@@ -308,6 +310,14 @@ def _parse_settings(assignments: list[str]) -> dict[str, Any]:
             raise ConfigError(f"cannot read the setting {assignment!r}; write it as NAME=VALUE, e.g. momentum=0.5")
         found[name.strip()] = parse_value(text)
     return found
+
+
+def _check_said_once(flags: dict[str, Any], settings: dict[str, Any]) -> None:
+    """A setting beside the option for it would win without a word."""
+    for name in settings:
+        if flags.get(name) is not None:
+            option = "ttt-scores" if name == "scores" else name
+            raise ConfigError(f"--set {name} and --{option} set the same thing; give one of them")
 
 
 def _parse_blocks(text: str | None) -> tuple[int, ...] | None:

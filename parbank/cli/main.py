@@ -31,10 +31,8 @@ def main() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     _replace_closed_streams()
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # a model may write any sign; a terminal that lacks it shows a question mark
+    # A model may write any sign; a terminal that lacks it shows a question mark.
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from parbank.cli.terminal import DeviceOption, data_option, print_next, read_count, size_option
+from parbank.errors import ConfigError, ParbankError
 
 if TYPE_CHECKING:
     from parbank.study.report import Report
@@ -116,6 +117,8 @@ def run(
     from parbank.study.ship import make_study
     from parbank.study.study import STUDY
 
+    if submit_set and submit is None:
+        raise ConfigError("--submit-set says how --submit starts the workers; give both")
     if (Path(study) / STUDY).exists():
         given = {
             "--recipe": recipe,
@@ -180,8 +183,6 @@ def _show_end(report: "Report", folder: Path) -> None:
 def _refuse_changes(folder: str, given: list[str]) -> None:
     """A folder has its settings: options beside it would do nothing."""
     if given:
-        from parbank.errors import ConfigError
-
         raise ConfigError(
             f"{folder} holds a study with its own settings, so {', '.join(given)} would change nothing; leave that out to "
             f"continue it, or add seeds and arms by `parbank study add {folder}`"
@@ -268,7 +269,6 @@ def list_(
 
       parbank study list
     """
-    from parbank.errors import ParbankError
     from parbank.study import kernels
     from parbank.study.arms import ARMS, claim_of
     from parbank.study.report import make_report

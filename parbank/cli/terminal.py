@@ -17,7 +17,7 @@ from parbank.errors import ConfigError
 
 
 def read_size(text: str) -> int:
-    """Bytes from `16MB`; an option's value that is not understood is a wrong option."""
+    """Bytes from `16MB`. A text that is not understood is reported as a wrong value of the option."""
     return _as_option(sizes.read_size, text)
 
 

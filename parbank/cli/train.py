@@ -99,7 +99,7 @@ def train(
     from parbank.api import run as api
 
     try:
-        done = inspect.unwrap(api.train)(  # without the door, whose errors name keywords in place of options
+        done = inspect.unwrap(api.train)(  # whose errors name options; those of api.train name keywords
             recipe=recipe,
             data=data,
             glob=glob or (),
