@@ -50,7 +50,7 @@ def show_result(result: dict[str, Any], as_json: bool, *, checkpoint: bool = Fal
         for name, bpb in {"this model": result["val_bpb"], **beside}.items():
             table.add_row(name, f"{bpb:.4f}")
         if checkpoint and UNPACKED not in beside:
-            table.add_row(UNPACKED, "see --unpacked")
+            table.add_row(UNPACKED, "not scored; add --unpacked")
         Console(highlight=False).print(table)
 
 

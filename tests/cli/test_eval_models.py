@@ -51,7 +51,7 @@ def test_the_unpacked_model_is_beside_a_score_where_the_run_knows_it(call: Call,
     assert [[cell.strip() for cell in row] for row in rows] == [["this model, unpacked", f"{before:.4f}"]]
     for other in (("--data", page), ("--method", "streaming"), ("--context", 32)):
         assert "this model, unpacked" not in json.loads(call("eval", trained, *other, "--json").out)["beside"]
-        assert "see --unpacked" in call("eval", trained, *other).out
+        assert "add --unpacked" in call("eval", trained, *other).out
 
 
 def summary_data(trained: Path) -> str:
