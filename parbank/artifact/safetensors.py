@@ -17,7 +17,7 @@ import torch
 from parbank.artifact.about import KIND, TOKENIZER
 from parbank.artifact.container import check_target
 from parbank.artifact.contents import Content, pack_contents
-from parbank.artifact.load import LoadedModel
+from parbank.artifact.load import LoadedModel, find_fault
 from parbank.artifact.pack import pack_tensors
 from parbank.config import from_dict, override
 from parbank.data.tokenizer import Tokenizer
@@ -209,8 +209,8 @@ def _check_model(
                 f"the config has {config.vocab_size} tokens (BOS {config.bos_id}), the tokenizer {tokenizer.vocab_size} "
                 f"(BOS {tokenizer.bos_id})"
             )
-        if type(meta["context"]) is not int or meta["context"] < 1:
-            raise ConfigError(f"its context is {meta['context']!r}, not a whole number from 1")
+        if (fault := find_fault(meta["context"], meta["data"])) is not None:
+            raise ConfigError(fault)
     except (ParbankError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise ArtifactError(f"{path} does not fit its config: {str(error).splitlines()[0]}") from error
 
