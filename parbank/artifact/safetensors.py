@@ -249,8 +249,10 @@ def _pack(
 
 
 def save_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Tensors of any dtype as a safetensors file in memory: the same tensors give the same bytes."""
-    return _safetensors().torch.save({name: tensors[name].cpu().contiguous() for name in sorted(tensors)})
+    """Tensors of any dtype as a safetensors file in memory: the same tensors give the same bytes. Copies, because safetensors
+    refuses tensors that share memory."""
+    copies = {name: tensors[name].clone(memory_format=torch.contiguous_format).cpu() for name in sorted(tensors)}
+    return _safetensors().torch.save(copies)
 
 
 def load_bytes(data: bytes, source: str) -> dict[str, torch.Tensor]:

@@ -73,8 +73,10 @@ def split_state_dict(
     (inputs, outputs) (`transposed_in`). The order of the dict does not matter."""
     known, found = roles or {}, Split({}, {}, {}, {}, {}, [])
     seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in sorted(state.items(), key=lambda item: str(item[0])):
-        _check_tensor(name, tensor)
+    for name, given in sorted(state.items(), key=lambda item: str(item[0])):
+        _check_tensor(name, given)
+        # A conjugate lies in the memory of its tensor, with other signs.
+        tensor = given.detach().resolve_conj().resolve_neg()
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in seen:
             found.shared[name] = first = seen[place]
@@ -172,7 +174,7 @@ def _needs_exactness(name: str, tensor: Tensor) -> bool:
 def _parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     if tensor.ndim <= 2:
         return [(name, tensor)]
-    if min(tensor.shape[-2:]) < _NARROW:
+    if min(tensor.shape[-2:]) < _NARROW or not tensor.numel():
         return [(name, tensor.flatten(1))]
     return [(f"{name}[{i}]", matrix) for i, matrix in enumerate(tensor.flatten(0, -3))]
 
