@@ -57,6 +57,7 @@ class Address:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be 0 (any free port) to 65535, got {self.port}")
+        object.__setattr__(self, "host", self.host.lower())  # as a browser writes names
 
     @property
     def is_loopback(self) -> bool:
