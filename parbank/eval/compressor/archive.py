@@ -79,15 +79,22 @@ def make_header(loaded: LoadedModel, files: list[tuple[str, int]]) -> Header:
 
 def _add_file(writer: BlockWriter, path: Path, name: str, size: int, say: Say) -> None:
     read = stored = 0
-    with open(path, "rb") as file:
-        for piece in read_pieces(file):
-            by_model = writer.add(piece, new_file=read == 0)
-            read += len(piece)
-            stored += 0 if by_model else len(piece)
+    for piece in _read_file(path):
+        by_model = writer.add(piece, new_file=read == 0)
+        read += len(piece)
+        stored += 0 if by_model else len(piece)
     if read != size:
         raise FileError(f"{path} changed while it was read; compress it again when nothing writes to it")
     if stored:
         say(f"note: {stored:,} of {size:,} bytes of {name!a} are not text; they are stored by xz, not by the model")
+
+
+def _read_file(path: Path) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as file:
+            yield from read_pieces(file)
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror or error}; check its permissions") from error
 
 
 def name_files(paths: Sequence[Path]) -> list[tuple[Path, str]]:
