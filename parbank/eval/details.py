@@ -53,7 +53,7 @@ def examine(
     say: Callable[[str], None] = lambda line: None,
 ) -> Examined:
     """The score of `score_chunked`, to the last bit, and its details. Details may fail without failing the score."""
-    scored = score_windows(model, tokens, context=context, stride=max(1, context), runtime=runtime, progress=progress)
+    scored = score_windows(model, tokens, context=context, stride=context, runtime=runtime, progress=progress)
     score = scored.total(tokenizer)
     if not (detailed and runtime.is_main):
         return Examined(score)
@@ -74,7 +74,7 @@ def describe(scored: Scored, tokenizer: Tokenizer, context: int, *, isolated: bo
     few = Scored(scored.tokens[: LARGEST + 1], scored.nats[:LARGEST])
     sizes, bits = few.byte_counts(tokenizer), few.nats.astype(np.float64) / np.log(2)
     places = place_in_document(few.tokens, tokenizer.bos_id)
-    reach = find_window_reach([(0, len(few.nats))], len(few.nats), context, max(1, context))
+    reach = find_window_reach([(0, len(few.nats))], len(few.nats), context, context)
     starts = find_documents(few.tokens, tokenizer.bos_id)
     return {
         "by_context": [

@@ -18,9 +18,8 @@ from parbank.eval.compressor.blocks import BlockReader, BlockWriter, Tally
 from parbank.eval.compressor.container import Header, read_blocks, read_header, write_end, write_header
 from parbank.eval.compressor.identity import describe_machine, find_differences, hash_model
 from parbank.eval.compressor.pieces import read_pieces
+from parbank.eval.score import Progress, silent
 from parbank.files import writing
-
-Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def compress(
     *,
     segments: int | None = None,
     always_model: bool = False,
-    progress: Progress = lambda share: None,
+    progress: Progress = silent,
     say: Say = say_nothing,
 ) -> Written:
     """Writes the files to `out`, which must not exist. `always_model`: text is never stored by xz, though it be smaller."""
@@ -164,7 +163,7 @@ def decompress(
     loaded: LoadedModel,
     folder: Path,
     *,
-    progress: Progress = lambda share: None,
+    progress: Progress = silent,
     say: Say = say_nothing,
 ) -> list[Path]:
     """Writes the files of `path` into a folder, and returns their paths."""
@@ -185,7 +184,7 @@ def read_content(
     loaded: LoadedModel,
     source: str,
     *,
-    progress: Progress = lambda share: None,
+    progress: Progress = silent,
     say: Say = say_nothing,
 ) -> Iterator[bytes]:
     """The content after a header, block by block; every block is checked before it is given. Another model is refused at

@@ -33,7 +33,6 @@ class StreamScorer:
 
     def __init__(self, model: GPT, runtime: Runtime, *, context: int, segment: int, graphed: bool = False) -> None:
         check_context(context)
-        require(segment >= 1, f"a segment has at least 1 token, got {segment}; raise --segment")
         self._runtime, self._segment, self._padded = runtime, segment, graphed
         self._bos = model.config.bos_id if model.config.isolate_documents else None
         self._ring = RingCarry(model, context, runtime) if runtime.world > 1 else None
