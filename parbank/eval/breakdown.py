@@ -16,7 +16,7 @@ from parbank.files import write_file
 from parbank.model import ModelConfig
 
 OPENING_TOKENS = 24  # of a document: enough to know it by
-# What a picture says of its maker, by format: parbank replaces only pictures that say so.
+# Metadata that marks a picture as parbank's, by format: parbank replaces no picture without it.
 _SIGNED = {".png": {"Software": "parbank"}, ".svg": {"Creator": "parbank"}, ".pdf": {"Creator": "parbank"}}
 
 
@@ -26,7 +26,7 @@ class Part:
 
     first: int
     last: int
-    """Places from .. to, or for a document its tokens in the text."""
+    """The range of context or of positions. For a document: its first and last token in the text."""
     tokens: int
     bytes: int
     bits: float
@@ -71,8 +71,8 @@ def break_down(scored: Scored, tokenizer: Tokenizer, method: Method, model: Mode
 
 
 def compare_with_plain(scored: Scored, tokenizer: Tokenizer) -> dict[str, float]:
-    """For a method that starts from a plain score: that score, the gain on it, and the most that a document lost to it, in
-    bits per byte. The last is below zero where every document gained. Documents without bytes do not count."""
+    """For a method that starts from a plain score: the plain score, the gain over it, and the largest loss of a document, all
+    in bits per byte. The loss is negative if every document gained. Documents without bytes do not count."""
     assert scored.plain is not None
     sizes = scored.byte_counts(tokenizer).astype(np.float64)
     lost = (scored.nats.astype(np.float64) - scored.plain) / np.log(2)

@@ -23,9 +23,9 @@ SAMPLE_TOKENS = 120  # enough to see whether the model writes words, lines and i
 PROMPT_TOKENS = 24
 SHOWN_BYTES = 4000  # of the text with the bits of its tokens: a page or two
 LARGEST = 1 << 22
-"""Tokens that are described: these take half a second. A longer text is described by its beginning."""
+"""Tokens at the beginning of a text that are described. So many take half a second."""
 BITS_WIDTH, BITS_MOST = 0.5, 24
-"""Of the histogram of a token's bits; the last bin holds all above."""
+"""Width of a bin in the histogram of bits, and the end of its last bin, which also counts all larger values."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ def compress(
     progress: Progress = silent,
     say: Say = say_nothing,
 ) -> Written:
-    """Writes the files to `out`, which must not exist. `always_model`: text is never stored by xz, though it be smaller."""
+    """Writes the files to `out`, which must not exist. `always_model`: text is never stored by xz, even where that would be
+    smaller."""
     named = name_files(paths)
     refuse_existing(out, "delete it, or give another name with -o")
     sizes = [path.stat().st_size for path, _ in named]
@@ -138,13 +139,13 @@ def _find_targets(header: Header, folder: Path, source: str) -> list[Path]:
 
 
 def refuse_existing(path: Path, remedy: str) -> None:
-    """A link counts, also one that leads nowhere."""
+    """A symbolic link counts as a file, even if its target is missing."""
     if os.path.lexists(path):
         raise FileError(f"{path} exists, and nothing is overwritten; {remedy}")
 
 
 def refuse_stream(path: Path) -> None:
-    """Other programs take - for standard input or output; a file of that name would surprise."""
+    """Refuses -, which other programs take for standard input or output."""
     if str(path) == "-":
         raise ConfigError("- stands for standard input or output, and only files are read and written; name a file")
 

@@ -26,7 +26,7 @@ def prove(
     segments: int | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Both figures, after the file was read back. A text that comes back different is an error."""
+    """The score and the size of the file, once the file was read back. A text that comes back different is an error."""
     everything = tokens.read(0, len(tokens))
     before = np.concatenate([[loaded.tokenizer.bos_id], everything[:-1]])
     size = int(loaded.tokenizer.count_bytes(everything, before).sum())
