@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Any
 
 from parbank.errors import ParbankError
@@ -83,7 +84,7 @@ class WorkerJob:
         return False
 
     def _put(self, item: Item | None) -> None:
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed, and nobody reads any more
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
 
