@@ -150,13 +150,13 @@ class Probe(TorchFunctionMode):
         return out
 
     def see_linear(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Records a product with a weight (outputs, inputs), if it is one of the watched."""
+        """Records a product with a weight (outputs, inputs), if the weight is watched."""
         if (name := self._find_name(weight)) is not None:
             self._see_input(name, x.detach())
             self._watch("linear", name, out)
 
     def see_lookup(self, ids: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Records a lookup in a table, if it is one of the watched."""
+        """Records a lookup in a table, if the table is watched."""
         if (name := self._find_name(weight)) is not None:
             _add(self.counts, name, torch.bincount(ids.flatten(), minlength=self.shapes[name][0]))
             out.requires_grad_()
@@ -183,7 +183,7 @@ class Probe(TorchFunctionMode):
             hessian = inputs.get(self.shared.get(name, name))
             head, table = squares.get(("linear", name)), squares.get(("embedding", name))
             if table is not None:
-                share = counts[name] + 0.5 / tokens  # a row that never came by still may
+                share = counts[name] + 0.5 / tokens  # a row that this text does not look up may be looked up in another
                 hessian, head = _join_table(share, table, hessian, head)
             if hessian is not None and head is not None:
                 hessians[name], sensitivity[name] = hessian.float(), head.float()

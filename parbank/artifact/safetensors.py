@@ -31,14 +31,8 @@ from parbank.quant.roles import role
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 META = "parbank"  # the key of our metadata: the artifact's meta as JSON
 FINGERPRINT = "tokenizer_sha256"
-_USED = (
-    "matrix_bits",
-    "min_matrix_bits",
-    "embedding_bits",
-    "coder",
-    "clip_steps",
-    "clip_floor",
-)  # of quant, by an import
+# The settings of quant that an import uses.
+_USED = ("matrix_bits", "min_matrix_bits", "embedding_bits", "coder", "clip_steps", "clip_floor")
 
 
 @dataclass(frozen=True)

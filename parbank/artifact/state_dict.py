@@ -33,7 +33,7 @@ KIND = "state dict"
 EXACT = "exact"
 _LARGEST_HALF = 65504.0
 _LEAST_HALF = 2.0**-14
-"""Of the numbers that float16 has with all of its digits."""
+"""The smallest number that float16 holds with all of its digits."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NARROW = 16  # the least side of a matrix that is stored as integers (quant/roles.py)
 
@@ -141,7 +141,7 @@ def unpack_state_dict(artifact: Artifact) -> dict[str, Tensor]:
 
 
 def _check_tensor(name: object, tensor: object) -> None:
-    """Refuses what no file could give back."""
+    """Refuses names and tensors that no file could give back."""
     if not isinstance(name, str):
         raise ArtifactError(f"names in a state dict are strings, got {name!r}; pack a dict such as module.state_dict()")
     fault, remedy = "", ""

@@ -18,14 +18,14 @@ from parbank.threads import use_threads
 
 Item = dict[str, Any]
 MOST_UNREAD = 64
-"""Items that wait for a reader before its job does: a client that reads slowly must not fill the memory."""
+"""Unread items at which a job waits for its reader: a client that reads slowly must not fill the memory."""
 STUCK_SECONDS = 60.0
-"""A job whose reader has taken nothing for so long is cancelled: it would keep its place from others."""
+"""A job is cancelled if it waits for its reader for so long: other requests need its place."""
 _POLL = 0.02  # seconds between looks at readers, where all of them are behind
 
 
 class BusyError(ParbankError):
-    """More requests at once than are answered."""
+    """More requests at once than the server answers."""
 
 
 class WorkerJob:
@@ -39,7 +39,7 @@ class WorkerJob:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the reader has to read before the next step. Cancels the job of a reader that has stopped."""
+        """Whether the next step must wait for the reader. A job that has waited for too long is cancelled here."""
         if self._cancelled.is_set() or self._items.qsize() < MOST_UNREAD:
             self._behind_since = None
             return False
