@@ -16,8 +16,13 @@ from parbank.files import write_file
 from parbank.model import ModelConfig
 
 OPENING_TOKENS = 24  # of a document: enough to know it by
-# Metadata that marks a picture as parbank's, by format: parbank replaces no picture without it.
-_SIGNED = {".png": {"Software": "parbank"}, ".svg": {"Creator": "parbank"}, ".pdf": {"Creator": "parbank"}}
+# How matplotlib marks a picture as parbank's, by format: parbank replaces no picture without its mark.
+_MARKS: dict[str, dict[str, Any]] = {
+    ".png": {"metadata": {"Software": "parbank"}},
+    ".svg": {"metadata": {"Creator": "parbank"}},
+    ".pdf": {"metadata": {"Creator": "parbank"}},
+    ".jpg": {"pil_kwargs": {"comment": b"parbank"}},
+}
 
 
 @dataclass(frozen=True)
@@ -135,14 +140,15 @@ def draw(breakdown: Breakdown, title: str, path: Path) -> None:
     axes.legend(frameon=False)
     figure.tight_layout()
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=130, format=path.suffix[1:].lower(), metadata=_SIGNED.get(path.suffix.lower()))
+    suffix = path.suffix.lower()
+    figure.savefig(picture, dpi=130, format=suffix[1:], **_MARKS.get(suffix, {}))
     pyplot.close(figure)
     write_file(path, picture.getvalue())
 
 
 def is_picture(path: Path) -> bool:
     """Whether parbank drew this file."""
-    return path.is_file() and path.suffix.lower() in _SIGNED and b"parbank" in path.read_bytes()
+    return path.is_file() and path.suffix.lower() in _MARKS and b"parbank" in path.read_bytes()
 
 
 def _curve(axes: Any, parts: Sequence[Part], label: str, style: str) -> None:
