@@ -37,9 +37,8 @@ class WorkerJob:
         self._cancelled = threading.Event()
         self._behind_since: float | None = None
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether the next step must wait for the reader. A job that has waited for too long is cancelled here."""
+    def must_wait(self) -> bool:
+        """Whether the next step must wait for the reader. Cancels a job that has waited for too long."""
         if self._cancelled.is_set() or self._items.qsize() < MOST_UNREAD:
             self._behind_since = None
             return False
@@ -140,7 +139,7 @@ class Worker:
                     if not self._jobs:
                         return
                     behind = 0
-                    while behind < len(self._jobs) and self._jobs[0].is_behind:
+                    while behind < len(self._jobs) and self._jobs[0].must_wait():
                         self._jobs.rotate(-1)
                         behind += 1
                     if behind == len(self._jobs):

@@ -153,7 +153,7 @@ def test_a_reader_that_stops_fills_no_memory_and_loses_its_place(monkeypatch: py
         worker = Worker(most=3, threads=1)  # a job leaves its place a moment after its end
         try:
             stuck = worker.submit(endless())
-            while not stuck.is_behind:
+            while not stuck.must_wait():
                 await asyncio.sleep(0.01)
             await collect(worker.submit(iter([{}])))  # by its end, the step under way has ended, too
             before = made
