@@ -1,11 +1,13 @@
-"""What each ingredient of `parbank eval --method adaptive` is worth, on one text.
+"""What each ingredient of `parbank eval --method adaptive` gains, on one text.
 
-    python benchmarks/adaptation.py MODEL --data text:val=FILE_OR_FOLDER [--limit TOKENS] [--set lr=0.001] [--out DIR]
+    python benchmarks/adaptation.py MODEL --data text:val=FILE_OR_FOLDER [--limit TOKENS] [--set lr=0.001] [--claim NAME]
 
-MODEL is an artifact, a checkpoint or a run folder: the demo's model on a CPU (--limit 60000 takes minutes on two
-cores), the sprint's artifact on a GPU. Choose settings on text that is not reported. The model passes run once; every
-mixture is made of their scores. A row says what a mixture scores, what it gains on streaming, and how much worse its
-worst document is than streaming, all in bits per byte.
+MODEL is an artifact, a checkpoint or a run folder: the demo's model on a CPU (--limit 60000 takes minutes on two cores), the
+sprint's artifact on a GPU. Choose settings on text that is not reported. The passes of the model run once; every mixture is
+computed from their scores.
+
+Rows, all in bits per byte: the score of a mixture, its gain over streaming, and how much its worst document loses to streaming.
+Bound: none; streaming is the baseline. Writes benchmarks/results/adaptation, or the folder of --claim.
 """
 
 import argparse

@@ -1,19 +1,19 @@
 """Training on a CPU beside other busy processes, and alone: tokens per second of the demo model.
 
-    python benchmarks/busy.py [--busy 4] [--seconds 10] [--repeats 3]
+    python benchmarks/busy.py [--busy 4] [--seconds 10] [--repeats 5]
 
     torch's defaults      as many threads as cores, which wait by spinning
-    parbank               as `parbank train --minutes` runs: on a busy machine threads sleep while they wait, and beyond two
-                          their number is the fair share of the cores
+    parbank               as `parbank train --minutes` runs: on a busy machine threads sleep while they wait, and on more than
+                          two cores their number is the fair share of the cores
     parbank, by steps     as `parbank train --steps` runs: the same number of threads always, which sleep while they wait
 
-The model is compiled, as the demo's is. Alone, the first two take turns of two seconds within one process: two processes
-differ by more than what is measured. Beside busy processes each has a process of its own. They come after the compiling,
-or before the start: then it compiles beside them, from the cache that the cases before have filled.
+The model is compiled, as the demo's is. Alone, the first two take turns of two seconds within one process, because two
+processes differ by more than the effect. Beside busy processes each has a process of its own. The busy processes start after
+the compilation, or before it ("from the start"): then the model is compiled beside them, with a cache that earlier cases have
+filled. The machine must be idle when this starts. It takes about five minutes.
 
-The bound is the fair share: as many threads as cores, beside so many busy processes, get cores / (cores + busy) of the
-machine. It is a share of what training does alone. The machine must be idle when this starts, and takes about five
-minutes.
+Bound: the fair share. As many threads as cores, beside B busy processes, get cores / (cores + B) of the machine, and so of the
+speed alone. Writes benchmarks/results/busy.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""Writes the figures in README.md and docs/ from results. `claims.toml` says which figure is which row of which result.
+"""Writes the figures in README.md and docs/ from results. `claims.toml` says which figure is which row of which result. `make
+claims` runs this.
 
     python benchmarks/claims.py                    writes texts, lists results whose measured files have changed since
     python benchmarks/claims.py --check            writes nothing; exits 1 where a text differs from its result
     python benchmarks/claims.py --unpack FILE      first puts the results of an archive, as run_all.py makes it, in their place
 
-Only results of committed code count: a result that is marked as dirty is listed, and no figure is taken from it.
+Only results of committed code count: a result that is marked as dirty is listed, and no figure is taken from it. One that was
+measured beside an outdated git repository counts, too, if [published] names the commit that has exactly its files.
 """
 
 import argparse
@@ -62,6 +64,11 @@ class Result:
         return f"{self.about['claim']}/{self.folder.name}"
 
 
+def code_name(about: dict[str, Any]) -> str:
+    """The code of a result, as the name of its folder and [published] have it."""
+    return about["commit"][:9] + ("-dirty" if about["dirty"] else "")
+
+
 class Claims:
     """claims.toml and the results it speaks of."""
 
@@ -71,11 +78,11 @@ class Claims:
 
     @property
     def published(self) -> dict[str, str]:
-        """Commits that are not in this history -> the first commit that has their code."""
+        """Code that no commit of this history is named for -> the first commit that has it."""
         return self._spec.get("published", {})
 
     def results(self, claim: str) -> list[Result]:
-        """The clean ones of a claim on its hardware, the newest first."""
+        """Those of a claim on its hardware whose code is known, the newest first."""
         if claim not in self._spec["claims"]:
             raise ClaimError(f"claims.toml has no [claims.{claim}]; there are {', '.join(self._spec['claims'])}")
         if claim not in self._read:
@@ -86,8 +93,8 @@ class Claims:
         mark = f"-{self._spec['claims'][claim]['hardware']}-"
         paths = [path for path in self._results.glob(f"{claim}/*/result.json") if mark in path.parent.name]
         found = [Result(path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-        clean = [result for result in found if not result.about["dirty"]]
-        return sorted(clean, key=lambda result: (result.about["date"], result.about["time"]), reverse=True)
+        known = [one for one in found if not one.about["dirty"] or code_name(one.about) in self.published]
+        return sorted(known, key=lambda result: (result.about["date"], result.about["time"]), reverse=True)
 
     def newest(self, claim: str) -> Result:
         if not (found := self.results(claim)):
@@ -102,7 +109,7 @@ class Claims:
             return first / second if figure["take"] == "ratio" else first - second
         claim = name.partition(".")[0]
         newest = self.newest(claim)
-        pooled = [r for r in self.results(claim) if r.about["commit"] == newest.about["commit"]]
+        pooled = [one for one in self.results(claim) if code_name(one.about) == code_name(newest.about)]
         sources = pooled if figure.get("pool") else [newest]
         values = [value for r in sources for value in r.values(figure["case"], figure["provider"])]
         if not values:
@@ -189,14 +196,14 @@ class Claims:
         return [corner, *spec["providers"].values()], [line for line in lines if any(line[1:])]
 
     def _lost(self, spec: dict[str, Any], where: Path) -> tuple[list[str], list[list[str]]]:
-        """Results whose commit is not in this history, with the first commit that has its code."""
+        """Results that do not name a commit of this history, with the first commit that has their code."""
         lines = []
         for path in sorted(self._results.glob("*/*/result.json")):
-            commit = json.loads(path.read_text(encoding="utf-8"))["commit"][:9]
-            if commit in self.published:
+            code = code_name(json.loads(path.read_text(encoding="utf-8")))
+            if code in self.published:
                 name = path.parents[1].name
                 link = f"[{name}]({relative(path.with_suffix('.md'), where)})"
-                lines.append([link, f"`{commit}`", f"`{self.published[commit]}`"])
+                lines.append([link, f"`{code}`", f"`{self.published[code]}`"])
         return spec["lost"], lines
 
     def render(self, text: str, where: Path) -> str:
@@ -228,7 +235,7 @@ class Claims:
             lines += [f"{name}: no result has its row" for name in names if self.show_or_not(name) == NOT_YET]
         for path in sorted(self._results.glob("*/*/result.json")):
             name, about = path.parent.relative_to(self._results), json.loads(path.read_text(encoding="utf-8"))
-            if about["dirty"]:
+            if about["dirty"] and code_name(about) not in self.published:
                 lines.append(f"{name}: made with uncommitted code, not used")
             elif about["claim"] not in self._spec["claims"]:
                 lines += [f"{name}: {note}" for note in stale(about, self.published)]
@@ -246,12 +253,11 @@ def relative(target: Path, where: Path) -> str:
 
 def stale(about: dict[str, Any], published: dict[str, str] | None = None) -> list[str]:
     """Which of the files that a result measured have changed since its commit. `published` names the commit of this history
-    that first has the code of a commit that is not in it."""
-    commit = about["commit"]
-    files = changed_since(commit, about["measured"])
+    that first has the code of a result that names none of them."""
+    commit, known = about["commit"], (published or {}).get(code_name(about))
+    files = changed_since(known if known and about["dirty"] else commit, about["measured"])
     if files is not None:
         return files
-    known = (published or {}).get(commit[:9])
     before = about.get("digests", {})
     changed = [name for name, now in provenance.digests(before).items() if now != before[name]]
     notes = [f"stale: {', '.join(changed)} changed since"] if changed else []

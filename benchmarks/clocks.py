@@ -1,4 +1,4 @@
-"""The clock and the power of the GPU while something runs, as nvidia-smi gives them."""
+"""The clock and the power of the GPU while something runs, from nvidia-smi: shared by step.py and energy.py."""
 
 import statistics
 import subprocess

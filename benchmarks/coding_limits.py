@@ -1,8 +1,8 @@
-"""What a better model of the integers could still save: every idea's bytes, beside what 4% under lzma preset 9 would take.
+"""What a better model of the integers could still save, beside the 4% under lzma preset 9 that was the goal.
 
-    python benchmarks/coding_limits.py CHECKPOINT [--out DIR]
+    python benchmarks/coding_limits.py CHECKPOINT [--claim NAME] [--out DIR]
 
-The integers are those of coding.py at the default bits. Nothing is coded here: each idea is worth the code lengths it saves
+The integers are those of coding.py at the default bits. Nothing is coded here: each idea counts the code lengths that it saves
 over the artifact's own coder. z are the integers divided by the widths of their row and column, fitted to the least code length
 of a Gaussian.
 
@@ -10,8 +10,8 @@ of a Gaussian.
 - finer classes: eighths of an octave, four rounds of search.
 - neighbours: 16 classes by the mean |z| of the 1, 8 or 64 integers to the left or above: six ways.
 - scales: the width of a row guessed from its scale.
-- largest: a row's scale follows from its largest weight, so that how many integers are at the end of the range is known better
-  than by chance.
+- largest: a row's scale follows from its largest weight, so the number of integers at the end of the range is known better than
+  by chance.
 - low rank: the mean of each weight from the strongest directions of z, whose factors are paid for.
 - linear structure: of z only the singular values are known, all directions being equally likely. A matrix r x c, r <= c, with
   given ones fills a volume proportional to prod_{i<j} |s_i^2 - s_j^2| prod s_i^(c - r); the logarithm of this against that of
@@ -22,7 +22,8 @@ of a Gaussian.
   from the head that shares key and value; a coefficient for each row and guess, free of charge.
 - start: the weights that the run began with, remade from its seed, with one coefficient a tensor.
 
-`noise` is no idea but a check: Gaussian weights of the same widths, quantised and coded in the same way.
+`noise` is a check: Gaussian weights of the same widths, quantised and coded in the same way. Each row is itself a bound on what
+its idea can save. Writes benchmarks/results/coding_limits, or the folder of --claim.
 """
 
 import argparse

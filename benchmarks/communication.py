@@ -1,16 +1,19 @@
-"""What communication costs in a training step on several GPUs: a model, not a measurement.
+"""What communication costs in a training step on several GPUs: a model, not a measurement. It needs no GPU.
 
     python benchmarks/communication.py [--gpus 16 --network Ethernet --per-machine 8] [--out DIR]
 
-`schedule` lists what a rank does after backward, in the order of `parbank.optim.step` with a clip: collectives,
-waits and work. `play` runs that list against two clocks, the GPU's and the link's: a collective runs beside work until the
-GPU waits for it. The time the GPU waits is exposed. tests/integrations/test_communication_trace.py holds the list against
-real steps over gloo: operations, bytes and order.
+`schedule` lists the work of a rank after backward, in the order of `parbank.optim.step` with a clip: collectives, waits and
+kernels. `play` runs that list against two clocks, the GPU's and the link's: a collective runs beside work until the GPU waits for
+it. The time that the GPU waits is exposed. tests/integrations/test_communication_trace.py compares the list with real steps
+over gloo: operations, bytes and order.
 
 Times of collectives are those of communication_links.py, by NCCL's own constants. Times of computing come from committed
-results on one H200. Where none exists, FLOP at the rate of a large product are a lower bound: then more communication is
-exposed than in truth. Left out: collectives and kernels slow each other down, ranks are not equally fast, and small shares
-run at lower rates.
+results on one H200. Where there is no result, FLOP at the rate of a large product are a lower bound of the time: then more
+communication is exposed than in truth. The model leaves out that collectives and kernels slow each other down, that ranks are
+not equally fast, and that small shares run at lower rates.
+
+Writes benchmarks/results/communication: for each model and cluster the exposed time, the bytes sent, the collectives, the memory,
+and the tokens with which 5% of a step is exposed.
 """
 
 import argparse

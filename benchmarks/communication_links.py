@@ -1,4 +1,4 @@
-"""What a collective costs on a cluster: a latency for each hop, and bytes over the bandwidth of a ring.
+"""What a collective costs on a cluster: a latency for each hop, and bytes over the bandwidth of a ring. For communication.py.
 
 These are the formulas and constants by which NCCL chooses its algorithms (src/graph/tuning.cc). A collective takes the
 protocol that NCCL would choose: the fastest for this collective alone.

@@ -1,15 +1,16 @@
 """A model as a compressor: identical bytes, size against score, the cost of segments, speed, and other compressors.
 
     parbank train --recipe demo --out runs/demo
-    python benchmarks/compression.py runs/demo/model.pbk [--data stdlib] [--bytes 600_000] [--segments 16 64 256]
+    python benchmarks/compression.py runs/demo/model.pbk [--data stdlib] [--bytes 600_000] [--segments 16 64 256] [--claim NAME]
 
 The text is the beginning of a validation text. Every number of segments is compressed, decompressed and compared. On two CPU
 cores, with the demo's model and --claim compression_cpu, this takes about four minutes. On a GPU give more text and more
 segments, e.g. --bytes 30_000_000 --segments 256 512 1024.
 
-`score` is that of the same segments by the model's own probabilities, and `one segment` that of the whole text, with a full
-window of context everywhere. The cost of more numbers of segments follows from scores alone, which are quicker than coding.
-Other compressors get the whole text at once. `with the model` adds the bytes of the artifact to the file.
+Bound of `file`: `score`, the score of the same segments by the model's own probabilities. `score of 1 segments` is that of the
+whole text, with a full window of context everywhere. More numbers of segments are scored than coded, because scoring is quicker.
+Other compressors get the whole text at once. `file with the model` adds the bytes of the artifact. Writes
+benchmarks/results/compression, or the folder of --claim.
 """
 
 import argparse

@@ -1,15 +1,16 @@
 """A short convergence study: AdamW, torch.optim.Muon, dion's Muon and ParallelMuon on one small GPT.
 
-    python benchmarks/convergence.py [--size gpu|cpu|tiny] [--text FILE...] [--seeds 4] [--out DIR]
+    python benchmarks/convergence.py [--size gpu|cpu|tiny] [--text FILE...] [--seeds 4] [--only NAME...] [--out DIR]
 
 A byte-level GPT in plain PyTorch learns the Python standard library's source, or the files of --text. Every optimizer sees
-the same batches, the same first weights, the same schedule (a short warmup, then flat, then linear to zero over the last
-half) and no weight decay. First each optimizer's learning rate is tuned: a grid in steps of 2, on a seed of its own,
-extended while the best is at an edge. The three Muons take AdamW's tuned rate for what is no hidden matrix. Then every
+the same batches, the same initial weights, the same schedule (a short warmup, then flat, then linear to zero over the last
+half) and no weight decay. Each optimizer's learning rate is tuned first: a grid in steps of 2, on a seed of its own, extended
+while the best is at an edge. The three Muons use AdamW's tuned rate for all parameters that are not hidden matrices. Then every
 seed trains once at the tuned rate. The score is the validation loss at the end, in bits per byte.
 
 The Muons differ in their polynomial (dion's default is Polar Express, the others' is the quintic) and in the factor for a
-matrix's shape; momentum 0.95 with Nesterov is the same in all.
+matrix's shape. Momentum 0.95 with Nesterov is the same in all. Bound: none; AdamW is the baseline. Writes
+benchmarks/results/convergence.
 """
 
 import argparse

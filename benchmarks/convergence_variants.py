@@ -2,11 +2,12 @@
 
     python benchmarks/convergence_variants.py [--rate LR] [--only NAME...] [--seeds 4] [--workers 2] [--out DIR]
 
-Text, model, schedule and score are those of convergence.py; embeddings, head and norms have AdamW at --rest. AdaMuon,
-SOAP-Muon and Muon each have a learning rate tuned on a seed of their own, and updates of 0.2 per number (`lr_scale="rms"`),
-so that only the algorithm differs. QK-clip is tried at Muon's tuned rate and at 8 times that: its paper claims that it
-bounds the logits of attention (threshold 100) and costs no loss. This model has no QK norm, as QK-clip assumes. `largest
-logit` is that of all seeds. No time is taken, so that runs may share a machine.
+Text, model, schedule and score are those of convergence.py. Embeddings, head and norms have AdamW at --rest. AdaMuon,
+SOAP-Muon and Muon each have a learning rate tuned on a seed of its own, and updates of 0.2 per number (`lr_scale="rms"`), so
+that only the algorithm differs. QK-clip is tried at Muon's tuned rate and at 8 times that rate. Its paper claims that it bounds
+the logits of attention (threshold 100) and costs no loss. This model has no QK norm, as QK-clip assumes. `largest logit` is the
+largest of all seeds. No time is measured, so runs may share a machine. Bound: none; Muon is the baseline. Writes
+benchmarks/results/convergence_variants.
 """
 
 import argparse

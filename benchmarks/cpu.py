@@ -2,10 +2,10 @@
 
     python benchmarks/cpu.py [--steps 30]
 
-Each setting has a process of its own. Rows for one thread hold CPU time, which other processes disturb little; rows for
-all threads hold tokens per second of wall time, and need an idle machine. A compiled setting starts without a cache, so
-that its compilation is measured, too. The bound of a step is its products at the rate of one large product in the same
-precision; attention and everything pointwise come on top.
+Each setting has a process of its own. Rows for one thread are CPU time, which other processes disturb little. Rows for all
+threads are tokens per second of wall time, and need an idle machine. A compiled setting starts without a cache, so that its
+compilation is measured, too. Bound of a step: its products at the rate of one large product in the same precision; attention and
+everything pointwise come on top. Writes benchmarks/results/cpu.
 """
 
 import argparse

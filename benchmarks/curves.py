@@ -1,12 +1,15 @@
-"""The same mathematics: the losses of one recipe with everything on and everything off, beside the noise of the seed.
+"""Kernels and plain PyTorch train alike: the losses of one recipe by both, beside the noise of the seed.
 
     python benchmarks/curves.py --recipe sprint --data text:train=A,val=B [--ways on,off] [--steps 200] [--seeds 0,1]
         [--together] [--set a.b=v]...
 
-On is the recipe as it is: Triton ops and CUDA graphs. Off is plain PyTorch, run launch by launch. A seed fixes
-the starting weights and the order of the data, so on and off of one seed should differ by rounding alone, which training
-amplifies; two seeds differ in everything. Two more ways, fp8 and fp8+head, are on with the MLP, or MLP and head, in 8 bits:
-not the same mathematics, but how far from it. They are compiled, because the compiler fuses the rounding.
+`on` is the recipe as it is: Triton ops and CUDA graphs. `off` is plain PyTorch, launch by launch. A seed fixes the initial
+weights and the order of the data, so `on` and `off` of one seed differ by rounding alone, which training amplifies. Two seeds
+differ in everything. `fp8` and `fp8+head` are `on` with the MLP, or MLP and head, in 8 bits: other mathematics, and the rows
+show how far off. They are compiled, because the compiler fuses the rounding.
+
+Bound: the difference between two seeds, which `on` minus `off` must stay well below. Writes benchmarks/results/curves: losses,
+differences, validation scores and, with matplotlib, curves.png.
 """
 
 import argparse

@@ -3,13 +3,14 @@
     python benchmarks/distillation.py --name corpus --data text:train=A,val=B [--steps 1500] [--seeds 0,1,2]
 
 The arms have the FLOPs of `--steps` steps of the student, except the last. With a teacher, the student learns from a
-mixture of the text and the teacher's probabilities (Hinton et al. 2015), at temperature 1.
+mixture of the text and the teacher's probabilities (Hinton et al. 2015), at temperature 1. Bound: `free teacher`. Writes
+benchmarks/results/distillation_NAME: bits per byte of each arm by seed, and paired differences from `text`.
 
     text               the student alone
     larger teacher     `--share` of the FLOPs trains a larger model; its forward passes are paid from the rest
     text, fewer steps  the student alone, in the steps that are left beside the larger teacher
     own average        the teacher is the average of the student's own weights (Tarvainen and Valpola 2017), also paid
-    free teacher       the larger model after as many steps as the student, at no cost: better than any within the budget
+    free teacher       the larger model after as many steps as the student, at no cost: better than any teacher within the budget
 
 The runs of docs/log/training.md, about 6 minutes of processor time for each text:
 

@@ -1,13 +1,14 @@
-"""What the parts of a pass cost where power is the limit: milliseconds and joules of each, held until the clock has settled.
+"""What the parts of a pass cost under a power limit: milliseconds and joules of each, held until the clock has settled.
 
     python benchmarks/energy.py [--seconds 1.5] [--candidates] [--only NAME] [--out DIR]
 
-A card at its power limit lowers its clock until what it draws fits. A part of the pass that draws little while it runs lets
-the others run faster, so milliseconds measured apart do not add up; joules do: at a limit of P watts a pass that takes E joules
-takes E / P seconds. Every part of the golf recipe's layers, over 98,304 tokens, is queued here without a pause, as a graph, and
-read out after its clock has settled: the time of a call, the clock, the power, and joules = power * time * calls in a pass.
+A card at its power limit lowers its clock until its draw fits. A part of the pass that draws little power lets the other parts
+run faster, so milliseconds measured apart do not add up. Joules do: at a limit of P watts a pass that takes E joules takes E / P
+seconds. Every part of the golf recipe's layers, over 98,304 tokens, is queued without a pause, as a graph, and read out after
+its clock has settled: the time of a call, the clock, the power, and joules = power * time * calls in a pass.
 
---candidates times every algorithm that cuBLASLt proposes for the products, held, beside the one that a short run would choose.
+--candidates times every algorithm that cuBLASLt proposes for the products, under sustained load, beside the algorithm that a
+short run would choose. Bound: none; `step.py` has the floor. Writes benchmarks/results/energy.
 """
 
 import argparse

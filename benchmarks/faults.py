@@ -1,4 +1,4 @@
-"""Faults on purpose, in the numbers that the promises of docs/design/files.md and ranks.md are held against.
+"""Faults on purpose, in large numbers, to check the promises of docs/design/files.md and ranks.md.
 
     python benchmarks/faults.py --part kills       SIGKILL at random moments over train, resume, prepare and pack
     python benchmarks/faults.py --part artifacts   mutated artifacts, half of them with sound checksums
@@ -7,9 +7,12 @@
     python benchmarks/faults.py --part pairs       two commands on one folder at once
     python benchmarks/faults.py --part ranks       killed ranks, and ranks that differ
 
-`--count` shortens a part, `--seed` draws other cases. Case N of a seed is always the same, and every case is written to
-runs/faults as it ends, so that a run that was cut off goes on where it stopped. A case that fails is printed with its number:
-`--only N` repeats it alone. The exit code is 1 where a case failed.
+`--count` shortens a part, `--seed` draws other cases. Case N of a seed is always the same. Every case is written to runs/faults
+as it ends, so a run that was cut off goes on where it stopped. A case that fails is printed with its number: `--only N` repeats
+it alone. The exit code is 1 if a case failed.
+
+Bound: no case may fail. A mutated file of up to 1 MB may take 1 s of CPU time and 64 MB. Writes
+benchmarks/results/faults_PART: cases and failures by kind, and the most that a case took.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""Mutated artifacts: read, inspected, or loaded as a model that then computes. Half of them have sound checksums.
+"""Mutated artifacts: read, inspected, or loaded as a model that then computes. For faults.py.
 
-Without new checksums every change must be refused. With them, the readers behind the checksums are tested.
+Half of them have sound checksums. Without new checksums every change must be refused. With them, the readers behind the
+checksums are tested.
 """
 
 import functools
@@ -39,7 +40,6 @@ from parbank.training.load import describe_run
 
 CPU = torch.device("cpu")
 TOKENIZER = "tokenizer"
-WEIGHTS = (TABLE, INTEGERS, SCALES, HALVES)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the parts of faults.py share: the form of a case and of a part, and the runs that cases begin from."""
+"""Shared by the parts of faults.py: the form of a case and of a part, and the runs that cases begin from."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Mutated files that are no artifacts: checkpoints, manifests, tokenizers, configs, shards and the record of a fetch.
+"""Mutated files that are no artifacts: checkpoints, manifests, tokenizers, configs, shards, the record of a fetch. For faults.py.
 
 Checkpoints are damaged byte by byte; or their fields are changed, and the file is written again with a sound digest.
 """

@@ -1,6 +1,6 @@
-"""Kills: SIGKILL at a random moment, or at a random operation on a file; then the command again, to the end.
+"""Kills: SIGKILL at a random moment, or at a random operation on a file; then the command again, to the end. For faults.py.
 
-The result must be, bit by bit, the one that an undisturbed command gives, and nothing may be left behind.
+The result must be, bit by bit, that of an undisturbed command, and no file may be left over.
 """
 
 import itertools

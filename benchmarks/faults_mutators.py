@@ -1,4 +1,4 @@
-"""Mutations of bytes and of JSON values, drawn from a random generator."""
+"""Mutations of bytes and of JSON values, drawn from a random generator, and the judgement of a mutated file. For faults.py."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""Two commands on one folder at once: one does the work, the other waits for it or is told who is at work."""
+"""Two commands on one folder at once: one works, and the other waits for it or ends with an error that names it. For faults.py."""
 
 import random
 import shutil

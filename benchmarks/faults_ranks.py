@@ -1,6 +1,6 @@
-"""Ranks: one of several processes is killed at a random moment, and twelve ways for ranks to differ.
+"""Ranks: one of several processes is killed at a random moment, and twelve ways for ranks to differ. For faults.py.
 
-Within 60 seconds of a kill every other rank must have ended by one sentence that names the lost rank. The twelve ways are
+Within 60 seconds of a kill every other rank must have ended with a message that names the lost rank. The twelve ways are
 those of tests/training/test_agreement.py.
 """
 

@@ -1,7 +1,7 @@
-"""Every write fails once, or from then on: disk full, read-only file system, no descriptors left, no memory left.
+"""Every write fails once, or from then on: disk full, read-only file system, no descriptors, no memory. For faults.py.
 
-The command must end in success or in a sentence. What was whole before must still be whole, and the command again, without
-the fault, must give the result of an undisturbed one.
+The command must end in success or with an error message. Files that were whole before must still be whole. The command again,
+without the fault, must give the result of an undisturbed one.
 """
 
 import builtins

@@ -5,20 +5,20 @@
     python benchmarks/gpu_queue.py --data SPEC --list
 
 Each step is a process of its own with a time limit of its own. A step that fails or is cut off does not stop the others, and a
-step that does not fit in what is left makes way for a shorter one. After every step, DIR has the table, the ends of the logs
+step that does not fit in the time left makes way for a shorter one. After every step, DIR has the table, the ends of the logs
 and every result so far, in at most 8 files of 16 MiB: a call that is cut off loses only the step under way. `python
-benchmarks/claims.py --unpack DIR/results.tar.gz` puts results in their place. State lies in --work: steps that have ended well
-are not run again, nor are those that failed, unless --again names them. A step that the end of a call cut off comes first in the
-next one. On a new machine, DIR/queue.json in --work says what has ended.
+benchmarks/claims.py --unpack DIR/results.tar.gz` puts results in their place. --work holds the state: steps that have ended well
+or failed are not run again, unless --again names them. A step that the end of a call cut off comes first in the next call. To
+go on on another machine, copy DIR/queue.json to --work there: it says what has ended.
 
-SECONDS below are those of one H200, from earlier results where there are some. Commands are those of run_all.py and studies.py.
+The seconds below are those of one H200, from earlier results where there are some. Commands are those of run_all.py and
+studies.py.
 """
 
 import argparse
 import io
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -79,15 +79,17 @@ def _study(claim: str, words: str, seconds: float, least: float = LEAST) -> Step
 
 STEPS: dict[str, Step] = {
     "smoke": Step(1, "{python} benchmarks/smoke.py --data {data} --runs {runs}/smoke", 140, limit=240),
-    "tests_optim": _test("tests/optim tests/test_graphs.py tests/test_runtime.py", 75),
-    "tests_rest": _test("tests/training tests/model tests/eval tests/plan tests/study tests/data tests/faults tests/quant", 125),
     "auto": Step(5, "auto", 200),
-    "optimizer_loop": Step(4, "optimizer_loop", 390),
-    "startup": Step(3, "startup", 200),
+    "adaptation": Step(7, "adaptation", 120),
+    "compression": Step(7, "compression", 240),
     "auto_8": Step(5, "auto", 185, seeds=SEEDS[:2]),
     "auto_9": Step(5, "auto", 185, seeds=SEEDS),
-    "newton_schulz_sizes": Step(4, "newton_schulz_sizes", 150),
     "auto60": Step(5, "auto60", 130),
+    "tests_optim": _test("tests/optim tests/test_graphs.py tests/test_runtime.py", 75),
+    "tests_rest": _test("tests/training tests/model tests/eval tests/plan tests/study tests/data tests/faults tests/quant", 125),
+    "optimizer_loop": Step(4, "optimizer_loop", 390),
+    "startup": Step(3, "startup", 200),
+    "newton_schulz_sizes": Step(4, "newton_schulz_sizes", 150),
     "tests_ops": _test("tests/ops", 200),
     "startup_auto": Step(3, "startup_auto", 180),
     "step": Step(3, "step", 170),
@@ -110,8 +112,6 @@ STEPS: dict[str, Step] = {
                               least=175),
     "study_ranks": Step(6, "{python} benchmarks/study_ranks.py {runs}/levers30 {runs}/levers120 --out {results}", 20,
                         limit=90, after=("study_levers30", "study_levers120")),
-    "adaptation": Step(7, "adaptation", 120),
-    "compression": Step(7, "compression", 240),
     "startup_eval": Step(7, "startup_eval", 420),
     "optimizer_loop_large": Step(4, "optimizer_loop_large", 420),
     "peer_autoresearch": Step(3, "peer_autoresearch", 220),
@@ -144,22 +144,27 @@ class Queue:
 
     def command(self, step: Step, left: float) -> list[str]:
         if step.command in run_all.BENCHMARKS:
-            model = self.runs / "sprint" / str(SEEDS[0]) / "model.pbk"
-            seeds = ",".join(map(str, step.seeds))
-            given = argparse.Namespace(data=self.data, seed=seeds, model=model, work=self.runs, results=self.results)
+            given = self._arguments(",".join(map(str, step.seeds)))
+            given.model = run_all.artifact(self._arguments(str(SEEDS[0])))
             return run_all.command_of(step.command, given)
         dev = self.data if "holdout=" in self.data else f"{self.data},holdout=dev"
         values = {"python": sys.executable, "data": self.data, "dev": dev, "runs": self.runs, "results": self.results}
         seconds = max(30.0, left - RESERVE)
         return [word.format(**values, left=f"{seconds:.0f}") for word in shlex.split(step.command)]
 
+    def _arguments(self, seed: str) -> argparse.Namespace:
+        """Of run_all.py."""
+        return argparse.Namespace(data=self.data, seed=seed, model=None, work=self.runs, results=self.results)
+
     def may_run(self, name: str) -> bool:
         """Whether a step is open, has what it needs, and fits in what is left."""
         step = self.steps[name]
         there = all(self.state(other) == "done" for other in step.after)
         benchmark = run_all.BENCHMARKS.get(step.command)
-        if benchmark is not None and re.search(r"\{(run|model)\}", benchmark.command):
+        if benchmark is not None and "{run}" in benchmark.command:
             there = there and (self.runs / "sprint" / str(SEEDS[0]) / "model.pbk").exists()
+        if benchmark is not None and "{model}" in benchmark.command:
+            there = there and run_all.artifact(self._arguments(str(SEEDS[0]))).exists()
         least = step.least if step.goes_on else FITS * step.seconds
         return there and self.left > least and self.state(name) not in ("done", "failed")
 
@@ -213,7 +218,7 @@ class Queue:
         except (OSError, ValueError):
             return
         if words == left["command"]:
-            print(f"ending what an earlier call has left: {shlex.join(words)}", flush=True)
+            print(f"ending the step that an earlier call has left running: {shlex.join(words)}", flush=True)
             with suppress(ProcessLookupError):
                 os.killpg(left["pid"], signal.SIGKILL)
         self._running.unlink()
@@ -222,7 +227,7 @@ class Queue:
         """The commit that results will name, with a warning where they would count for nothing."""
         said = f"code: {self.code['commit'][:9]}, by {self.code['source']}"
         if self.code["dirty"]:
-            said += "; WARNING: results will be marked as dirty, and no figure is taken from them: commit, then give the stamp"
+            said += "; WARNING: results will be marked as dirty and not used: commit, then run provenance.py --stamp"
         return said
 
     def _last_line(self, name: str) -> str:
@@ -308,7 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="the text, as in parbank train --data")
     parser.add_argument("--seconds", type=float, default=570.0, help="of this call")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-queue" / "out", help="what is brought home")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-queue" / "out", help="table, logs and results")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "gpu-queue", help="state, runs and results")
     parser.add_argument("--only", default="", help="steps separated by commas, in this order")
     parser.add_argument("--again", default="", help="steps to run again, separated by commas")

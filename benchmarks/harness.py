@@ -1,12 +1,15 @@
-"""What every benchmark shares: how time is taken, what it is held against, and how results are written down.
+"""Shared by the benchmarks: how time is measured, what a bound is, and how results are written.
 
-Times are medians of single runs between CUDA events, warm, on random data, with L2 overwritten before each run: what an
-op costs inside a training step, where its input was last touched long ago. Every result holds two rates measured in the
-same run, a large copy and a large bfloat16 product, from which each row's bound is computed. The same card gives other
-numbers when it is hot or shared, and then its bounds move too. So the providers of a case take turns: were one timed after
+Times are medians of single runs between CUDA events, warm, on random data, with L2 overwritten before each run. So they are
+the cost of an op inside a training step, where its input was last touched long ago. Every result holds two rates measured in
+the same run, a large copy and a large bfloat16 product, from which each row's bound is computed. The same card gives other
+numbers when it is hot or shared, and then its bounds move too. The providers of a case take turns: if one were timed after
 the other, the last, which is ours, would be timed on the hottest card.
 
 A provider that compiles a kernel or a graph while it is timed fails: its time would be the compiler's.
+
+`write` makes <out>/<claim>/<date>-<hardware>-<commit>/ with result.json and result.md, the same as a table. <out> is
+benchmarks/results unless --out is given.
 """
 
 import argparse
@@ -227,12 +230,17 @@ def bound_ms(flops: float, bytes_: float) -> float:
 
 def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Adds --out, reads the command line, and notes the code and the load of the machine before the benchmark adds its own.
-    Warns of other processes on the GPU: the result lists them."""
+    Warns where the result will count for nothing, and of other processes on the GPU: the result lists them."""
     parser.add_argument(
         "--out", type=Path, default=RESULTS, help="results go into <out>/<claim>/<date>-<hardware>-<commit>/"
     )
     arguments = parser.parse_args()
-    provenance.code_at_start()
+    if provenance.code_at_start()[0]["dirty"]:
+        print(
+            "warning: the code is not that of a commit, so no figure will be taken from this result: commit, then copy the tree "
+            "with the file that `python benchmarks/provenance.py --stamp` writes",
+            file=sys.stderr,
+        )
     for process in provenance.load_at_start().get("other_gpu_processes", ()):
         print(f"warning: {process} on the GPU; its work slows what is measured here", file=sys.stderr)
     return arguments

@@ -1,4 +1,4 @@
-"""Plans against configs that were chosen by hand, over clocks and caps: is `auto` near the best, and is its prediction right?
+"""Plans against configs chosen by hand, over clocks and caps: is `auto` near the best, and is its prediction right?
 
     python benchmarks/ladder.py --data text:CORPUS.jsonl.xz --seconds 540 [--runs DIR] [--out DIR]
     python benchmarks/ladder.py --data text:CORPUS.jsonl.xz --list
@@ -7,11 +7,12 @@
 
 A rung is a clock in seconds and a cap in megabytes, with the code counted. Each config of a rung is one `parbank train` in a
 process of its own. Scores are chunked, of the packed file, on dev documents (choices are made here) unless --holdout val is given.
-Configs but `sprint` are plans with their shape, vocabulary, batch and table fixed, so all other options are equal.
+Configs but `sprint` are plans with their shape, vocabulary, batch and table fixed, so all other options are equal. The
+prediction of each plan is that of `parbank plan` before its run.
 
---seconds is a limit: a run that would not fit is left for the next call, and a run that --runs holds is not run again. So the
-ladder is climbed by calls of ten minutes. Each writes the result of all runs so far. Whole: 63 runs, about 90 minutes on an
-H200, 300 s once. The prediction of each plan is that of `parbank plan` before its run.
+--seconds is a limit: a run that would not fit is left for the next call, and a run that --runs holds is not repeated. All 63 runs
+take about 90 minutes on an H200; one rung has a clock of 300 s. Bound: the best config chosen by hand. Each call writes
+benchmarks/results/ladder, or the folder of --claim, with all runs so far.
 """
 
 import argparse

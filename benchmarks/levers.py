@@ -1,9 +1,10 @@
-"""Writes docs/reference/levers.md: every lever of the race with its verdict, and the difference in every study that tried it.
+"""Writes docs/reference/levers.md: every published change with its verdict, and its difference in every study that tried it.
 
     python benchmarks/levers.py           writes the page
     python benchmarks/levers.py --check   writes nothing; exits 1 where the page differs from levers.toml and the results
 
-A lever names its arms in levers.toml. The differences come from the results of studies: one result, one budget.
+A lever names its arms in levers.toml. The differences come from the results of studies: one result, one budget. `make claims`
+runs this.
 """
 
 import argparse
@@ -27,9 +28,9 @@ HEAD = """# Changes considered for plans
 considered for it. `benchmarks/levers.py` writes this page from `benchmarks/levers.toml` and the results of studies.
 
 A difference is arm minus base in bits per byte; below zero is better. Each study has its own base, so differences of
-two studies do not compare. **With one seed, a difference under 0.003 says little**; in a screen of 12 runs, where half
-of the runs have a change, one under 0.0012. Every number is computed from a committed result. *log* links an experiment
-without one. An empty cell under "measured" means that nothing was tried.
+two studies do not compare. **With one seed, a difference under 0.003 says little.** In a screen of 12 runs, where half
+of the runs have a change, a difference under 0.0012 says little. Every number is computed from a committed result.
+*log* links an experiment without a result. An empty cell under "measured" means that nothing was tried.
 
 | lever | arm | in `auto` | measured | verdict |
 | --- | --- | --- | --- | --- |

@@ -1,9 +1,12 @@
-"""Times every op against PyTorch, eager and compiled, and against what the hardware allows.
+"""Times every op against PyTorch, eager and compiled, and against the bound of the hardware. Needs a GPU.
 
-    python benchmarks/ops.py [--only xxt,mlp] [--quick] [--out DIR]
+    python benchmarks/ops.py [--only xxt,mlp] [--quick] [--claim NAME] [--out DIR]
 
-The cases live in the ops_*.py files beside this one; each has a function `cases(quick)`. A file that times a peer's code
-also has `describe_peers(rows)`.
+The cases are in the ops_*.py files beside this one; each has a function `cases(quick)`. A file that times a peer's code also
+has `describe_peers(rows)`.
+
+Bound of a row: the larger of its FLOP at the rate of a large product and its bytes at the rate of a copy, both measured in the
+same run; the ops_*.py files say what they count. Writes benchmarks/results/ops, or the folder of --claim, after each file.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 """Causal attention, and attention over a running window: cases for ops.py and candidates for tune.py.
 
 Causal attention is one layer of golf at 48 texts of 2,048 tokens: cuDNN's, and FlashAttention 3's as `ours` where it is installed
-(elsewhere both are the same). The bound counts the pairs a causal mask leaves.
+(elsewhere both are the same). The bound counts the pairs of a query and a key that a causal mask leaves.
 
-A segment of 65,536 tokens of the golf model, every query over 2,048 keys, beside FlashAttention 2 in its varlen form with a
-left window, which reads its keys from one tensor: with and without the copy that joins them. cuDNN has no window; causal
-attention over 16 texts of 4,096 has as many pairs of a query and a key, so its time compares.
+Window attention is a segment of 65,536 tokens of the golf model, every query over 2,048 keys. Beside it: FlashAttention 2 in its
+varlen form with a left window, which reads its keys from one tensor, with and without the copy that joins them. cuDNN has no
+window; causal attention over 16 texts of 4,096 has as many pairs of a query and a key, so its time compares.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
-"""Products in 8 bits beside those in 16: cases for ops.py.
+"""Products in 8 bits beside products in 16 bits: cases for ops.py.
 
-Alone, to see what a product gains at these depths and whether a scale for each row costs anything over one for the whole
-matrix; the pass that rounds; and MLP and head both ways with everything that rounding adds. Products are bounded by twice
-the bfloat16 rate of the run for those in 8 bits, and the MLP and the head by the mean over theirs.
+Alone, to see what a product gains at these depths, and what a scale for each row costs over one for the whole matrix; the pass
+that rounds; and MLP and head, forward and backward, with everything that rounding adds. Products in 8 bits are bounded by twice
+the run's bfloat16 rate, MLP and head by the mean over their products.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,7 @@
 """Softcapped cross-entropy, from logits and together with the head product: cases for ops.py, candidates for tune.py.
 
-The names of the fused cases carry the peak memory of one forward and backward beyond inputs, in MB.
+The names of the fused cases carry the peak memory of one forward and backward beyond inputs, in MB. From logits, the bound
+counts each tensor once at the rate of a copy; together with the head, the FLOP of its products.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,7 @@
-"""The ops that memory bounds: norms, the activation, the queries' and keys' norm with rotation, and the own value's removal.
+"""The ops that memory bounds: norms, the activation, the queries' and keys' norm with rotation, and exclusive attention. Cases for
+ops.py and candidates for tune.py.
 
-Everything is timed in a CUDA graph, forward and backward too, so that no provider pays for its host code. Bounds count each
+Everything is timed in a CUDA graph, forward and backward, so that no provider pays for its host code. Bounds count each
 tensor that must be read or written once, at the rate of a copy.
 """
 

@@ -1,9 +1,9 @@
 """Products of the golf model by cuBLASLt's fastest algorithm beside torch.mm, and with a matrix added beside torch.addmm: cases
 for ops.py.
 
-The forward products and the gradients of inputs, from weights as they are stored. Gradients of weights are torch.mm's in the
-model too. The bound is the larger of the FLOP at the rate of a large product and of the bytes at that of a copy. At the end
-come the choices made, with the times they were made by: without a cold cache, so shorter than those of the rows.
+They are the forward products and the gradients of inputs, from weights as they are stored. Gradients of weights are torch.mm's
+in the model too. The bound is the larger of the FLOP at the rate of a large product and of the bytes at that of a copy. The last
+rows are the choices made, with the times of that choice: without a cold cache, so shorter than those of the rows.
 """
 
 from collections.abc import Callable, Iterator

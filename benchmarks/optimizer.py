@@ -5,12 +5,13 @@
 One timer for all: the wall time from calling step() on an idle device until the device is idle again. Gradients are random
 and are filled anew before each call, outside the time. Two cases for each model:
 
-- muon: Muon on all its matrices as separate weights, which is what a user's model has. Eager is compared with eager, a graph
-  with a graph. `as banks` are ours alone: the same matrices stacked by shape, as parbank's own model holds them.
-- section: clip + AdamW + Muon + EMA, everything between backward and the next forward, beside the same written in plain
-  PyTorch: fused AdamW, batched Newton-Schulz, eager and captured as a graph.
+- muon: Muon on all its matrices as separate weights, as a user's model has them. Eager is compared with eager, a graph with a
+  graph. `as banks` are ours alone: the same matrices stacked by shape, as parbank's own model holds them.
+- section: clip + AdamW + Muon + EMA, everything between backward and the next forward, beside the same in plain PyTorch: fused
+  AdamW, batched Newton-Schulz, eager and captured as a graph.
 
-Memory is what the optimizer holds beyond parameters and gradients, at its peak.
+Memory is what the optimizer holds beyond parameters and gradients, at its peak. Bound of a step: the plain iteration's FLOP at
+the run's product rate, and one pass over the state. Writes benchmarks/results/optimizer, or the folder of --claim.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""An optimizer step as a training loop sees it: a real backward, `zero_grad()` before every step, default arguments.
+"""An optimizer step in a training loop: a real backward, `zero_grad()` before every step, default arguments.
 
     python benchmarks/optimizer_loop.py [--models golf "GPT-2 small" 1.3B] [--quick] [--claim NAME] [--out DIR]
 
@@ -9,10 +9,12 @@ matrices and its gradients, waits for the device, and times `step()` from the ca
 - moving: tensors of random sizes are allocated between the iterations, so that addresses change.
 - moving, set_to_none=True: as the last, with `zero_grad(set_to_none=True)`, which some trainers call.
 
-"ParallelMuon, default" is `ParallelMuon(params)`, with the weight decay of all. dion's graph wants gradients that stay: its
-`zero_grad()` fills them with zeros. Rows: the wall time; the time until `step()` returns (the host's); the first step;
-and, beyond parameters and gradients, the memory at the peak of a step, and the memory that is held after it, that of CUDA
-graphs included. The bound of memory is the momentum and a tenth, without the work on one batch.
+"ParallelMuon, default" is `ParallelMuon(params)`, with the weight decay of all. dion's graph needs gradients that stay: its
+`zero_grad()` fills them with zeros. Rows: the wall time; the time until `step()` returns (the host's); the first step; and,
+beyond parameters and gradients, the memory at the peak of a step, and the memory held after it, that of CUDA graphs included.
+
+Bound of memory: the momentum and a tenth, without the work on one batch. Times have none; optimizer.py has theirs. Writes
+benchmarks/results/optimizer_loop, or the folder of --claim.
 """
 
 import argparse

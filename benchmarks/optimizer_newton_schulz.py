@@ -3,10 +3,13 @@
     python benchmarks/optimizer_newton_schulz.py [--quick] [--claim NAME] [--out DIR]
 
 Effective: the FLOP of five plain steps (X X^T, the polynomial in it, the product with X, all dense) over the time, for every
-provider. A provider that computes half of a symmetric product, or iterates on the Gram matrix, does less work, so that it may
-exceed the rate of a large product. Inputs are float32, and every provider converts them, divides by the norm and iterates:
-ours and dion's Gram iteration in float16, the others in bfloat16. Stacks have about 2^24 numbers. Times are
-those of a CUDA graph, without the host.
+provider. A provider that computes half of a symmetric product, or iterates on the Gram matrix, does less work, so it may
+exceed the rate of a large product. Inputs are float32. Every provider converts them, divides by the norm and iterates: ours and
+dion's Gram iteration in float16, the others in bfloat16. Stacks have about 2^24 numbers. Times are those of a CUDA graph, without
+the host.
+
+Bound of the dense providers: the rate of a large product, which the result holds. Writes
+benchmarks/results/newton_schulz_sizes, or the folder of --claim, with a plot.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The models whose optimizer steps are measured and modelled: their matrices and everything else."""
+"""The matrices and other parameters of golf, GPT-2 small and a model of 1.3B: for optimizer*.py and communication.py."""
 
 # (count, rows, cols) of the matrices, and shapes of everything else.
 MODELS: dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, ...]]]] = {

@@ -1,9 +1,10 @@
 """Where the seconds of packing go: factorising, choosing rotations, rounding, building files, reading the file back.
 
-    python benchmarks/packing.py [--recipe sprint] [--max-bytes 15800000] [--device cuda]
+    python benchmarks/packing.py [--recipe sprint] [--max-bytes 15800000] [--device cuda] [--claim NAME]
 
 The model is the recipe's, with random Gaussian weights and random curvatures: rows and columns of different spread, as trained
-matrices have. The file's sha256 stands in the result: a change that makes packing quicker must not change it on the same machine.
+matrices have. Bound: none. Writes benchmarks/results/packing: seconds of each part, and the file's sha256. A change that makes
+packing quicker must not change this hash on the same machine.
 """
 
 import argparse

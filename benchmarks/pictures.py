@@ -2,8 +2,9 @@
 
     python benchmarks/pictures.py [--again] [RESULT_FOLDER ...]
 
-Pictures are made of result.json alone. Without folders, every folder of benchmarks/results is looked at; --again also draws
-what is there already. Runs of one commit that were made seed by seed are drawn together, in each of their results.
+Pictures are made of result.json alone. Without folders, every folder of benchmarks/results is looked at; --again also redraws
+existing pictures. Runs of one commit that were made seed by seed are drawn together, in each of their results. Writes .png files
+beside the results. `make claims` runs this.
 """
 
 import argparse

@@ -3,12 +3,15 @@
     python benchmarks/plan_runs.py --grid cpu --text stdlib=text:FOLDER,glob=*.py,holdout=dev --out runs.jsonl
     python benchmarks/plan_runs.py --grid h200 --text corpus=text:train.jsonl.xz,holdout=dev --out runs.jsonl
     python benchmarks/texts.py --slice stdlib --out .texts/stdlib
-    python benchmarks/plan_runs.py --grid tables --text stdlib=.texts/stdlib --out tables.jsonl
+    python benchmarks/plan_runs.py --grid tables --text stdlib=.texts/stdlib --out tables.jsonl     # or --grid epochs
     python -m parbank.plan.fit runs.jsonl
 
-Every run ends with its learning rate at zero, so that its score is that of a whole schedule, and has a budget in steps: a busy
-machine changes no score. Runs that the file has already are left out: an interrupted command continues. Scores are chunked,
-before packing, on held-out training documents. A text is a spec, or a folder that texts.py wrote.
+Every run ends with its learning rate at zero, so that its score is that of a whole schedule. Its budget is in steps: a busy
+machine changes no score. Scores are chunked, before packing, on held-out training documents. A text is a spec, or a folder that
+texts.py wrote.
+
+Bound: none. Writes a line of JSON a run to --out, not to benchmarks/results. Runs that this file has already are left out: an
+interrupted command continues.
 """
 
 import argparse
@@ -134,20 +137,6 @@ def tables_grid() -> list[Trial]:
     return found
 
 
-def shapes_grid() -> list[Trial]:
-    """Whole schedules of 800 steps and more, from 80,000 to 5 million parameters in matrices: sizes for short clocks on a CPU,
-    and some between those of a CPU and of a GPU."""
-    base = Trial("stdlib", 1536, 2, 128, 2048, 2_457_600)
-    found = [replace(base, layers=3), replace(base, width=192), base, replace(base, width=64, vocab=1024)]
-    found += [replace(base, layers=3, width=192), replace(base, layers=4, width=256, vocab=2048, tokens=2_048_000)]
-    found += [replace(base, text="corpus"), replace(base, text="corpus", width=192), replace(base, batch=1024)]
-    found += [
-        replace(base, layers=6, width=320, vocab=2048, tokens=1_638_400),
-        replace(base, batch=4096, tokens=4_915_200),
-    ]
-    return found
-
-
 TEXTS = (
     "stdlib", "corpus", "openstax", "books", "elife", "digests", "gov", "web", "mdn", "debian-docs", "manual-ja", "manual-ru",
 )  # fmt: skip
@@ -165,7 +154,6 @@ GRIDS = {
     "h200": (h200_grid, "sprint"),
     "epochs": (epochs_grid, "demo"),
     "tables": (tables_grid, "demo"),
-    "shapes": (shapes_grid, "demo"),
     "texts": (texts_grid, "demo"),
 }
 

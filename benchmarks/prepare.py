@@ -3,9 +3,10 @@
     python benchmarks/prepare.py --data SPEC [--cores 1,4,16]
     python benchmarks/prepare.py --data text:FILE --gigabytes 10 --cores 16      (needs three times that on the disk)
 
-Every preparation is a process of its own with an empty cache, bound to so many cores. --gigabytes writes a .jsonl file of that size
-first: the text again and again, each copy with its own number in every document, so that no two documents are equal. The serial
-parts, unpacking and the tokenizer's training, are in the total, so a short text shows fewer MB/s a core than a long one.
+Every preparation is a process of its own with an empty cache, limited to so many cores. --gigabytes writes a .jsonl file of that
+size first: the text again and again, each copy with its own number in every document, so that no two documents are equal. The
+serial parts, unpacking and the tokenizer's training, are in the total, so a short text has fewer MB/s a core than a long one.
+Bound: none. Writes benchmarks/results/prepare, or the folder of --claim.
 """
 
 import argparse

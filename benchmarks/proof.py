@@ -5,6 +5,8 @@
 `parbank eval` encodes each validation document and proves its tokens, on one core of this process; encoding may use more.
 Every score sums the probabilities of all tokens at a sample of positions: here the seconds of these sums in a score by the
 model of `make demo` with random weights. The times are medians of several rounds.
+
+Bound: none; each cost is also a share, of encoding and of the score. Writes benchmarks/results/proof.
 """
 
 import argparse

@@ -5,6 +5,7 @@
 A result is a claim about a commit. A copy of the tree on another machine may lack git, or have another commit checked out under
 the copied files. So `--stamp`, run before the tree is copied, leaves benchmarks/STAMP.json: the commit, whether the code differed
 from it, and a digest of the code. The copy computes the digest anew: where the two are equal, the stamp is believed, else git.
+Git ignores the file, so a way of copying that leaves ignored files out must be told to take it.
 
 "Dirty" speaks of the code that is measured: parbank/, benchmarks/ without its results, and pyproject.toml, untracked files
 included. A changed README does not make a result dirty.

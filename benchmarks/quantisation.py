@@ -4,14 +4,17 @@
                                       [--qat CHECKPOINT]... [--only NAME,NAME] [--rows-only] [--claim NAME] [--device cuda]
                                       [--out DIR]
 
-Integers per row at 8 and 6 bits first, then each technique alone on the 6-bit rows, then the solver at several caps, one of
-them the size of the 6-bit file. Sizes are those of real files; weights are scored as a reader of the file gets them. What
-is a setting of quant.method=rows (clip, groups, scales) is quantised as that setting says, embeddings included; the others
-see the matrices alone.
-Training that knew of the rounding needs checkpoints of its own: `--qat` names one of the same run that went on from an
-earlier checkpoint with `parbank train --resume --set quant.qat_share=0.2 --set quant.qat_rounding=straight` (or soft), so
-that its last steps are the only difference.
-At each cap, `rows + lzma` are the finest integers per row that fit it under lzma: the usual way to the same size.
+Integers per row at 8 and 6 bits come first, then each technique alone on the 6-bit rows, then the solver at several caps, one of
+them the size of the 6-bit file. At each cap, `rows + lzma` are the finest integers per row that fit it under lzma: the usual way
+to the same size. Sizes are those of real files; weights are scored as a reader of the file gets them. Settings of
+quant.method=rows (clip, groups, scales) are applied to all that they concern, embeddings included; the other techniques change
+the matrices alone.
+
+Quantisation-aware training needs checkpoints of its own. `--qat` names a checkpoint of the same run that went on from an earlier
+one by `parbank train --resume --set quant.qat_share=0.2 --set quant.qat_rounding=straight` (or soft), so that its last steps are
+the only difference.
+
+Bound: float32, whose loss is 0. Writes benchmarks/results/quantisation, or the folder of --claim.
 """
 
 import argparse

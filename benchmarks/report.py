@@ -1,19 +1,20 @@
-"""Seconds of a run's page: `parbank report` as a command, and the share of `parbank train` that the page takes.
+"""The time of a run's page: `parbank report` as a command, and the share of `parbank train` that the page takes.
 
     python benchmarks/report.py [--recipe demo] [--minutes 3] [--data stdlib]
     python benchmarks/report.py --run RUN [--run RUN ...] [--study STUDY]
     python benchmarks/report.py --untrained VAL.jsonl.xz [--run RUN ...]
 
-The first form trains, and times the whole command. The second form takes runs that have ended; the command is then as
-quality.py has timed it, else the sum of setup, training and the time after it, without imports. The page's seconds are the
-two parts of `finish_parts` in summary.json that only the page needs: `details for the page` (bits by document and token,
+The first form trains, and times the whole command. The second form takes runs that have ended. The time of their command is
+that of quality.py, or else the sum of setup, training and the time after it, without imports. The page's seconds are the two
+parts of `finish_parts` in summary.json that only the page needs: `details for the page` (bits by document and token,
 errors and cost by tensor, the second sample, the machine, details.json) and `page` (report.html). The entropy of tensors is
 counted as packing.
 
 The third form is for machines that cannot train a sprint. It makes a folder of a sprint's size with random weights (see
 report_folder.py), and times its page. The page's share of training is not measured then: only some of its work is.
 
-`parbank report` starts a new process for every repeat, imports included. The machine must be idle.
+`parbank report` starts a new process for every repeat, imports included. The machine must be idle. Bound: none. Writes
+benchmarks/results/report, or the folder of --claim.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The folder of a sprint without a sprint: its page is timed on machines that cannot train one.
+"""The folder of a sprint without a sprint, for report.py: its page is timed on machines that cannot train a sprint.
 
 A page is made from config.json, metrics.jsonl, details.json and summary.json. parbank's own code writes them here from
 
@@ -9,7 +9,7 @@ A page is made from config.json, metrics.jsonl, details.json and summary.json. p
 - a text, cut by a tokenizer that is trained on it.
 
 Losses, speeds, clocks, power and the bits of tokens are random numbers, and the samples are pieces of the text. So the folder
-has a sprint's size, not its result.
+has the size of a sprint's folder, not its result.
 """
 
 import json

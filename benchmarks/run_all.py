@@ -9,7 +9,7 @@ that is cut off leaves what it has. `sprint` also leaves its artifact there. `py
 the results in their place and writes the texts; seeds that were run one by one become results of their own.
 
 `quantisation` takes the weights that `sprint` has trained in the same call, or an earlier one on the same machine, and
-`report_sprint` its folder; `scoring` takes the artifact, which --model may name.
+`report_sprint` its folder. Benchmarks of scores take the artifact of --model, of `auto` or of `sprint`, the first that is there.
 """
 
 import argparse
@@ -164,7 +164,9 @@ def _work(arguments: argparse.Namespace) -> Path:
 
 
 def artifact(arguments: argparse.Namespace) -> Path:
-    return arguments.model or trained(arguments) / "model.pbk"
+    """What is scored: the artifact of --model, else that of `auto` if it has run, else sprint's."""
+    planned = _work(arguments) / "auto" / str(arguments.seed) / "model.pbk"
+    return arguments.model or (planned if planned.exists() else trained(arguments) / "model.pbk")
 
 
 def command_of(name: str, arguments: argparse.Namespace) -> list[str]:
@@ -189,7 +191,7 @@ def obstacle(name: str, arguments: argparse.Namespace, left: float) -> str:
     if "{run}" in benchmark.command and not (trained(arguments) / "summary.json").exists():
         return f"{trained(arguments)} holds no finished run: run sprint first"
     if "{model}" in benchmark.command and not artifact(arguments).exists():
-        return f"{artifact(arguments)} is missing: run sprint first, or name it by --model"
+        return f"{artifact(arguments)} is missing: run auto or sprint first, or name it by --model"
     if (text := re.search(r"\.texts/([\w-]+)", benchmark.command)) and not (ROOT / text[0]).is_dir():
         return f"{text[0]} is missing: run python benchmarks/texts.py --only {text[1]}, which needs the network"
     return ""
@@ -226,7 +228,9 @@ def main() -> None:
     parser.add_argument("--data", default="", help="the text for what trains and scores, as in parbank train --data")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--minutes", type=float, default=600.0, help="when to stop")
-    parser.add_argument("--model", type=Path, default=None, help="the artifact for scoring; sprint's if not given")
+    parser.add_argument(
+        "--model", type=Path, default=None, help="the artifact for scoring; auto's or sprint's if not given"
+    )
     parser.add_argument("--out", type=Path, default=WORK, help="where results.tar.gz goes")
     arguments = parser.parse_args()
     if arguments.list:

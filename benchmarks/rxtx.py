@@ -6,6 +6,8 @@ X is cut into 4 x 4 blocks X1 ... X16, row by row. One level takes 26 products o
 of a block with its own transpose, which may be computed by RXTX again. The diagonal and the upper half of X X^T cost n^3 / 2
 multiplications directly (BLAS calls it syrk), and (26 + 8 / 2) / 64 n^3 by one level: 6.25% fewer, for additions of blocks
 that the memory's bandwidth pays for. NumPy computes `X @ X.T` by syrk, which is the incumbent here.
+
+Bound: the share of syrk's multiplications, a row of its own. Writes benchmarks/results/rxtx: CPU time and relative error.
 """
 
 import argparse

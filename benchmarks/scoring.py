@@ -1,13 +1,14 @@
-"""What a score costs: every method on one text in one run, beside the published way to do it.
+"""Speed and score of every scoring method on one text in one run, beside the published protocol.
 
     python benchmarks/scoring.py ARTIFACT_OR_CHECKPOINT --data SPEC [--stride 64] [--segments 0,32768] [--windows 1536,...]
                                  [--only sliding,...] [--tokens N] [--claim NAME] [--out DIR]
 
-The reference is the published protocol as it is published: sliding windows in batches of 32 through the compiled model in
-plain PyTorch, each window's scores picked out on the host's word; and for ttt the recipe on top of it, chunk by chunk,
-three epochs of eager SGD. All times are warm: what compiles has run once before on a short piece of the text, in the same
-shapes.
-Results are written after every method, so that a run that is cut off leaves what it has.
+The reference is the protocol as it is published: sliding windows in batches of 32 through the compiled model in plain PyTorch,
+with each window's scores picked out by the host. For ttt it is the recipe on top of it, chunk by chunk, three epochs of eager
+SGD. All times are warm: what compiles has run once before on a short piece of the text, in the same shapes.
+
+Bound of `speed`: the FLOP of a pass at the rate of a large product; sliding computes each token context / stride times. ttt has
+none. Writes benchmarks/results/scoring, or the folder of --claim, after every method.
 """
 
 import argparse

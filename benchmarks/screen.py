@@ -8,8 +8,10 @@
 The design is that of Plackett and Burman (1946): 12 runs, up to 11 factors of two levels, any two of which occur together
 equally often. An effect is the mean of the six runs with the change minus the mean of the other six. With a deviation s of one
 run, its deviation is 0.58 s; one change at a time, in as many runs, has 1.41 s. The price: an effect is an average over the
-settings of all others, and where two changes need or hinder each other, the design mixes that into third effects. So what a
-screen finds is a candidate, and a study of whole runs decides.
+settings of all others, and where two changes need or hinder each other, the design mixes that into third effects. So a screen
+finds candidates, and a study of whole runs decides.
+
+Bound: two deviations of an effect, which `show` prints. `write` writes the study's file; the other forms only print.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Tries every path of parbank on this machine once, in two to three minutes: what is broken is known before anything is measured.
+"""Tries every path of parbank on this machine once, in two to three minutes, so that faults are known before measurements begin.
 
     python benchmarks/smoke.py [--data SPEC] [--device cuda] [--only eval] [--runs runs/smoke] [--at-once 6]
 
-Each check is a command of its own, and several run at the same time, so that times mean nothing. A check that fails does not
-stop the others, save those that need its model. The end lists all of them with the last line of what failed; the exit code is
-the number of failures, and `smoke.json` in a new folder of --runs has the same. All but `train` use
-200 kB of the standard library.
+Each check is a command of its own, and several run at the same time, so times mean nothing. A check that fails does not stop
+the others, except checks that need its model. The end lists all checks with the last line of each failure; the exit code is the
+number of failures. All but `train` use 200 kB of the standard library. Bound: no check may fail. Writes smoke.json in a new
+folder of --runs, and no result.
 """
 
 import argparse

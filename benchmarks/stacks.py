@@ -4,8 +4,8 @@
     python benchmarks/stacks.py --show FILE [--least 0.05]                # what each thread did, in order
 
 A thread looks at the others every 5 ms. A line of the file is the first and the last second of equal samples, the name of the
-thread, and its stack from the outside in. The looking thread needs Python's lock: where others hold it for long, samples are
-further apart. So compare the seconds with those of a run without it.
+thread, and its stack from the outside in. The looking thread needs Python's lock: where other threads hold it for long, samples
+are further apart. So compare the seconds with those of a run without it. Writes FILE, and no result.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How long a command takes before and after its real work: `parbank train` to its first step, and `parbank eval`.
+"""The time of a command before and after its real work: `parbank train` to its first step, and `parbank eval`.
 
     python benchmarks/startup.py [--only train] [--recipe sprint] [--data SPEC] [--steps 20] [--set a.b=v]...
     python benchmarks/startup.py --only train --profile stacks.txt; python benchmarks/stacks.py --show stacks.txt
@@ -16,9 +16,11 @@ a third start, "imported": an empty cache with nothing but the kernels of `warmu
 providers of their own: all methods but `adaptive`, which is newer. `cf75d9b~1` is the last commit that scored through
 torch.compile.
 
-The parts of a training's setup, and of what follows its last step, are those that its summary.json holds. `imports` is the time
-from the command to the start of the setup; with --recipe auto it contains the plan. `saving, exit` is what is left of the
-command: the last checkpoint, and the process's end. Those of an `eval` are the `times` that `--json` prints.
+The parts of a training's setup, and of the time after its last step, are those of its summary.json. `imports` is the time from
+the command to the start of the setup; with --recipe auto it contains the plan. `saving, exit` is the rest of the command: the
+last checkpoint, and the end of the process. The parts of an `eval` are the `times` that `--json` prints.
+
+Bound: none; the second start is what a user meets most. Writes benchmarks/results/startup, or the folder of --claim.
 """
 
 import argparse

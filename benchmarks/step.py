@@ -2,32 +2,30 @@
 
     python benchmarks/step.py [--variants published ours ...] [--set a.b=v]... [--quick] [--claim NAME] [--out DIR]
 
-The floor is measured in the same run: every product of the step, forward and both ways back, with cuBLAS, and attention with
-the fastest way this machine has (PyTorch's own, FlexAttention, FlashAttention 3 where installed), each alone, summed. Then, for
-the golf recipe, each variant:
+The floor, which is the bound, is measured in the same run. It is the sum of every product of the step with cuBLAS, forward and
+both gradients, and of attention by the fastest backend of this machine (PyTorch's own, FlexAttention, FlashAttention 3 where
+installed), each alone. Then, for the golf recipe, each variant:
 
-- `published`: the published recipe's own script (parameter-golf #549), its own loop on random tokens, on the attention that
-  PyTorch has: the baseline, plain PyTorch under Inductor
-- `ours`: as it is shipped, the trainer's own step: passes and optimizer replayed as CUDA graphs, no torch.compile
+- `published`: the baseline. The published recipe's own script (parameter-golf #549), plain PyTorch under Inductor: its own loop
+  on random tokens, with PyTorch's attention
+- `ours`: the trainer's own step as it is shipped: passes and optimizer replayed as CUDA graphs, no torch.compile
 - `cudnn`: as `ours`, without FlashAttention 3 where it is installed
-- `isolated`, `isolated cudnn`: as `ours` and `cudnn`, with attention within documents, which random tokens make as long as
-  the vocabulary is large, on average
+- `isolated`, `isolated cudnn`: as `ours` and `cudnn`, with attention within documents. In random tokens a document has as many
+  tokens as the vocabulary, on average
 - `compiled`: as `ours`, with the model through torch.compile
 - `kernels`: as `ours`, launch by launch
-- `reference`: our model under torch.compile with every op in its plain-PyTorch definition, which is written to be read and
-  not a baseline
+- `reference`: our model under torch.compile with every op in its plain-PyTorch definition. The definitions are written to be
+  read, so this is no baseline
 - `fp8`, `fp8+head`: as `compiled`, with the MLP, or MLP and head, in 8 bits: the compiler fuses the rounding
 
 Measured: forward + backward of one micro-batch, the optimizer section, a whole step of one micro-batch and of the whole
 batch, its wait for data, peak memory, and for ours a waterfall by kernel class with its picture.
 
-A GPU that is kept busy lowers its clock when it reaches its power limit, which a few short calls never do. So the floor and
-each variant are also held for some seconds, all products and attention queued one after another as a graph, and what they
-take at the end is written down beside clock and power.
+Under sustained load a GPU reaches its power limit and lowers its clock; a few short calls never do. So the floor and each
+variant are also held for some seconds, queued without a pause as graphs, and timed at the end beside clock and power.
 
-Larger micro-batches come by --set batch.micro_batch_tokens=196608.
-
-Random tokens, and random values in the matrices that a new model has at zero: products of zeros are faster than life.
+--set batch.micro_batch_tokens=196608 takes larger micro-batches. Tokens are random. Matrices that a new model has at zero get
+random values, because products of zeros are faster than real ones. Writes benchmarks/results/step, or the folder of --claim.
 """
 
 import argparse

@@ -4,9 +4,11 @@
                                  --seeds 4 --data text:train=A,val=B --out runs/study-published
 
 Everything after `--` goes to `parbank study run`, which must be told its folder by --out. After --seconds the study is
-stopped as by Ctrl-C; the same command goes on where it stopped. Each call writes the result of the runs that have ended, and
-ends with code 1 while runs are left.
+stopped as by Ctrl-C; the same command goes on where it stopped. The exit code is 1 while runs are left.
 benchmarks/studies/QUEUE.md has the commands of the studies that wait for a GPU.
+
+Bound: the base of the study, with an interval for each difference. Each call writes benchmarks/results/CLAIM with the runs that
+have ended.
 """
 
 import argparse
@@ -66,7 +68,7 @@ def main() -> None:
         cut = own.index("--")
         own, given = own[:cut], own[cut + 1 :]
     if "--out" not in given:
-        sys.exit("say after -- what to run, with the study's folder: -- seeds --budget 30s --out runs/study-seeds")
+        sys.exit("give the study and its folder after --, as in: -- seeds --budget 30s --out runs/study-seeds")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--claim", required=True, help="the result's folder")
     parser.add_argument("--seconds", type=float, default=540)
@@ -80,7 +82,9 @@ def main() -> None:
         process.send_signal(signal.SIGINT)
         process.wait()
     if process.returncode == 2:
-        sys.exit("the study was refused, as said above: a result of an earlier one in its folder would be another's")
+        sys.exit(
+            "the study was refused, see above; nothing is written, since its folder may hold the runs of another study"
+        )
     report = make_report(HERE.parent / given[given.index("--out") + 1])
     if not report.results:
         sys.exit("no run has ended: there is no result to write; the same command goes on")

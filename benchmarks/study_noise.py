@@ -3,10 +3,12 @@
     python benchmarks/study_noise.py [--recipe nano] [--pairs 30] [--steps 20] [--data SPEC] [--file FILE] [--out DIR]
 
 Trains pairs of runs that share the settings and nothing else. On a CPU a run is repeated to the bit by its seed. So the two
-runs of a pair have different seeds: different weights at the start, and another order of the data. That is the widest noise
-that a pair can have. Then a thousand studies are simulated from that noise, in two ways: differences drawn from the pairs,
-and from the normal distribution that is fitted to them. --file also writes the pairs there: tests/nano_pairs.json is made so,
-and the tests of the statistics draw from it.
+runs of a pair have different seeds: different initial weights, and another order of the data. That is the widest noise that a
+pair can have. Then a thousand studies are simulated from that noise, in two ways: differences drawn from the pairs, and from the
+normal distribution that is fitted to them. --file also writes the pairs there: tests/nano_pairs.json is made so, and the tests
+of the statistics draw from it.
+
+Bound: the 99% binomial interval of each stated share (`least allowed`, `most allowed`). Writes benchmarks/results/study_noise.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python benchmarks/study_ranks.py SHORT LONG [--claim study_ranks] [--out DIR]
 
 SHORT and LONG are folders of studies, or result.json files that benchmarks/studies.py has written. Arms are ranked by their
-mean difference from the base at equal seeds. The chance is that of random orders: how many of all orders of the arms agree as
-well as these two do.
+mean difference from the base at equal seeds. Bound: chance, the share of all orders of the arms that agree as well as these two
+do. Writes benchmarks/results/study_ranks.
 """
 
 import argparse

@@ -5,12 +5,14 @@
     python benchmarks/texts.py --slice text:CORPUS.jsonl.xz --train-bytes 20000000 --val-bytes 600000 --out .texts/corpus
 
 The first form takes Debian packages: English documentation, and manual pages. It needs `apt-get` and `dpkg-deb`, and the
-network. The same packages give the same bytes, in the same order. about.json holds the packages with their versions, and the
-sizes and hashes of the texts; git ignores the folder. One document in 32, chosen by a hash of its name, is validation text.
-Documents that are equal in their letters are kept once.
+network. The same packages give the same bytes, in the same order. One document in 32, chosen by a hash of its name, is
+validation text. Documents that are equal in their letters are kept once.
 
-A slice is a part of a text, for choices: its validation part are dev documents (holdout=dev), so the text's own validation part
-is touched by no choice. Documents come in the order of their hashes, until there are so many bytes.
+A slice is a part of a text, for choices: its validation part are dev documents (holdout=dev), so no choice reads the text's own
+validation part. Documents come in the order of their hashes, until there are so many bytes.
+
+Writes train.jsonl.xz, val.jsonl.xz and about.json, which holds the packages with their versions, and the sizes and hashes of the
+texts. git ignores the folder. Nothing is measured.
 """
 
 import argparse

@@ -3,10 +3,12 @@
     python benchmarks/tune.py [--only symmetric,rms_norm] [--skip 1536] [--without tma] [--quick] [--out DIR]
 
 What can be tuned is declared beside the benchmarks: an ops_*.py file may have a function `tunables()`. Kernels are
-compiled first, by as many processes as there are cores, into Triton's cache; then this process times them one at a time,
-in a CUDA graph of several calls, because that is how a step runs them. What a candidate computes is held against plain
-PyTorch, or against what the table's own config does, which the tests hold against that. The winners go by hand into the tables of
+compiled first, by as many processes as there are cores, into Triton's cache. Then this process times them one at a time,
+in a CUDA graph of several calls, because that is how a step runs them. The output of a candidate is compared with plain PyTorch,
+or with that of the table's own config, which the tests compare with plain PyTorch. Put the winners by hand into the tables of
 parbank/ops: a table that changed itself could not be reviewed.
+
+Bound: that of the case in ops_*.py, where it has one. Writes benchmarks/results/tune.
 """
 
 import argparse

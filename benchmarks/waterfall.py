@@ -1,4 +1,4 @@
-"""Where a step's time goes: the kernels of a profile by class, the gaps between them, and a picture of both."""
+"""Where a step's time goes: the kernels of a profile by class, the gaps between them, and a picture of both. For step.py."""
 
 from collections import Counter
 from collections.abc import Callable

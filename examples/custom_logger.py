@@ -1,6 +1,6 @@
 """Send the metrics of a run to a place of your own: python examples/custom_logger.py FOLDER [STEPS]
 
-A logger is a class with `write` and `close`, registered by a name that `train.loggers` then accepts.
+A logger is a class with `write` and `close`. Its name in LOGGERS is what `train.loggers` takes.
 """
 
 import csv

@@ -1,6 +1,6 @@
 """Train on your own text and see what came out: python examples/train_on_text.py FOLDER [MINUTES]
 
-Reads every UTF-8 text file in the folder. Everything about the run is in runs/own-text.
+Reads every UTF-8 text file in the folder. The run is in runs/own-text, which must not hold a run yet.
 """
 
 import sys

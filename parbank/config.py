@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import json
+import sys
 import textwrap
 import types
 import typing
@@ -102,7 +103,8 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def named(table: Mapping[str, Any], default: Any) -> Any:
-    """A field whose value is a name of a table, or several. `walk` lists the names that are there when it is asked."""
+    """A field whose value is a name of a table, or several names. `walk` lists the names that the table has when it is
+    called."""
     return dataclasses.field(default=default, metadata={"table": table})
 
 
@@ -192,6 +194,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return value
         raise ConfigError(f"{path} must be {_describe(hint)}, got {value!r}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > sys.float_info.max:
+            raise ConfigError(f"{path} must be at most {sys.float_info.max:.1e}, got {value!r:.20}...")
         return float(value)
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)

@@ -66,11 +66,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """What an error says. Of one of the system the words alone: the message around them names the path."""
+    """The text of an error. Of an OSError, only the system's words: the message around them names the path."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-# Of PyTorch, C++, Python and pthreads; none of them has a type of its own.
+# Words of PyTorch, C++, Python and pthreads, whose errors have no type of their own for this.
 _OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "can't start new thread", "Resource temporarily unavailable")
 
 

@@ -21,14 +21,19 @@ from filelock import FileLock, Timeout
 from parbank.errors import FileError
 
 HOLDER = ".run.json"
-"""In the folder of a run that trains: the process that does."""
+"""The file in the folder of a run that names the process training there."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux: fcntl.h, fs.h
-_LONGEST = 200  # bytes of a name in that of its temporary file, which has 18 more: file systems allow 255
+_LONGEST = 200  # bytes of a file's name in that of its temporary file, which adds 18; file systems allow 255
 
 
 def default_cache() -> Path:
     """Where prepared text and compiled kernels are kept: $PARBANK_CACHE, else ~/.cache/parbank."""
-    return Path(os.environ.get("PARBANK_CACHE") or Path.home() / ".cache" / "parbank")
+    if chosen := os.environ.get("PARBANK_CACHE"):
+        return Path(chosen)
+    try:
+        return Path.home() / ".cache" / "parbank"
+    except RuntimeError:  # HOME is not set, and the system does not know this user, as in some containers
+        raise FileError("this user has no home folder for the cache; set PARBANK_CACHE to a folder") from None
 
 
 def write_file(path: str | Path, data: bytes) -> int:
@@ -85,8 +90,8 @@ def _shorten(name: str) -> str:
 
 
 def remove_leftovers(folder: Path, pattern: str) -> None:
-    """Deletes the temporary files of killed writers of `pattern`: those that no process holds locked. A pipe or a link of
-    such a name is no such file, and opening a pipe would wait for ever."""
+    """Deletes the temporary files that killed writers of `pattern` left: those that no process holds locked. Links and
+    pipes of such a name stay, and are not opened: opening a pipe would wait for ever."""
     for temporary in folder.glob(f".{pattern}.{'[0-9a-f]' * 12}.tmp"):
         with suppress(OSError):
             if not stat.S_ISREG(os.lstat(temporary).st_mode):
@@ -193,8 +198,8 @@ def locked(lock: Path, folder: Path, *, wait: Callable[[str], None] | None = Non
 
 
 def _check_lock(lock: Path) -> None:
-    """Raises the reason if a lock cannot be made at all. filelock takes a file that it cannot create for one that another
-    process has just deleted, and would wait for ever: so it is with a folder such as /proc, which takes no files."""
+    """Raises the system's error if a lock cannot be made at all, as in /proc, which takes no files. filelock would wait for
+    ever there: it assumes that another process has just deleted the file."""
     if not os.path.lexists(lock):
         os.close(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644))
 
@@ -224,7 +229,11 @@ def _refuse_foreign(lock: Path, holder: Path) -> None:
     except FileNotFoundError:
         with suppress(FileNotFoundError):
             foreign = lock if os.lstat(lock).st_size else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except OSError:
+        if not os.path.lexists(holder):  # its name is too long, for one: the lock cannot be made
+            raise
+        foreign = holder
+    except (ValueError, KeyError, TypeError, RecursionError):
         foreign = holder
     if foreign is not None:
         raise FileError(
@@ -236,7 +245,7 @@ def is_running(pid: int) -> bool:
     """Whether this machine has a process of that number, of any user."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # in a damaged file, any number may stand for a process
         return False
     except PermissionError:
         return True

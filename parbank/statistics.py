@@ -20,7 +20,7 @@ import numpy as np
 
 ALPHA = 0.05
 POWER = 0.8
-MOST_PAIRS = 1000  # more seeds than anybody runs: beyond them no number is named
+MOST_PAIRS = 1000  # more seeds than anybody runs: larger numbers are not computed
 
 Verdict = Literal["better", "worse", "no difference", "too few seeds"]
 
@@ -66,7 +66,7 @@ def compare(
     within +-target, and "too few seeds" otherwise. `assumed_sd` serves where an arm has fewer than two pairs.
     """
     tests = {arm: _test(values) for arm, values in differences.items()}
-    # p of both may be 0 to the precision of floats: then the larger t goes first
+    # Two p values may both be 0 to the precision of floats: then the larger t goes first.
     strongest = sorted(tests, key=lambda arm: -_standardize(*tests[arm][:2], len(differences[arm])))
     levels = holm({arm: tests[arm][2] for arm in strongest}, alpha)
     found = {}
@@ -174,7 +174,7 @@ def rejection(shift: float, critical: float, freedom: int) -> float:
 
     Given the denominator the numerator is normal, so this is one integral over the denominator.
     """
-    # beyond twelve deviations of it (at least 1 / sqrt(2 freedom)) nothing is left
+    # chi / sqrt(freedom) has a mean near 1 and a deviation below 1 / sqrt(2 freedom): beyond twelve of them nothing is left
     upper = 1 + 12 / math.sqrt(2 * freedom)
     nodes, weights = _gauss_legendre()
     chi = upper * (nodes + 1) / 2

@@ -14,13 +14,17 @@ budget is a clock does it while it runs (parbank.training.threads).
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from threading import Event, Thread
+from typing import TypeVar
 
 import torch
 
 from parbank.cores import count_cores, cpus, had_to_wait
 from parbank.errors import ConfigError
+
+T = TypeVar("T")
 
 MOST_THREADS = 1024
 """More than most machines have cores. Some ten thousand would make OpenMP abort the process."""
@@ -53,6 +57,20 @@ def use_threads(threads: int | None = None) -> Iterator[int]:
         yield chosen
     finally:
         torch.set_num_threads(before)
+
+
+def run_in_background(work: Callable[[], T], name: str) -> Future[T]:
+    """The result of work in a daemon thread. The process may end before it, where a ThreadPoolExecutor would hold it up."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # any error must reach the caller
+            result.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return result
 
 
 class ShortWaits:

@@ -8,8 +8,8 @@ scored artifact. A crossing is a function of one package under parbank/ that is 
 counts once, however often it is called and from wherever. Code outside parbank, such as torch, is passed through: a method of
 the model that torch calls for the trainer is entered from the trainer. The modules at the root of parbank/ (config, runtime,
 files, graphs, ...) are common ground and passed through in the same way: a call to `config.require` is no crossing, but a
-function of `model` that `graphs` calls for the trainer is one. A function that a pool of threads runs is entered from the one
-that submitted it. Callbacks count, imports do not.
+function of `model` that `graphs` calls for the trainer is one. A function that a thread runs is entered from the function that
+started the thread, or submitted the work to a pool. Callbacks count, imports do not.
 
 The table at the end counts the same trace in other ways: by who calls, and with every module at the root as a package of its
 own, where the calls that an import makes count too.
@@ -70,7 +70,7 @@ class Tracer:
         return caller, here
 
     def _functions(self, frame: FrameType | None) -> Iterator[Function]:
-        """The functions of parbank on the stack, from the inside out, and in a pool's thread on that of the submitter."""
+        """The functions of parbank on the stack, from the inside out, and in a thread those of its starter or submitter."""
         while frame is not None:
             if (function := self._function(frame)) is not None:
                 yield function
@@ -78,9 +78,19 @@ class Tracer:
         yield from getattr(self._submitter, "functions", ())
 
     @contextmanager
-    def following_pools(self) -> Iterator[None]:
-        """Inside, work that is submitted to a pool of threads keeps the functions that submitted it."""
-        submit = ThreadPoolExecutor.submit
+    def following_threads(self) -> Iterator[None]:
+        """Inside, a thread keeps the functions that started it, and work in a pool the functions that submitted it."""
+        submit, start = ThreadPoolExecutor.submit, threading.Thread.start
+
+        def start_with_stack(thread: threading.Thread) -> None:
+            functions, work = tuple(self._functions(sys._getframe(1))), thread.run
+
+            def run() -> None:
+                self._submitter.functions = functions
+                work()
+
+            thread.run = run  # type: ignore[method-assign]
+            start(thread)
 
         def submit_with_stack(pool: ThreadPoolExecutor, work: Any, /, *args: Any, **kwargs: Any) -> Any:
             functions = tuple(self._functions(sys._getframe(1)))
@@ -91,7 +101,10 @@ class Tracer:
 
             return submit(pool, run)
 
-        with mock.patch.object(ThreadPoolExecutor, "submit", submit_with_stack):
+        with (
+            mock.patch.object(ThreadPoolExecutor, "submit", submit_with_stack),
+            mock.patch.object(threading.Thread, "start", start_with_stack),
+        ):
             yield
 
     def _function(self, frame: FrameType) -> Function | None:
@@ -141,7 +154,7 @@ def trace_run(root: Path) -> Tracer:
         threading.setprofile(tracer)
         sys.setprofile(tracer)
         try:
-            with suppress(SystemExit), tracer.following_pools():
+            with suppress(SystemExit), tracer.following_threads():
                 runpy.run_module("parbank", run_name="__main__")
         finally:
             sys.setprofile(None)

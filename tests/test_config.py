@@ -59,6 +59,7 @@ def test_a_choice_called_none_can_be_set() -> None:
         ("inner.kind=c", "one of 'a', 'b'"),
         ("inner.names=x", "must be a list"),
         ("inner.limit=soon", "a number or none"),
+        (f"inner.rate={10**400}", r"inner.rate must be at most 1.8e\+308, got 10000000000000000000\.\.\."),
         ("on=1", "true or false"),
         ("inner=3", "inner.size"),
         ("other.size=3", "is not a setting"),

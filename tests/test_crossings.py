@@ -37,11 +37,13 @@ HOUSE = {
         "        return sorted([2, 1], key=back)\n"
         "def measure(x):\n    return x\n"
         "def weigh(x):\n    return x\n"
+        "def count():\n    return 1\n"
     ),
     "high/__init__.py": "",
     "high/plan.py": (
         "from concurrent.futures import ThreadPoolExecutor\n"
-        "from house.low.work import Tool, measure, weigh\n"
+        "from threading import Thread\n"
+        "from house.low.work import Tool, count, measure, weigh\n"
         "import house.shared\n"
         "def order(x):\n    return inner(x)\n"
         "def inner(x):\n    return house.shared.ask(x)\n"
@@ -50,6 +52,9 @@ HOUSE = {
         "    house.shared.call(order, 1)\n"
         "    with ThreadPoolExecutor(1) as pool:\n"
         "        pool.submit(weigh, 1).result()\n"
+        "    thread = Thread(target=count)\n"
+        "    thread.start()\n"
+        "    thread.join()\n"
         "    for _ in range(3):\n"
         "        Tool().use(order)\n"
     ),
@@ -67,7 +72,7 @@ def test_the_tracer_sees_each_function_once_and_no_import(tmp_path: Path, monkey
     threading.setprofile(tracer)
     sys.setprofile(tracer)
     try:
-        with tracer.following_pools():
+        with tracer.following_threads():
             importlib.import_module("house.high.plan").run()
     finally:
         sys.setprofile(None)
@@ -78,5 +83,6 @@ def test_the_tracer_sees_each_function_once_and_no_import(tmp_path: Path, monkey
         ("Tool.use", "order"),  # the callback that the sort makes for it
         ("run", "measure"),  # through a module at the root, which is passed through; `order` comes home that way
         ("run", "weigh"),  # by a pool's thread
+        ("run", "count"),  # by a thread of its own
     }
     assert {here[1] for _, here in tracer.with_root} == {here for _, here in crossings} | {"ask", "call"}

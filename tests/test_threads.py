@@ -13,7 +13,7 @@ import torch
 from parbank import cores, threads
 from parbank.cores import LoadMeter, count_cores, estimate_others, read_quota
 from parbank.errors import ConfigError
-from parbank.threads import ShortWaits, check_threads, compute_with, use_threads
+from parbank.threads import ShortWaits, check_threads, compute_with, run_in_background, use_threads
 from parbank.training.threads import choose_threads
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -250,3 +250,9 @@ def test_other_processes_are_noticed() -> None:
             process.communicate()
     assert found > 0.8 * count
     assert choose_threads(cores=count, most=count, others=found) <= max(2, round(0.6 * count))
+
+
+def test_work_in_the_background_gives_its_result_or_its_error() -> None:
+    assert run_in_background(lambda: threading.current_thread().name, "aside").result() == "aside"
+    with pytest.raises(ZeroDivisionError):
+        run_in_background(lambda: 1 // 0, "aside").result()

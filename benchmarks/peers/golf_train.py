@@ -3,8 +3,9 @@
     python benchmarks/peers/golf_train.py --data SPEC [--seconds 120] [--seed 7] [--sliding] [--out DIR]
 
 Equal to `parbank train --recipe sprint`: the tokenizer, the windows and their order, the batch and its passes, the momentum's
-warm-up, the EMA's decay, the share of the time that the learning rate falls, the clock, the score. What remains different is
-the peer's own: model code, kernels, optimizer, initial weights, packing.
+warm-up, the EMA's decay, the share of the time that the learning rate falls, the clock, the score. Different are the peer's
+own parts: model code, kernels, optimizer, initial weights, packing. Writes benchmarks/results/peer_golf: bits per byte, bytes
+and tokens per second. Bound: none.
 """
 
 import argparse

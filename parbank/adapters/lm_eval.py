@@ -16,6 +16,7 @@ that the model was trained on.
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,9 +105,15 @@ class ParbankLM(LM):
         return self._finish("loglikelihood_rolling", requests, sums)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Text that continues each context, up to the first of its stop strings; greedy unless the task samples."""
-        texts = [self.model.sample(prompt, context=self.context, **read_generation(options))
-                 for prompt, options in (request.args for request in requests)]  # fmt: skip
+        """Text that continues each context, up to the first of its stop strings; greedy unless the task samples. A task may
+        repeat a request for several samples: each has the seed after the one before."""
+        texts, earlier = [], Counter[str]()
+        for prompt, options in (request.args for request in requests):
+            settings, key = read_generation(options), repr((prompt, options))
+            if earlier[key]:
+                settings["seed"] += earlier[key]
+            earlier[key] += 1
+            texts.append(self.model.sample(prompt, context=self.context, **settings))
         return self._finish("generate_until", requests, texts)
 
     def _finish(self, kind: str, requests: list[Any], answers: list[Any]) -> list[Any]:
@@ -178,11 +185,16 @@ def read_generation(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"the generation setting {unknown[0]!r} is not supported; there are {', '.join(GENERATION)}")
     until = options.get("until") or ()
     temperature = float(options.get("temperature") or 0.0)
+    if options.get("do_sample") and not temperature:
+        raise ConfigError(
+            "do_sample is true, and the temperature is 0 or not given; set one above 0, or do_sample=false"
+        )
     most = options.get("max_gen_toks")
     found = {
         "tokens": MAX_TOKENS if most is None else _read_count("max_gen_toks", most),
         "temperature": temperature if options.get("do_sample", temperature > 0) else 0.0,
         "stop": [until] if isinstance(until, str) else list(until),
+        "seed": 0,
     }
     return found | {name: options[name] for name in ("top_k", "top_p", "seed") if name in options}
 

@@ -215,6 +215,8 @@ class Run:
         path = read_path(folder)
         try:
             summary = parse_json((path / "summary.json").read_text(encoding="utf-8"))
+            if not isinstance(summary, dict):
+                raise ValueError("summary.json is not a table of results")
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path} holds no run that has ended ({reason(error)}); resume the run by train(out=..., resume=True), or open its "
@@ -256,7 +258,7 @@ def _to_json(key: str, value: object) -> str:
 
 
 def _plain(key: str, value: object) -> object:
-    """What JSON has no form for: a number or an array of NumPy or PyTorch, or a path."""
+    """The JSON form of a number or an array of NumPy or PyTorch, or of a path."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):

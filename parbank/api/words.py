@@ -41,21 +41,21 @@ def _spell_keyword(found: re.Match[str]) -> str:
     return f"{keyword}={repr(quoted) if quoted else bare or ''}"
 
 
-def in_python_words(door: Callable[P, R]) -> Callable[P, R]:
-    """The door, with its errors and warnings in the words of Python. The command line calls what is inside
+def in_python_words(function: Callable[P, R]) -> Callable[P, R]:
+    """A public function whose errors are in the words of Python. The command line calls the function inside
     (`inspect.unwrap`)."""
 
-    @functools.wraps(door)
-    def open_door(*args: P.args, **kwargs: P.kwargs) -> R:
+    @functools.wraps(function)
+    def translated(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return door(*args, **kwargs)
+            return function(*args, **kwargs)
         except ParbankError as error:
             error.args = (translate(str(error)),)
             raise
 
-    return open_door
+    return translated
 
 
 def warn(message: str, stacklevel: int) -> None:
-    """A warning in the words of Python, for the caller of the door. The level counts from the door's own function."""
+    """A warning in the words of Python, for the caller of a public function. The level counts from that function."""
     warnings.warn(translate(message), stacklevel=stacklevel + 2)

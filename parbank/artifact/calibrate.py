@@ -60,10 +60,11 @@ def calibrate(
     """H and g of every tensor that becomes integers, over about `config.calibration_tokens` in windows spread evenly over
     the text.
 
-    The windows are distributed over the ranks and the sums added, so every rank returns the same. Nothing is random.
+    The windows are distributed over the ranks and the sums added, so every rank returns the same. Nothing is random. A
+    rank without a window reads the first one and adds zeros: all ranks must sum the same tensors.
     """
     starts = _window_starts(len(tokens), context, config.calibration_tokens)
-    mine = starts[runtime.rank :: runtime.world]
+    mine = starts[runtime.rank :: runtime.world] or starts[:1]
     limit = _TOKENS_CUDA if runtime.is_cuda else _TOKENS_CPU
     rows = max(1, min(limit, _LOGITS // model.config.vocab_size) // context)
     probe = Probe(_weights(model, config), runtime.device)
@@ -78,6 +79,8 @@ def calibrate(
             loss.backward()
             probe.forget()
             progress(min(1.0, (first + rows) / len(mine)))
+    if runtime.rank >= len(starts):
+        probe.zero_sums()
     return probe.finish(len(starts) * context, runtime)
 
 
@@ -147,13 +150,13 @@ class Probe(TorchFunctionMode):
         return out
 
     def see_linear(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Records a product with a weight (outputs, inputs), if it is one of the watched."""
+        """Records a product with a weight (outputs, inputs), if the weight is watched."""
         if (name := self._find_name(weight)) is not None:
             self._see_input(name, x.detach())
             self._watch("linear", name, out)
 
     def see_lookup(self, ids: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Records a lookup in a table, if it is one of the watched."""
+        """Records a lookup in a table, if the table is watched."""
         if (name := self._find_name(weight)) is not None:
             _add(self.counts, name, torch.bincount(ids.flatten(), minlength=self.shapes[name][0]))
             out.requires_grad_()
@@ -163,6 +166,12 @@ class Probe(TorchFunctionMode):
         """Releases the tensors of a pass. They are kept until then, so that no new tensor takes their address."""
         self.casts.clear()
         self.grams.clear()
+
+    def zero_sums(self) -> None:
+        """Keeps the names and shapes of all sums, and no number."""
+        for sums in (self.inputs, self.counts, self.squares):
+            for total in sums.values():
+                total.zero_()
 
     def finish(self, tokens: int, runtime: Runtime) -> Calibration:
         """Sums over the ranks, in the order of the names, and the normalisation."""
@@ -174,7 +183,7 @@ class Probe(TorchFunctionMode):
             hessian = inputs.get(self.shared.get(name, name))
             head, table = squares.get(("linear", name)), squares.get(("embedding", name))
             if table is not None:
-                share = counts[name] + 0.5 / tokens  # a row that never came by still may
+                share = counts[name] + 0.5 / tokens  # a row that this text does not look up may be looked up in another
                 hessian, head = _join_table(share, table, hessian, head)
             if hessian is not None and head is not None:
                 hessians[name], sensitivity[name] = hessian.float(), head.float()

@@ -109,8 +109,8 @@ def is_left_out(name: str) -> bool:
 
 
 def find_imports(tree: ast.Module, package: str) -> Iterator[str]:
-    """Names of all modules that the source imports, wherever the import stands; also names of attributes, which are no
-    modules, and strings: a table of modules to import on demand holds their names."""
+    """Names of all modules that the source imports, wherever the import stands. Also the names of imported attributes, since
+    the source does not tell them from modules, and strings: a table of modules to import on demand holds strings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -123,7 +123,7 @@ def find_imports(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _find(home: Path, name: str) -> Path | None:
-    """The file of a module of parbank; None for other packages and for names of other things."""
+    """The file of a module of parbank; None for any other name."""
     parts = name.split(".")
     if parts[0] != parbank.__name__ or not all(part.isidentifier() for part in parts):
         return None

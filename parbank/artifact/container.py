@@ -127,7 +127,7 @@ def is_artifact(path: str | Path) -> bool:
 
 
 def check_target(path: str | Path) -> None:
-    """Refuses to replace a file that is no artifact, such as a checkpoint named by mistake, and the result of a run."""
+    """Refuses to replace the artifact of a run, or a file that is no artifact, such as a checkpoint named by mistake."""
     if os.path.isdir(path):
         raise ArtifactError(f"{path} is a folder; name a file in it, such as {Path(path) / 'model.pbk'}")
     if os.path.lexists(path) and not is_artifact(path):

@@ -66,10 +66,8 @@ def _rebuild(artifact: Artifact, device: torch.device, shaped: Shaped) -> Loaded
         )
     config = from_dict(ModelConfig, meta["model"], path="model")
     context, data = meta["context"], meta.get("data")
-    if type(context) is not int or not 1 <= context <= MAX_POSITIONS:
-        raise _unusable(artifact, f"its context is {context!r}, not a whole number from 1 to {MAX_POSITIONS}")
-    if not isinstance(data, str | None):
-        raise _unusable(artifact, f"its data is {data!r}, not a name")
+    if (fault := find_fault(context, data)) is not None:
+        raise _unusable(artifact, fault)
     tokenizer = Tokenizer.from_bytes(artifact.sections[TOKENIZER])
     ours, theirs = (config.vocab_size, config.bos_id), (tokenizer.vocab_size, tokenizer.bos_id)
     if ours != theirs:
@@ -96,6 +94,13 @@ def _rebuild(artifact: Artifact, device: torch.device, shaped: Shaped) -> Loaded
         meta=meta,
         source=Path(artifact.source),
     )
+
+
+def find_fault(context: object, data: object) -> str | None:
+    """Why no model is loaded with this context and data in its meta; None if both are sound."""
+    if type(context) is not int or not 1 <= context <= MAX_POSITIONS:
+        return f"its context is {context!r}, not a whole number from 1 to {MAX_POSITIONS}"
+    return None if isinstance(data, str | None) else f"its data is {data!r}, not a name"
 
 
 def _unusable(artifact: Artifact, reason: str) -> ArtifactError:

@@ -79,7 +79,7 @@ def calibrate_module(
 
 
 class _ModuleProbe(Probe):
-    """Sees products as well: x @ W.T and addmm, other ways to write a linear layer; and the layers inside
+    """Also sees x @ W.T and addmm, which are other ways to write a linear layer, and the layers inside
     `nn.MultiheadAttention`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

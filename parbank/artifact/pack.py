@@ -43,9 +43,9 @@ class TensorRow:
     raw_bytes: int
     """Bytes before entropy coding: fixed width and scales."""
     packed_bytes: float
-    """Its part of the compressed streams. The sum over tensors is all of them, less some bytes at their ends."""
+    """Its part of the compressed streams. The sum over tensors is the size of the streams, less some bytes at their ends."""
     integer_bits: float
-    """Bits its integers take in the file, description of their models included; 0 for float16. Where lzma coded them, an
+    """Bits its integers take in the file, including the description of their models; 0 for float16. If lzma coded them, an
     estimate whose sum over tensors is exact."""
     entropy_bits: float
     """Bits of its integers under their own histogram: the bound of a coder that treats all weights alike."""
@@ -286,8 +286,8 @@ class _Packer:
 def _search(packer: _Packer, config: QuantConfig, cap: int | None, code_bytes: int) -> Packed:
     """The configured range with clipping if it fits, else the largest unclipped q that does, found in few builds.
 
-    Clipping lowers the error at one q, but under an entropy coder it costs more bytes than a larger q would: at equal
-    size the unclipped range had the smaller error in every measurement (docs/log/packing.md), so the ladder has none.
+    Clipping lowers the error at one q, but under an entropy coder it costs more bytes than a larger q would. At equal size
+    the unclipped range had the smaller error in every measurement (docs/log/packing.md). So only the first file is clipped.
 
     A range k times as wide costs log2(k) bits more per weight. From one measured size that law guesses the q that just
     fits; every build then narrows the bracket until two neighbours lie on either side of the cap.

@@ -17,7 +17,7 @@ import torch
 from parbank.artifact.about import KIND, TOKENIZER
 from parbank.artifact.container import check_target
 from parbank.artifact.contents import Content, pack_contents
-from parbank.artifact.load import LoadedModel
+from parbank.artifact.load import LoadedModel, find_fault
 from parbank.artifact.pack import pack_tensors
 from parbank.config import from_dict, override
 from parbank.data.tokenizer import Tokenizer
@@ -31,14 +31,8 @@ from parbank.quant.roles import role
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 META = "parbank"  # the key of our metadata: the artifact's meta as JSON
 FINGERPRINT = "tokenizer_sha256"
-_USED = (
-    "matrix_bits",
-    "min_matrix_bits",
-    "embedding_bits",
-    "coder",
-    "clip_steps",
-    "clip_floor",
-)  # of quant, by an import
+# The settings of quant that an import uses.
+_USED = ("matrix_bits", "min_matrix_bits", "embedding_bits", "coder", "clip_steps", "clip_floor")
 
 
 @dataclass(frozen=True)
@@ -209,8 +203,8 @@ def _check_model(
                 f"the config has {config.vocab_size} tokens (BOS {config.bos_id}), the tokenizer {tokenizer.vocab_size} "
                 f"(BOS {tokenizer.bos_id})"
             )
-        if type(meta["context"]) is not int or meta["context"] < 1:
-            raise ConfigError(f"its context is {meta['context']!r}, not a whole number from 1")
+        if (fault := find_fault(meta["context"], meta["data"])) is not None:
+            raise ConfigError(fault)
     except (ParbankError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise ArtifactError(f"{path} does not fit its config: {str(error).splitlines()[0]}") from error
 
@@ -249,8 +243,10 @@ def _pack(
 
 
 def save_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Tensors of any dtype as a safetensors file in memory: the same tensors give the same bytes."""
-    return _safetensors().torch.save({name: tensors[name].cpu().contiguous() for name in sorted(tensors)})
+    """Tensors of any dtype as a safetensors file in memory: the same tensors give the same bytes. Copies, because safetensors
+    refuses tensors that share memory."""
+    copies = {name: tensors[name].clone(memory_format=torch.contiguous_format).cpu() for name in sorted(tensors)}
+    return _safetensors().torch.save(copies)
 
 
 def load_bytes(data: bytes, source: str) -> dict[str, torch.Tensor]:

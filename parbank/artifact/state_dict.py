@@ -33,7 +33,7 @@ KIND = "state dict"
 EXACT = "exact"
 _LARGEST_HALF = 65504.0
 _LEAST_HALF = 2.0**-14
-"""Of the numbers that float16 has with all of its digits."""
+"""The smallest number that float16 holds with all of its digits."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NARROW = 16  # the least side of a matrix that is stored as integers (quant/roles.py)
 
@@ -73,8 +73,10 @@ def split_state_dict(
     (inputs, outputs) (`transposed_in`). The order of the dict does not matter."""
     known, found = roles or {}, Split({}, {}, {}, {}, {}, [])
     seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in sorted(state.items(), key=lambda item: str(item[0])):
-        _check_tensor(name, tensor)
+    for name, given in sorted(state.items(), key=lambda item: str(item[0])):
+        _check_tensor(name, given)
+        # A conjugate lies in the memory of its tensor, with other signs.
+        tensor = given.detach().resolve_conj().resolve_neg()
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in seen:
             found.shared[name] = first = seen[place]
@@ -139,7 +141,7 @@ def unpack_state_dict(artifact: Artifact) -> dict[str, Tensor]:
 
 
 def _check_tensor(name: object, tensor: object) -> None:
-    """Refuses what no file could give back."""
+    """Refuses names and tensors that no file could give back."""
     if not isinstance(name, str):
         raise ArtifactError(f"names in a state dict are strings, got {name!r}; pack a dict such as module.state_dict()")
     fault, remedy = "", ""
@@ -172,7 +174,7 @@ def _needs_exactness(name: str, tensor: Tensor) -> bool:
 def _parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     if tensor.ndim <= 2:
         return [(name, tensor)]
-    if min(tensor.shape[-2:]) < _NARROW:
+    if min(tensor.shape[-2:]) < _NARROW or not tensor.numel():
         return [(name, tensor.flatten(1))]
     return [(f"{name}[{i}]", matrix) for i, matrix in enumerate(tensor.flatten(0, -3))]
 

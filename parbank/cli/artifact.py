@@ -45,13 +45,13 @@ def pack(
 ) -> None:
     """Pack a checkpoint into an artifact of limited size.
 
-    The bytes go where the loss needs them: a few training windows are run through the model to see where that is.
+    A few windows of training text show which weights the loss depends on. These weights get more bits.
 
     Examples:
 
-      parbank pack runs/demo-1 --max-bytes 500kB
+      parbank pack runs/demo --max-bytes 500kB
 
-      parbank pack runs/demo-1/checkpoint --max-bytes 8MiB --out small.pbk
+      parbank pack runs/demo/checkpoint --max-bytes 8MiB --out small.pbk
 
       parbank pack step_00000200.pt --max-bytes 1MB --data text:my_folder --set quant.method=rows
     """
@@ -90,12 +90,12 @@ def _find_data(checkpoint: Path) -> str | None:
 def inspect(artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A .pbk file.")]) -> None:
     """Show the contents of an artifact: config, sections, and every tensor with its bits and bytes.
 
-    bits/weight counts everything a tensor takes. coded is what its integers take, entropy what they would under one
-    histogram for all of them: coded is below it where rows and columns differ in spread.
+    bits/weight counts everything that is stored of a tensor. coded counts its integers alone. entropy is the size of these
+    integers by one histogram: coded is smaller if rows or columns differ in spread.
 
     Example:
 
-      parbank inspect runs/demo-1/model.pbk
+      parbank inspect runs/demo/model.pbk
     """
     from parbank.artifact.container import read_artifact
     from parbank.artifact.pack import describe_tensors
@@ -172,15 +172,15 @@ def export(
 ) -> None:
     """Write a model's weights for other programs.
 
-    One tensor for each weight, by its plain name (blocks.0.mlp.up.weight), as the model computes with it: an artifact's
-    integers are multiplied out. The config, the context and the hash of the tokenizer are in the file's metadata; the
-    tokenizer lies beside it as NAME.model, which SentencePiece reads unless it has case operators.
+    The file has one tensor for each weight, by its plain name (blocks.0.mlp.up.weight), with the values that the model
+    computes with. Its metadata holds the config, the context and the hash of the tokenizer. The tokenizer is written beside
+    it as NAME.model, which SentencePiece reads unless it has case operators.
 
     Examples:
 
-      parbank export runs/demo-1/model.pbk
+      parbank export runs/demo/model.pbk
 
-      parbank export runs/demo-1 --dtype bfloat16 --out demo.safetensors
+      parbank export runs/demo --dtype bfloat16 --out demo.safetensors
 
     `parbank import` makes an artifact of it again.
     """
@@ -214,9 +214,8 @@ def import_(
 ) -> None:
     """Make an artifact of weights in a safetensors file.
 
-    Weights that an artifact was exported from are recognised, row by row, and stored exactly as they are; others are
-    rounded to integers row by row: quant.matrix_bits, min_matrix_bits, embedding_bits, coder, clip_steps and clip_floor
-    are what --set takes here.
+    Rows that came from an artifact are recognised and stored exactly. Other rows are rounded to integers. --set takes
+    quant.matrix_bits, min_matrix_bits, embedding_bits, coder, clip_steps and clip_floor.
 
     Examples:
 

@@ -101,7 +101,7 @@ def decompress(
         int | None, typer.Option("--threads", metavar="N", help="CPU threads; as many as made the file if not given.")
     ] = None,
 ) -> None:
-    """Write the files back that `compress` made small.
+    """Restore the files that `compress` wrote into one.
 
     Every part is checked before it is written. A damaged file, or a file that this machine computes differently, is refused.
 

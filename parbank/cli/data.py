@@ -1,4 +1,4 @@
-"""Text into token shards: prepare, look at, fetch."""
+"""Token shards: make them of text, check them, fetch published ones."""
 
 import json
 from pathlib import Path

@@ -56,7 +56,7 @@ def evaluate(
         str | None,
         data_option(
             "What to score: the validation part of a spec, or all of the text of text:val=PATH. If not given, what the model "
-            "was trained on, where it knows."
+            "was trained on, if its file says so."
         ),
     ] = None,
     glob: GlobOption = None,
@@ -64,7 +64,7 @@ def evaluate(
     skip_bad: SkipBadOption = False,
     method: Annotated[
         str,
-        typer.Option(help=f"{describe_registered('eval/methods')} --methods prints their settings."),
+        typer.Option(help=f"{describe_registered('eval/methods')}\n\n--methods prints their settings."),
     ] = "chunked",
     methods: Annotated[
         bool,
@@ -88,7 +88,7 @@ def evaluate(
     adapter: Annotated[
         str | None,
         typer.Option(
-            help=f"{describe_registered('eval/adaptation')} sgd if not given.",
+            help=f"{describe_registered('eval/adaptation')}\n\nsgd if not given.",
             rich_help_panel=_TTT,
         ),
     ] = None,
@@ -137,7 +137,7 @@ def evaluate(
         bool,
         typer.Option(
             "--audit",
-            help="Check at more positions than always that probabilities sum to 1, and print the result. Implies --eager.",
+            help="Check at more positions than usual that probabilities sum to 1, and print the result. Implies --eager.",
         ),
     ] = False,
     unpacked: Annotated[
@@ -155,7 +155,9 @@ def evaluate(
         int | None,
         typer.Option(metavar="N", help="Parts of the text that --prove codes side by side; see `parbank compress`."),
     ] = None,
-    eager: Annotated[bool, typer.Option("--eager", help="Do not replay CUDA graphs: launch by launch.")] = False,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Launch every kernel by itself: replay no CUDA graphs.")
+    ] = False,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -218,7 +220,9 @@ def evaluate(
         "blocks": _parse_blocks(blocks),
         "rank": rank,
     }
-    chosen = {"graphed": not (eager or audit), **flags, **_parse_settings(settings or [])}
+    more = _parse_settings(settings or [])
+    _check_said_once(flags | {"context": context}, more)
+    chosen = {"graphed": not (eager or audit), **flags, **more}
     request = EvalOptions(
         data=data,
         method=method,
@@ -308,6 +312,14 @@ def _parse_settings(assignments: list[str]) -> dict[str, Any]:
             raise ConfigError(f"cannot read the setting {assignment!r}; write it as NAME=VALUE, e.g. momentum=0.5")
         found[name.strip()] = parse_value(text)
     return found
+
+
+def _check_said_once(flags: dict[str, Any], settings: dict[str, Any]) -> None:
+    """A setting beside the option for it would win without a word."""
+    for name in settings:
+        if flags.get(name) is not None:
+            option = "ttt-scores" if name == "scores" else name
+            raise ConfigError(f"--set {name} and --{option} set the same thing; give one of them")
 
 
 def _parse_blocks(text: str | None) -> tuple[int, ...] | None:

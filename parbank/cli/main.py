@@ -31,10 +31,8 @@ def main() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     _replace_closed_streams()
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # a model may write any sign; a terminal that lacks it shows a question mark
+    # A model may write any sign; a terminal that lacks it shows a question mark.
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
@@ -103,9 +101,9 @@ def _build(groups: tuple[ModuleType, ...]) -> typer.Typer:
     """The app of all commands. A name of two words, "data prepare", makes a subcommand; its file's docstring is the help."""
     app = typer.Typer(
         name="parbank",
-        help="Train small language models against two hard budgets, minutes and megabytes.\n\n"
-        "Start with: [bold]parbank train --recipe demo[/bold]. It trains on text this machine already has and leaves one "
-        "file, scored in bits per byte.\n\n[bold]--debug[/bold], anywhere, shows tracebacks.",
+        help="Train small language models that fit two budgets: minutes and megabytes.\n\n"
+        "Start with: [bold]parbank train --recipe demo[/bold]. It trains on text that this machine already has, and leaves "
+        "one file with a score in bits per byte.\n\nAdd [bold]--debug[/bold] to any command to see tracebacks.",
         no_args_is_help=True,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,

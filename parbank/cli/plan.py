@@ -27,10 +27,10 @@ def plan(
     field: FieldOption = None,
     skip_bad: SkipBadOption = False,
     minutes: Annotated[
-        float | None, typer.Option(help="Training clock; 3 if not given.", rich_help_panel=_BUDGET)
+        float | None, typer.Option(help="Minutes of training; 3 if not given.", rich_help_panel=_BUDGET)
     ] = None,
     max_bytes: Annotated[
-        int | None, size_option("Cap on the artifact, 2MB if not given:", rich_help_panel=_BUDGET)
+        int | None, size_option("Size of the artifact, never exceeded; 2MB if not given:", rich_help_panel=_BUDGET)
     ] = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -50,8 +50,8 @@ def plan(
 
       parbank plan --data text:my_folder --json
 
-    The plan rests on laws fitted to measured runs, which parbank ships, and on a probe of this machine that takes some seconds,
-    once. It says where it goes beyond those runs. Nothing is trained. `parbank train` without --recipe trains the plan.
+    Nothing is trained. `parbank train` without --recipe trains the plan. The expected score comes from laws fitted to measured
+    runs, and from a probe of this machine that takes some seconds, once. Notes name sizes outside those runs.
     """
     ahead.begin(device)
     from parbank import runtime

@@ -24,9 +24,9 @@ def report(
 
     Examples:
 
-      parbank report runs/demo-1
+      parbank report runs/demo
 
-      parbank report runs/demo-1 runs/demo-2 -o comparison.html
+      parbank report runs/demo runs/longer -o comparison.html
 
       parbank report runs/study-published-training
     """

@@ -46,7 +46,7 @@ def sample(
 
     Examples:
 
-      parbank sample runs/demo-1 --prompt "def main" --top-p 0.9 --samples 3
+      parbank sample runs/demo --prompt "def main" --top-p 0.9 --samples 3
 
       parbank sample model.pbk --prompt "Q: " --stop "Q:" --tokens 50
 

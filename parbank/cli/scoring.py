@@ -1,10 +1,10 @@
 """One or several models scored on one text: the work of `eval`."""
 
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,31 +63,32 @@ def score_models(paths: dict[str, Path], request: EvalOptions, laps: Laps) -> li
     from parbank.training.compiled import use_compile_cache
 
     use_compile_cache()
-    found: list[dict[str, Any]] = []
-    with runtime.start(request.device) as place, compute_with(request.threads), _beside() as beside:
+    results: list[dict[str, Any]] = []
+    with runtime.start(request.device) as place, compute_with(request.threads):
+        beside = _Beside()
         display = Display(enabled=place.is_main, file=sys.stderr)
         kernels = ScoringKernels(place, display.say)
         laps.end("import")
         try:
             for name, path in paths.items():
-                said = f" {name}" if len(paths) > 1 else ""
-                result = _score_model(path, request, place, display, laps, said, beside, kernels)
+                label = f" {name}" if len(paths) > 1 else ""
+                spec, result = _score_model(path, request, place, display, laps, label, beside, kernels)
+                request = replace(request, data=spec)  # every rank scores the later models on the text of the first
                 if result is None:
                     continue
-                if found and result["text_sha256"] != found[0]["text_sha256"]:
+                if results and result["text_sha256"] != results[0]["text_sha256"]:
                     raise ConfigError(f"{name} was scored on another text than {next(iter(paths))}; give one by --data")
-                found.append(result)
-                request = replace(request, data=result["data"])
+                results.append(result)
         except BaseException:  # an interruption too: the scores before it took their time
-            for name, result in zip(paths, found):
+            for name, result in zip(paths, results):
                 display.say(f"before this, {name} scored {result['val_bpb']:.6f} bits per byte")
             raise
         if place.is_main:
             compressors = beside.result()
             laps.end("compressors")
-            unpacked = _find_unpacked(next(iter(paths.values())), found[0]) if len(paths) == 1 else {}
-            found[0]["beside"] = unpacked | compressors
-    return found if place.is_main else None
+            unpacked = _find_unpacked(next(iter(paths.values())), results[0]) if len(paths) == 1 else {}
+            results[0]["beside"] = unpacked | compressors
+    return results if place.is_main else None
 
 
 def _score_model(
@@ -96,11 +97,11 @@ def _score_model(
     place: Any,
     display: Any,
     laps: Laps,
-    said: str,
+    label: str,
     beside: "_Beside",
     kernels: "ScoringKernels",
-) -> dict[str, Any] | None:
-    from parbank.config import to_dict
+) -> tuple[str, dict[str, Any] | None]:
+    """The data spec that was scored, and, on the first rank, the result."""
     from parbank.data.validation import open_validation
     from parbank.eval.audit import POSITIONS, audited
     from parbank.eval.breakdown import break_down, compare_with_plain
@@ -126,34 +127,30 @@ def _score_model(
     about = method.describe() | validation.describe()
     if theirs is not None:
         refuse_unlike(about, theirs, "the result to compare with")
-    if place.world > 1:  # its import takes a second
-        from parbank.training.agreement import compare_scoring
-
-        same = {f"model.{name}": value for name, value in to_dict(loaded.model.config).items()}
-        same |= {"tokenizer_sha256": loaded.tokenizer.fingerprint, "--audit": request.audit}
-        compare_scoring(loaded.model, same | about, place)
+    if place.world > 1:
+        _compare_ranks(loaded, about, request, place)
     laps.end("text")
     if place.is_main:
         beside.begin(loaded.tokenizer, validation.tokens)
     kernels.wait()
     laps.end("kernels")
     thorough = audited(loaded.model, place.device, POSITIONS) if request.audit else nullcontext()
-    with display.progress(f"scoring{said}") as progress, thorough as w:
+    with display.progress(f"scoring{label}") as progress, thorough as audit:
         began = laps.seconds.get("first piece", 0.0) + laps.seconds.get("scoring", 0.0)
         scored = method.score(
-            loaded.model, validation.tokens, place, _first(progress, laps), tokenizer=loaded.tokenizer
+            loaded.model, validation.tokens, place, _note_first(progress, laps), tokenizer=loaded.tokenizer
         )
         score = scored.total(loaded.tokenizer)
         laps.end("scoring")
     seconds = laps.seconds.get("first piece", 0.0) + laps.seconds["scoring"] - began
     audit_result = {}
-    if w is not None:
-        method.audit(w, loaded.model, scored, place, tokenizer=loaded.tokenizer)
-        found = w.gather(place)
+    if audit is not None:
+        method.audit(audit, loaded.model, scored, place, tokenizer=loaded.tokenizer)
+        found = audit.gather(place)
         found.refuse_faults()
         audit_result["audit"] = found.describe()
     if not place.is_main:
-        return None
+        return spec, None
     if (idle := method.find_idle(scored.tokens, loaded.model.config)) is not None:
         display.say(f"note: {idle}")
     result = {
@@ -173,13 +170,23 @@ def _score_model(
     if request.prove:
         from parbank.eval.compressor.proof import prove
 
-        with display.progress(f"proving{said}") as progress:
+        with display.progress(f"proving{label}") as progress:
             proved = replace(loaded, context=method.context)
             result["proof"] = prove(proved, validation.tokens, segments=request.segments, progress=progress)
         laps.end("proving")
     if request.breakdown:
         result["breakdown"] = break_down(scored, loaded.tokenizer, method, loaded.model.config)
-    return result
+    return spec, result
+
+
+def _compare_ranks(loaded: Any, about: dict[str, Any], request: EvalOptions, place: Any) -> None:
+    """Refuses ranks whose model, tokenizer, text or method differ."""
+    from parbank.config import to_dict
+    from parbank.training.agreement import compare_scoring  # takes a second to import
+
+    same = {f"model.{name}": value for name, value in to_dict(loaded.model.config).items()}
+    same |= {"tokenizer_sha256": loaded.tokenizer.fingerprint, "--audit": request.audit}
+    compare_scoring(loaded.model, same | about, place)
 
 
 def _find_unpacked(path: Path, result: dict[str, Any]) -> dict[str, float]:
@@ -202,8 +209,8 @@ def _find_unpacked(path: Path, result: dict[str, Any]) -> dict[str, float]:
         return {}
 
 
-def _first(progress: Any, laps: Laps) -> Any:
-    """Progress that notes when the first piece of the text was done: kernels are compiled until then."""
+def _note_first(progress: Any, laps: Laps) -> Any:
+    """Progress that notes when the first piece of the text was scored: kernels are compiled until then."""
     begun = False
 
     def move(share: float) -> None:
@@ -217,16 +224,17 @@ def _first(progress: Any, laps: Laps) -> Any:
 
 
 class _Beside:
-    """Other compressors on the same text, in a thread of their own while the model is scored."""
+    """Other compressors on the same text, in threads of their own while the model is scored."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
+    def __init__(self) -> None:
         self._future: Future[dict[str, float]] | None = None
 
     def begin(self, tokenizer: Any, tokens: Any) -> None:
         """The first text counts: all models are scored on it."""
+        from parbank.threads import run_in_background
+
         if self._future is None:
-            self._future = self._pool.submit(_compress, tokenizer, tokens)
+            self._future = run_in_background(partial(_compress, tokenizer, tokens), "parbank-beside")
 
     def result(self) -> dict[str, float]:
         return self._future.result() if self._future is not None else {}
@@ -237,12 +245,3 @@ def _compress(tokenizer: Any, tokens: Any) -> dict[str, float]:
 
     text = tokenizer.decode_bytes(tokens.read(0, len(tokens)))
     return compressor_bpb(text) if len(text) <= LARGEST_BESIDE else {}
-
-
-@contextmanager
-def _beside() -> Iterator[_Beside]:
-    pool = ThreadPoolExecutor(1, thread_name_prefix="parbank-beside")
-    try:
-        yield _Beside(pool)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)

@@ -44,21 +44,21 @@ def serve(
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
 ) -> None:
-    """Play with models on a page in your browser.
+    """Write with models on a page in your browser, and see how well they predict a text.
 
     Write: type a text and see the continuation stream in, with the probability of each token and its alternatives.
     Measure: paste a text and see the bits of each token, and the total beside xz. Several models stand side by side.
 
     Examples:
 
-      parbank serve runs/demo-1
+      parbank serve runs/demo
 
       parbank serve small.pbk large.pbk --port 0
 
       ssh -L 8417:127.0.0.1:8417 machine parbank serve model.pbk
 
-    The server listens on this machine only, unless --host says otherwise. Ctrl-C ends it. It needs the packages
-    starlette and uvicorn, which the extra named serve installs.
+    The server listens on this machine only, unless --host says otherwise. Ctrl-C ends it. It needs starlette and
+    uvicorn, which the extra `serve` installs.
     """
     from parbank.serve import check_installed
 
@@ -88,12 +88,12 @@ def watch(
 
     Examples:
 
-      parbank watch runs/demo-1
+      parbank watch runs/demo
 
       parbank train --recipe demo --live
 
-    The page is made from the run's folder by a process of its own, and only while a browser asks for it. It needs the
-    packages starlette and uvicorn, which the extra named serve installs.
+    The page is made from the run's folder by a process of its own, and only while a browser asks for it. It needs
+    starlette and uvicorn, which the extra `serve` installs.
     """
     from parbank.serve import check_installed
 

@@ -1,4 +1,4 @@
-"""Studies: does a change pay, on this machine, and how sure is that?"""
+"""Compare settings over several seeds: does a change help, and how sure is that?"""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from parbank.cli.terminal import DeviceOption, data_option, print_next, read_count, size_option
+from parbank.errors import ConfigError, ParbankError
 
 if TYPE_CHECKING:
     from parbank.study.report import Report
@@ -29,8 +30,14 @@ FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder 
 
 
 def run(
-    study: Annotated[str, typer.Argument(metavar="NAME|FILE|DIR", help="`parbank study list` names them.")],
-    recipe: Annotated[str | None, typer.Option(help="The base; that of the study if not given.")] = None,
+    study: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE|DIR",
+            help="A shipped study (`parbank study list`), a .toml file, or the folder of a study.",
+        ),
+    ],
+    recipe: Annotated[str | None, typer.Option(help="The recipe of the base; the study's own if not given.")] = None,
     arms: Annotated[
         str | None,
         typer.Option(
@@ -41,7 +48,7 @@ def run(
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each arm.", rich_help_panel=_STUDY)] = None,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="TIME|STEPS", help="Of one run: 60s, 2min, 2000steps.", rich_help_panel=_STUDY),
+        typer.Option(metavar="TIME|STEPS", help="Length of one run: 60s, 2min or 2000steps.", rich_help_panel=_STUDY),
     ] = None,
     data: Annotated[str | None, data_option("What to train on; the recipe's own data if not given.")] = None,
     holdout: Annotated[
@@ -71,10 +78,12 @@ def run(
         typer.Option("--checkpoint", metavar="RUN", help="A stored run, for studies that train nothing; repeatable."),
     ] = None,
     noise: Annotated[
-        float | None, typer.Option(help="Deviation of paired differences to assume; earlier runs' if not given.")
+        float | None,
+        typer.Option(help="Standard deviation of paired differences to assume; that of earlier runs if not given."),
     ] = None,
     difference: Annotated[
-        float | None, typer.Option(help="Smallest difference of interest; the smallest visible one if not given.")
+        float | None,
+        typer.Option(help="Smallest difference of interest; the smallest that the seeds can show if not given."),
     ] = None,
     retry: Annotated[
         bool, typer.Option("--retry", help="Try runs again that have failed twice.", rich_help_panel=_MACHINE)
@@ -98,7 +107,8 @@ def run(
 ) -> None:
     """Run a study, or continue one: the same command goes on where it stopped.
 
-    It prints the smallest difference it can show and the time before it starts, and a table with verdicts at the end.
+    Before it starts, it prints the smallest difference that it can show, and the time it takes. It ends with a table of
+    verdicts.
 
     Examples:
 
@@ -108,7 +118,7 @@ def run(
 
       parbank study run my_study.toml --workers 8
 
-      parbank study run published-quantisation --checkpoint runs/sprint-1
+      parbank study run published-quantisation --checkpoint runs/sprint
 
       parbank study run runs/study-seeds
     """
@@ -116,6 +126,8 @@ def run(
     from parbank.study.ship import make_study
     from parbank.study.study import STUDY
 
+    if submit_set and submit is None:
+        raise ConfigError("--submit-set says how --submit starts the workers; give both")
     if (Path(study) / STUDY).exists():
         given = {
             "--recipe": recipe,
@@ -180,8 +192,6 @@ def _show_end(report: "Report", folder: Path) -> None:
 def _refuse_changes(folder: str, given: list[str]) -> None:
     """A folder has its settings: options beside it would do nothing."""
     if given:
-        from parbank.errors import ConfigError
-
         raise ConfigError(
             f"{folder} holds a study with its own settings, so {', '.join(given)} would change nothing; leave that out to "
             f"continue it, or add seeds and arms by `parbank study add {folder}`"
@@ -268,7 +278,6 @@ def list_(
 
       parbank study list
     """
-    from parbank.errors import ParbankError
     from parbank.study import kernels
     from parbank.study.arms import ARMS, claim_of
     from parbank.study.report import make_report
@@ -299,13 +308,13 @@ def search(
     space: Annotated[
         list[str],
         typer.Option(
-            "--space", metavar="a.b=LOW..HIGH", help="A setting's range: 8..12, 0.01..0.1:log or [x,y]; repeatable."
+            "--space", metavar="a.b=LOW..HIGH", help="A setting's range: 8..12, 0.01..0.1:log or \\[X,Y]; repeatable."
         ),
     ],
     rungs: Annotated[str, typer.Option(help="Budgets of complete schedules, each longer than the last.")] = "30s,120s",
     trials: Annotated[int, typer.Option(min=2, help="Trials of the first rung; half of them go on.")] = 16,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each trial on the last rung.")] = 4,
-    recipe: Annotated[str, typer.Option(help="The base.")] = "sprint",
+    recipe: Annotated[str, typer.Option(help="The recipe of the base.")] = "sprint",
     data: Annotated[str | None, data_option("What to train on; the recipe's own data if not given.")] = None,
     holdout: Annotated[
         str, typer.Option(help="dev: score on 1 in 64 training documents; val: on the validation text.")
@@ -323,8 +332,8 @@ def search(
 ) -> None:
     """Search over settings, by trials on short schedules and halving on longer ones.
 
-    Optuna proposes the trials (the extra named search installs it). Every run is a complete schedule. The rank correlation
-    between rungs says whether the shorter one can be trusted.
+    Optuna proposes the trials; the extra `search` installs it. Every run is a complete schedule. The rank correlation of two
+    rungs says whether the shorter one can be trusted.
 
     Example:
 

@@ -50,7 +50,7 @@ def show_result(result: dict[str, Any], as_json: bool, *, checkpoint: bool = Fal
         for name, bpb in {"this model": result["val_bpb"], **beside}.items():
             table.add_row(name, f"{bpb:.4f}")
         if checkpoint and UNPACKED not in beside:
-            table.add_row(UNPACKED, "see --unpacked")
+            table.add_row(UNPACKED, "not scored; add --unpacked")
         Console(highlight=False).print(table)
 
 
@@ -65,17 +65,17 @@ def show_results(results: dict[str, dict[str, Any]], laps: Laps, as_json: bool) 
     found = compare_models(sizes, bits[first], {name: bits[name] for name in others})
     if as_json:
         models = [{"model": name, **result} for name, result in results.items()]
-        differences = [{"model": name, "against": first, **asdict(one)} for name, one in found.items()]
+        differences = [{"model": name, "against": first, **asdict(against)} for name, against in found.items()]
         print(json.dumps({"models": models, "differences": differences, "times": laps.seconds}))
         return
     beside = results[first].pop("beside")
     names = Column("model", overflow="fold")  # two names may differ at their ends only
     method = results[first]["method"]
-    plain = ["streaming bpb"] if "plain" in results[first] else []  # what an adaptive score started from
+    plain = ["streaming bpb"] if "plain" in results[first] else []  # the score without the adapting
     table = Table(names, f"{method} bpb", *plain, "difference", "95% interval", "verdict")
     for name, result in results.items():
-        one = found.get(name)
-        shown = [] if one is None else [f"{one.bpb:+.4f}", _interval(one), one.describe()]
+        against = found.get(name)  # None for the first model
+        shown = [] if against is None else [f"{against.bpb:+.4f}", _interval(against), against.describe()]
         own = [f"{result['plain']['val_bpb']:.4f}"] if plain else []
         table.add_row(Text(name), f"{result['val_bpb']:.4f}", *own, *shown)
     for name, bpb in beside.items():
@@ -93,8 +93,8 @@ def show_results(results: dict[str, dict[str, Any]], laps: Laps, as_json: bool) 
         print(f"note: the models read windows of different lengths (tokens: {listed}); --context N gives all the same")
 
 
-def _interval(one: Any) -> str:
-    return "" if one.low is None else f"{one.low:+.4f} to {one.high:+.4f}"
+def _interval(difference: Any) -> str:
+    return "" if difference.low is None else f"{difference.low:+.4f} to {difference.high:+.4f}"
 
 
 def _describe_proof(proof: dict[str, Any]) -> str:

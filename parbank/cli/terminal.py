@@ -17,7 +17,7 @@ from parbank.errors import ConfigError
 
 
 def read_size(text: str) -> int:
-    """Bytes from `16MB`; an option's value that is not understood is a wrong option."""
+    """Bytes from `16MB`. A text that is not understood is reported as a wrong value of the option."""
     return _as_option(sizes.read_size, text)
 
 
@@ -34,8 +34,8 @@ def _as_option(read: Callable[[str], int], text: str) -> int:
 
 
 def describe_registered(folder: str) -> str:
-    """For `--help`: name and help of every class in the files of a folder of parbank, such as eval/methods. They are read
-    from the source, because importing the classes would import PyTorch."""
+    """For `--help`: name and help of every class in the files of a folder of parbank, such as eval/methods, a paragraph
+    each. They are read from the source, because importing the classes would import PyTorch."""
     found = {}
     for path in sorted(Path(__file__).parents[1].joinpath(folder).glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -48,17 +48,17 @@ def describe_registered(folder: str) -> str:
             }
             if {"name", "help"} <= values.keys():
                 found[values["name"]] = values["help"]
-    return " ".join(f"{name}: {help}." for name, help in sorted(found.items()))
+    return "\n\n".join(f"{name}: {help}." for name, help in sorted(found.items()))
 
 
 _DATA = "Data"
 DATA_HELP = "\n\n".join(
-    [*describe_sources(), "Commas separate paths: reach a path that has one by a glob, with ? for the comma."]
+    [*describe_sources(), "Commas separate paths. Write ? for a comma inside a path: it matches any one character."]
 )
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 ThreadsOption = Annotated[
     int | None,
-    typer.Option("--threads", metavar="N", help="CPU threads; what the process may use and is free if not given."),
+    typer.Option("--threads", metavar="N", help="CPU threads; if not given, as many as are free to this process."),
 ]
 GlobOption = Annotated[
     list[str] | None,
@@ -75,7 +75,7 @@ FieldOption = Annotated[
     typer.Option(
         "--field",
         metavar="NAME",
-        help="The .jsonl field or parquet column with the text; text if not given.",
+        help="The .jsonl field or parquet column that holds the text; `text` if not given.",
         rich_help_panel=_DATA,
     ),
 ]

@@ -31,8 +31,8 @@ def train(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="demo, sprint, golf or nano (`parbank recipes` says more). If not given, the model is planned for the clock, the "
-            "cap, the text and this machine, as `parbank plan` prints it."
+            help="demo, sprint, golf or nano; `parbank recipes` describes them. If not given, parbank plans a model for the "
+            "minutes, the bytes, the text and this machine; `parbank plan` prints the plan."
         ),
     ] = None,
     data: Annotated[
@@ -43,7 +43,7 @@ def train(
     skip_bad: SkipBadOption = False,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Training clock; setup and scoring are outside it.", rich_help_panel=_BUDGET),
+        typer.Option(help="Minutes of training. Setup, scoring and packing are not counted.", rich_help_panel=_BUDGET),
     ] = None,
     steps: Annotated[
         int | None, typer.Option(parser=read_count, metavar="COUNT", help="Optimizer steps.", rich_help_panel=_BUDGET)
@@ -57,7 +57,9 @@ def train(
             rich_help_panel=_BUDGET,
         ),
     ] = None,
-    max_bytes: Annotated[int | None, size_option("Cap on the artifact, a promise:", rich_help_panel=_BUDGET)] = None,
+    max_bytes: Annotated[
+        int | None, size_option("Size of the artifact, never exceeded:", rich_help_panel=_BUDGET)
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/RECIPE-TIME-XXXXXXXX if not given.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes starting weights and data order.")] = None,
     device: DeviceOption = "auto",
@@ -89,7 +91,7 @@ def train(
 
       parbank train --data parquet:rows.parquet --field content --steps 200
 
-      parbank train --resume --out runs/demo-1 --minutes 10
+      parbank train --resume --out runs/demo --minutes 10
 
       torchrun --nproc_per_node=8 -m parbank train --recipe golf
 
@@ -99,7 +101,7 @@ def train(
     from parbank.api import run as api
 
     try:
-        done = inspect.unwrap(api.train)(  # without the door, whose errors name keywords in place of options
+        done = inspect.unwrap(api.train)(  # whose errors name options; those of api.train name keywords
             recipe=recipe,
             data=data,
             glob=glob or (),

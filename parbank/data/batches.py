@@ -74,7 +74,7 @@ class BatchStream:
         self._fingerprint = _sample_hash(tokens)
         self._entry = 0  # the first entry no rank has taken yet
         self._entry_in_step = 0  # how many of the current step's entries are taken
-        self._epoch = -1  # whose order is held below; -1: none yet
+        self._epoch = -1  # the epoch of `_order`; -1: none yet
         self._order = np.empty(0, dtype=np.int64)
 
     @property

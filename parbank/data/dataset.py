@@ -71,10 +71,10 @@ class Dataset:
 
     def require_length(self, sequence_length: int) -> None:
         """Refuses data with less than one sequence, plus the next token as the last target, in either split."""
-        for what, tokens in (("training", self.train), ("validation", self.val)):
+        for part, tokens in (("training", self.train), ("validation", self.val)):
             if len(tokens) <= sequence_length:
                 raise DataError(
-                    f"{self.name} is too short: its {what} part has {len(tokens)} tokens, one sequence of {sequence_length} "
+                    f"{self.name} is too short: its {part} part has {len(tokens)} tokens, one sequence of {sequence_length} "
                     f"needs {sequence_length + 1}; give more text, or --set batch.sequence_length={max(1, len(tokens) - 1)} or less"
                 )
 
@@ -109,10 +109,10 @@ def open_dataset(
     less than one sequence of `sequence_length` tokens, and validation tokens of another text than was prepared.
 
     `apart`: prepare in another process, because this one is busy (parbank.data.apart)."""
-    place = Path(cache) if cache is not None else default_cache()
+    cache = default_cache() if cache is None else Path(cache)
     if apart and not find_source(spec).tokens:
-        prepare_apart(spec, vocab_size=vocab_size, tokenizer=tokenizer, cache=place, say=say)
-    dataset = _open(spec, vocab_size, tokenizer, place, say)
+        prepare_apart(spec, vocab_size=vocab_size, tokenizer=tokenizer, cache=cache, say=say)
+    dataset = _open(spec, vocab_size, tokenizer, cache, say)
     dataset.require_length(sequence_length)
     return dataset
 

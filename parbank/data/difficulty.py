@@ -14,9 +14,8 @@ PARTS = 64
 """About as many as the shards that were ordered by difficulty in parameter-golf (80)."""
 _SAMPLE = 1 << 20  # tokens of a part that are read at most
 _BUCKETS = 1 << 20
-_MIX = np.uint64(
-    0x9E3779B97F4A7C15
-)  # 2^64 over the golden ratio: spreads neighbouring pairs (Knuth's multiplicative hash)
+# 2^64 over the golden ratio: spreads neighbouring pairs (Knuth's multiplicative hash).
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 def rank_parts(tokens: Tokens) -> np.ndarray:

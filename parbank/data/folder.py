@@ -5,6 +5,7 @@ left. A folder with files of the user is never replaced.
 """
 
 import errno
+import glob
 import os
 import shutil
 import socket
@@ -45,10 +46,7 @@ def _lock(folder: Path) -> Path:
 def clear_up(folder: Path) -> None:
     """Deletes leftovers of a preparation that was killed after its work: its lock, and the folder it replaced."""
     if _lock(folder).exists():
-        with (
-            suppress(OSError, FileError),
-            locked(_lock(folder), folder),
-        ):  # another process may hold it, and then clears up
+        with suppress(OSError, FileError), locked(_lock(folder), folder):  # else its holder clears up
             _sweep(folder, folder)
 
 
@@ -56,11 +54,10 @@ def clear_up(folder: Path) -> None:
 def build_folder(folder: Path, key: dict[str, Any], say: Say) -> Iterator[Path]:
     """A temporary folder that replaces `folder` if the block succeeds, and is deleted otherwise. After an interruption it
     stays if the next preparation with this key can continue in it."""
-    mark = _mark(folder)
-    building = folder.with_name(f"{mark}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    building = folder.with_name(f"{_mark(folder)}{os.getpid()}-{uuid.uuid4().hex[:8]}")
     kept = False
     try:
-        if not _take_over(folder.parent, mark, building, key):
+        if not _take_over(folder, building, key):
             building.mkdir()
         _sweep(folder, building)
         yield building
@@ -76,23 +73,27 @@ def build_folder(folder: Path, key: dict[str, Any], say: Say) -> Iterator[Path]:
 
 
 def _mark(folder: Path) -> str:
-    """The prefix of its temporary folders' names."""
-    return f".{folder.name}.preparing-"
+    """The prefix of the names of the temporary folders that this machine builds for a folder."""
+    return f".{folder.name}.preparing-{socket.gethostname()}-"
 
 
-def _take_over(parent: Path, mark: str, building: Path, key: dict[str, Any]) -> bool:
+def _find_left(folder: Path) -> list[Path]:
+    """The temporary folders whose process has ended, on this machine. This process builds one at a time."""
+    mark, found = _mark(folder), []
+    for building in sorted(folder.parent.glob(f"{glob.escape(mark)}*")):
+        pid = building.name.removeprefix(mark).split("-")[0]
+        if pid.isdecimal() and (int(pid) == os.getpid() or not is_running(int(pid))):
+            found.append(building)
+    return found
+
+
+def _take_over(folder: Path, building: Path, key: dict[str, Any]) -> bool:
     """Renames the folder of an interrupted preparation to `building`, if there is one to continue."""
-    for left in sorted(parent.glob(f"{mark}{socket.gethostname()}-*")):
-        if _is_left(left, mark) and has_journal(left, key):
+    for left in _find_left(folder):
+        if has_journal(left, key):
             os.rename(left, building)
             return True
     return False
-
-
-def _is_left(building: Path, mark: str) -> bool:
-    """Whether the process that built a temporary folder has ended. This process builds one at a time."""
-    pid = building.name.removeprefix(f"{mark}{socket.gethostname()}-").split("-")[0]
-    return pid.isdigit() and (int(pid) == os.getpid() or not is_running(int(pid)))
 
 
 def _take_place(building: Path, folder: Path) -> None:
@@ -131,15 +132,15 @@ def _sweep(folder: Path, own: Path) -> None:
 
     An old folder that was moved away comes back if the new one had not taken its place.
     """
-    mark = _mark(folder)
-    for building in folder.parent.glob(f"{mark}{socket.gethostname()}-*"):
-        if building != own and _is_left(building, mark):
-            if not building.name.endswith(_OLD):
-                shutil.rmtree(building, ignore_errors=True)
-            elif folder.exists():
-                _remove_prepared(building)
-            else:
-                os.rename(building, folder)
+    for left in _find_left(folder):
+        if left == own:
+            continue
+        if not left.name.endswith(_OLD):
+            shutil.rmtree(left, ignore_errors=True)
+        elif folder.exists():
+            _remove_prepared(left)
+        else:
+            os.rename(left, folder)
 
 
 def check_folder(folder: Path) -> None:

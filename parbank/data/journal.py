@@ -1,4 +1,4 @@
-"""What a preparation has done so far, so that the next one continues after a kill or Ctrl-C.
+"""The progress of a preparation, noted so that the next one continues after a kill or Ctrl-C.
 
 A large text takes minutes to read and to tokenise. The journal lies in the folder that is being built. It holds the list
 of documents once all are in the spool, and then, every few seconds, how far the shards have come. A preparation of the
@@ -27,7 +27,7 @@ _ENTRY = np.dtype([("digest", "u1", 16), ("start", "<i8"), ("size", "<i8"), ("tr
 
 
 class Journal:
-    """The journal of one preparation. `key` identifies its text and settings."""
+    """The journal of a preparation. `key` identifies its text and settings."""
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:
         self._folder, self.key = folder, key

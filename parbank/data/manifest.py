@@ -1,9 +1,9 @@
-"""manifest.json of a prepared folder: read as a foreign file would be, and held against the files it lists. So is
-fetched.json of a fetched folder.
+"""manifest.json of a prepared folder, and fetched.json of a fetched one. Both may be damaged or of another program, and both
+are compared with the files they list.
 
 Every shard must have the tokens that were written, by their sha256. A hash takes a pass over the file, so a side file
-in the cache remembers which file had which hash, by size, times and inode. A second open of an unchanged folder reads
-no tokens.
+in the cache remembers which file had which hash, by size, times and inode. A second open of an unchanged folder hashes
+nothing.
 """
 
 import hashlib
@@ -191,7 +191,7 @@ def _is_sound(manifest: Any) -> bool:
         shards = [shard for part in ("train", "val") for shard in manifest[part]["shards"]]
         return (
             isinstance(manifest["spec"], str)
-            and all(isinstance(entry["path"], str) for entry in manifest["inputs"])
+            and all(isinstance(entry[key], str) for entry in manifest["inputs"] for key in ("path", "sha256"))
             and all(type(entry[key]) is int for entry in manifest["inputs"] for key in ("size", "mtime_ns"))
             and all(manifest[part]["shards"] for part in ("train", "val"))
             and all(_is_plain(shard["name"]) and type(shard["tokens"]) is int for shard in shards)
@@ -212,6 +212,6 @@ def count_skipped(manifest: dict[str, Any]) -> int:
 
 
 def report_skipped(manifest: dict[str, Any], say: Say) -> None:
-    """Says at a later use of prepared text that it lacks something."""
+    """Says, when prepared text is used again, how much of its source was left out."""
     if count := count_skipped(manifest):
         say(f"skipped bad files and lines: {count:,}, when the text was prepared")

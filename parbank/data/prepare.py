@@ -8,8 +8,9 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, cast
 
 import numpy as np
@@ -188,19 +189,28 @@ def _study(
     known = journal.load_overlap()
     if known is not None:
         return Tokenizer.load(building / TOKENIZER), known
+    stopped = Event()
     with ThreadPoolExecutor(1) as aside:
-        comparing = aside.submit(_compare, train, val, spool, say)
-        began, vocab_size = time.monotonic(), journal.key["vocab_size"]
-        config = TokenizerConfig(**{name: value for name, value in journal.key.items() if name in to_dict(PLAIN)})
+        comparing = aside.submit(_compare, train, val, spool, say, stopped)
         try:
-            tokenizer = Tokenizer.train(sample(train, spool, SAMPLE_BYTES), vocab_size, config)
-        except DataError as error:
-            raise DataError(f"{corpus.spec}: {error}") from error
-        say(f"trained a tokenizer of {vocab_size} tokens in {time.monotonic() - began:.1f} s")
-        overlap = comparing.result()
+            tokenizer = _train_tokenizer(corpus, train, spool, journal, say)
+            overlap = comparing.result()
+        finally:
+            stopped.set()  # after Ctrl-C, the pool would wait until all the text is compared
     write_file(building / TOKENIZER, tokenizer.model_bytes)
     journal.save_overlap(overlap)
     return tokenizer, overlap
+
+
+def _train_tokenizer(corpus: Corpus, train: list[Document], spool: Spool, journal: Journal, say: Say) -> Tokenizer:
+    began, vocab_size = time.monotonic(), journal.key["vocab_size"]
+    config = TokenizerConfig(**{name: value for name, value in journal.key.items() if name in to_dict(PLAIN)})
+    try:
+        tokenizer = Tokenizer.train(sample(train, spool, SAMPLE_BYTES), vocab_size, config)
+    except DataError as error:
+        raise DataError(f"{corpus.spec}: {error}") from error
+    say(f"trained a tokenizer of {vocab_size} tokens in {time.monotonic() - began:.1f} s")
+    return tokenizer
 
 
 def gather(corpus: Corpus, spool: Spool, say: Say) -> tuple[list[Document], list[Document], dict[str, int]]:
@@ -256,11 +266,18 @@ def _note_share(train: list[Document], val: list[Document], say: Say) -> None:
         )
 
 
-def _compare(train: list[Document], val: list[Document], spool: Spool, say: Say) -> Overlap:
-    """The overlap of the validation text with the training text."""
+def _compare(train: list[Document], val: list[Document], spool: Spool, say: Say, stopped: Event) -> Overlap:
+    """The overlap of the validation text with the training text. Raises CancelledError once `stopped` is set."""
+
+    def read_batches() -> Iterator[list[bytes]]:
+        for batch in _batches(train):
+            if stopped.is_set():
+                raise CancelledError
+            yield [spool.read(entry) for entry in batch]
+
     with Meter("comparing", say, total=sum(entry.size for entry in train)) as meter:
         overlap = measure_overlap(
-            ([spool.read(entry) for entry in batch] for batch in _batches(train)),
+            read_batches(),
             map(spool.read, val),
             sum(entry.size for entry in val),
             threads=count_cores(),

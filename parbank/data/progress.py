@@ -10,12 +10,8 @@ from typing import Any
 Say = Callable[[str], None]
 
 _SECONDS_BETWEEN_LINES = 5.0
-
-
-_LOST = (
-    OSError,
-    ValueError,
-)  # a stream that cannot be written: a full disk, a terminal that is gone; or that is closed
+# Of a stream that cannot be written: the disk is full or the terminal is gone (OSError), or it is closed (ValueError).
+_LOST = (OSError, ValueError)
 
 
 def say_on_stderr(line: str) -> None:

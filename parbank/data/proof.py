@@ -44,8 +44,8 @@ def _quote(text: bytes) -> str:
     return ascii(text.decode("utf-8", errors="replace")) if text else "nothing"
 
 
-def _refusal(name: str, document: bytes, what: str) -> DataError:
+def _refusal(name: str, document: bytes, fault: str) -> DataError:
     return DataError(
-        f"{name} (it begins {_quote(document[:_SHOWN])}) cannot be scored: its tokens are not its text; {what}. The model's "
+        f"{name} (it begins {_quote(document[:_SHOWN])}) cannot be scored: its tokens are not its text; {fault}. The model's "
         "tokenizer rewrites or loses text; use a model whose tokenizer keeps every byte, as those of `parbank train` do"
     )

@@ -30,7 +30,7 @@ class Spool:
     """A temporary file of documents. add() until seal(), then read()."""
 
     def __init__(self, path: Path, *, reopen: bool = False) -> None:
-        """`reopen`: the sealed file of an earlier preparation."""
+        """`reopen`: reads the sealed file of an earlier preparation."""
         self._file = open(path, "r+b" if reopen else "w+b")  # noqa: SIM115 (closed by __exit__)
         self._size = 0
 

@@ -345,18 +345,20 @@ def _count_pieces(model: bytes) -> int:
                 _, place = _read_varint(model, place)
             else:
                 place += {1: 8, 5: 4}[tag & 7]
-    except (IndexError, KeyError):
+    except (IndexError, KeyError, ValueError):
         pass
     return count
 
 
 def _read_varint(data: bytes, place: int) -> tuple[int, int]:
-    """A number of 7 bits a byte, the lowest first, and the place after it."""
-    value = shift = 0
-    while data[place] >= 0x80:
-        value |= (data[place] & 0x7F) << shift
-        place, shift = place + 1, shift + 7
-    return value | data[place] << shift, place + 1
+    """A number of 7 bits a byte, the lowest first, and the place after it. Protobuf allows it 10 bytes."""
+    value = 0
+    for number in range(10):
+        byte = data[place + number]
+        value |= (byte & 0x7F) << 7 * number
+        if byte < 0x80:
+            return value, place + number + 1
+    raise ValueError("a number does not end")
 
 
 def _piece_bytes(processor: Any, token: int) -> bytes:
@@ -404,14 +406,12 @@ def _refuse_surrogates(texts: Sequence[str]) -> None:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             sign = text[error.start]
-            what = f"the text holds {sign!a}, half of a surrogate pair, which has no bytes; remove it"
-            if (
-                "\udc80" <= sign <= "\udcff"
-            ):  # so Python writes a byte of an argument, or of standard input, that is not UTF-8
-                what = (
-                    f"the text holds the byte 0x{ord(sign) - 0xDC00:02x}, which is not UTF-8; convert it, or remove it"
-                )
-            raise DataError(what) from None
+            # Python writes a byte of an argument, or of standard input, that is not UTF-8 as one of these signs.
+            if "\udc80" <= sign <= "\udcff":
+                fault = f"the byte 0x{ord(sign) - 0xDC00:02x}, which is not UTF-8; convert it, or remove it"
+            else:
+                fault = f"{sign!a}, half of a surrogate pair, which has no bytes; remove it"
+            raise DataError(f"the text holds {fault}") from None
 
 
 def _join(pieces: list[np.ndarray]) -> np.ndarray:
@@ -428,9 +428,8 @@ def _alphabet(parts: list[str], *, limit: int, without: Sequence[str] = ()) -> s
     for sign in (*_UNLEARNABLE, *without):
         counts[ord(sign)] = 0
     counts[0xD800:0xE000] = 0
-    order = np.argsort(
-        -counts, kind="stable"
-    )  # stable: equal counts go by code point, so that the model is reproducible
+    # Stable: equal counts go by code point, so that the model is reproducible.
+    order = np.argsort(-counts, kind="stable")
     enough = int(np.searchsorted(np.cumsum(counts[order]), _COVERAGE * counts.sum())) + 1
     chosen = order[: min(enough, limit)]
     return "".join(chr(code) for code in sorted(chosen[counts[chosen] > 0].tolist()))

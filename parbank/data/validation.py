@@ -35,9 +35,10 @@ class Validation:
     """The sha256 of the text's bytes, whatever documents they are cut into."""
     documents: int
     documents_sha256: str
-    """Of the places, in bytes, where documents but the first begin: other documents of the same bytes score otherwise."""
+    """The sha256 of the places, in bytes, where all documents but the first begin. The same bytes cut into other documents
+    have another score."""
     text: str
-    """`proved`: every document's tokens stand for exactly its bytes. `not proved`: there were tokens and no text."""
+    """`proved`: every document's tokens stand for exactly its bytes. `not proved`: the source has tokens and no text."""
     text_note: str | None
     """The space that a published tokenizer adds, where there is one."""
 

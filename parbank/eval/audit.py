@@ -5,9 +5,9 @@ with the weights of that moment, and the nats of the target by the op that score
 that they imply fits the other logits too: sum over v of exp(logit_v - logit_target - nats) is 1, here in float64. A loss
 that is too low anywhere makes the sum larger than 1.
 
-Logits and nats of the sample come from products of the same shape, so both have the same rounding, in bfloat16 too. What
-is left is the loss, in float32: `TOLERANCE`. The pass itself rounds its logits differently. It may be cheaper or dearer
-at a position, but not on the whole: rounding goes both ways.
+Logits and nats of the sample come from products of the same shape, so both have the same rounding, in bfloat16 too. Only
+the float32 rounding of the loss remains: `TOLERANCE` allows for it. The pass itself rounds its logits differently. At a
+position it may give fewer or more nats than the sample, but not on average: rounding goes both ways.
 
 Every score is audited at `SAMPLE` positions of each pass, and `eval --audit` audits more. The numbers stay on the device,
 so passes that are replayed as CUDA graphs are audited too. A method that mixes these predictions with others audits its
@@ -34,8 +34,9 @@ POSITIONS = 64  # of each pass, under `eval --audit`
 # The loss is computed in float32: its error is 2^-23 of the largest number in it, a cost or a capped logit, times a few.
 # 2^-10 leaves room for costs up to a thousand nats; beyond, it grows with the cost.
 TOLERANCE = 2.0**-10
-ROUNDINGS = 64  # of a logit's last digit: a product adds some hundred numbers, perhaps in parts that are rounded
-SIGMAS = 4.0  # by chance, a mean leaves so many standard errors once in 16,000 scores
+# Units in the last place by which a logit may be wrong: a product adds some hundred numbers, perhaps in rounded parts.
+ROUNDINGS = 64
+SIGMAS = 4.0  # by chance, a mean is more than 4 standard errors off once in 16,000 scores
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Audited:
     excess: float = 0.0
     """The largest deviation as a multiple of its tolerance."""
     bias: float = 0.0
-    """Nats by which the passes are cheaper (or dearer) than the sample, on average."""
+    """The mean of a pass's nats minus the sample's, at the same positions."""
     spread: float = 0.0
     """The root mean square of that difference at a position."""
     rounding: float = 0.0
@@ -72,7 +73,7 @@ class Audited:
             )
 
     def join(self, other: "Audited") -> "Audited":
-        """Both together."""
+        """The result of both audits together."""
         positions = self.positions + other.positions
         share = other.positions / max(positions, 1)
         return Audited(

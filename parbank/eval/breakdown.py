@@ -16,8 +16,13 @@ from parbank.files import write_file
 from parbank.model import ModelConfig
 
 OPENING_TOKENS = 24  # of a document: enough to know it by
-# What a picture says of its maker, by format: parbank replaces only pictures that say so.
-_SIGNED = {".png": {"Software": "parbank"}, ".svg": {"Creator": "parbank"}, ".pdf": {"Creator": "parbank"}}
+# How matplotlib marks a picture as parbank's, by format: parbank replaces no picture without its mark.
+_MARKS: dict[str, dict[str, Any]] = {
+    ".png": {"metadata": {"Software": "parbank"}},
+    ".svg": {"metadata": {"Creator": "parbank"}},
+    ".pdf": {"metadata": {"Creator": "parbank"}},
+    ".jpg": {"pil_kwargs": {"comment": b"parbank"}},
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Part:
 
     first: int
     last: int
-    """Places from .. to, or for a document its tokens in the text."""
+    """The range of context or of positions. For a document: its first and last token in the text."""
     tokens: int
     bytes: int
     bits: float
@@ -71,8 +76,8 @@ def break_down(scored: Scored, tokenizer: Tokenizer, method: Method, model: Mode
 
 
 def compare_with_plain(scored: Scored, tokenizer: Tokenizer) -> dict[str, float]:
-    """For a method that starts from a plain score: that score, the gain on it, and the most that a document lost to it, in
-    bits per byte. The last is below zero where every document gained. Documents without bytes do not count."""
+    """For a method that starts from a plain score: the plain score, the gain over it, and the largest loss of a document, all
+    in bits per byte. The loss is negative if every document gained. Documents without bytes do not count."""
     assert scored.plain is not None
     sizes = scored.byte_counts(tokenizer).astype(np.float64)
     lost = (scored.nats.astype(np.float64) - scored.plain) / np.log(2)
@@ -135,14 +140,15 @@ def draw(breakdown: Breakdown, title: str, path: Path) -> None:
     axes.legend(frameon=False)
     figure.tight_layout()
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=130, format=path.suffix[1:].lower(), metadata=_SIGNED.get(path.suffix.lower()))
+    suffix = path.suffix.lower()
+    figure.savefig(picture, dpi=130, format=suffix[1:], **_MARKS.get(suffix, {}))
     pyplot.close(figure)
     write_file(path, picture.getvalue())
 
 
 def is_picture(path: Path) -> bool:
     """Whether parbank drew this file."""
-    return path.is_file() and path.suffix.lower() in _SIGNED and b"parbank" in path.read_bytes()
+    return path.is_file() and path.suffix.lower() in _MARKS and b"parbank" in path.read_bytes()
 
 
 def _curve(axes: Any, parts: Sequence[Part], label: str, style: str) -> None:

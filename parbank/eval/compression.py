@@ -6,14 +6,15 @@ import lzma
 import sys
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from parbank.config import parse_json
 from parbank.data.progress import Say, say_on_stderr
 from parbank.errors import FileError
 from parbank.files import default_cache, write_json
+from parbank.threads import run_in_background
 
 LEAST_KEPT = 1 << 20
 """Bytes of a text from which the result is kept: a shorter one takes a moment, xz takes a second for two megabytes."""
@@ -60,9 +61,8 @@ def _compress(text: bytes, compressors: dict[str, Compress], say: Say) -> dict[s
             return None
 
     # They release Python's lock, so in parallel they take as long as the slowest.
-    with ThreadPoolExecutor() as pool:
-        found = zip(compressors, pool.map(measure, compressors))
-        return {name: bpb for name, bpb in found if bpb is not None}
+    results = {name: run_in_background(partial(measure, name), f"parbank-{name}") for name in compressors}
+    return {name: bpb for name, result in results.items() if (bpb := result.result()) is not None}
 
 
 def _read(path: Path, names: set[str]) -> dict[str, float] | None:

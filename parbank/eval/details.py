@@ -23,9 +23,9 @@ SAMPLE_TOKENS = 120  # enough to see whether the model writes words, lines and i
 PROMPT_TOKENS = 24
 SHOWN_BYTES = 4000  # of the text with the bits of its tokens: a page or two
 LARGEST = 1 << 22
-"""Tokens that are described: these take half a second. A longer text is described by its beginning."""
+"""Tokens at the beginning of a text that are described. So many take half a second."""
 BITS_WIDTH, BITS_MOST = 0.5, 24
-"""Of the histogram of a token's bits; the last bin holds all above."""
+"""Width of a bin in the histogram of bits, and the end of its last bin, which also counts all larger values."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def examine(
     say: Callable[[str], None] = lambda line: None,
 ) -> Examined:
     """The score of `score_chunked`, to the last bit, and its details. Details may fail without failing the score."""
-    scored = score_windows(model, tokens, context=context, stride=max(1, context), runtime=runtime, progress=progress)
+    scored = score_windows(model, tokens, context=context, stride=context, runtime=runtime, progress=progress)
     score = scored.total(tokenizer)
     if not (detailed and runtime.is_main):
         return Examined(score)
@@ -74,7 +74,7 @@ def describe(scored: Scored, tokenizer: Tokenizer, context: int, *, isolated: bo
     few = Scored(scored.tokens[: LARGEST + 1], scored.nats[:LARGEST])
     sizes, bits = few.byte_counts(tokenizer), few.nats.astype(np.float64) / np.log(2)
     places = place_in_document(few.tokens, tokenizer.bos_id)
-    reach = find_window_reach([(0, len(few.nats))], len(few.nats), context, max(1, context))
+    reach = find_window_reach([(0, len(few.nats))], len(few.nats), context, context)
     starts = find_documents(few.tokens, tokenizer.bos_id)
     return {
         "by_context": [

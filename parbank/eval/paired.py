@@ -1,4 +1,5 @@
-"""The difference of two scores of the same text, and how sure it is: documents are the sample, and each is its own pair.
+"""The difference of two scores of the same text, with its confidence interval. Documents are the sample; both models have
+scored each of them.
 
 The score is a ratio, bits over bytes. Its difference is r = sum d_i / sum n_i, with d_i the difference in bits of document
 i and n_i its bytes. The residuals d_i - r n_i give its standard error (the ratio estimator; Cochran 1977, section 6.3).

@@ -10,8 +10,8 @@ from parbank.config import parse_json
 from parbank.errors import ConfigError, reason
 from parbank.eval.adaptation import ADAPTERS
 
-# Fields that must be equal. The tokenizer need not be: bits per byte of the same text compare across tokenizers. Nor need the
-# number of ranks or the length of segments: they change rounding only.
+# Fields that must be equal, with their names for messages. Tokenizers may differ: bits per byte of the same text compare. So
+# may the number of ranks and the length of segments, which change rounding only.
 LIKE = {
     "text_sha256": "the text",
     "bytes": "the text's size in bytes",
@@ -23,7 +23,8 @@ LIKE = {
     "adapt": "how the model adapts",
     "options": "the options of the method",
 }
-LATER = {"documents", "documents_sha256", "options"}  # some results lack them, and are compared by the rest
+# Fields that older results lack. Such results compare by the other fields.
+LATER = {"documents", "documents_sha256", "options"}
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -54,9 +55,9 @@ def is_result(path: Path) -> bool:
 
 
 def refuse_unlike(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> None:
-    """Raises an error that names the first difference. `ours` may lack fields that are known only after scoring; either
-    may lack fields that are newer than it."""
-    for key, what in LIKE.items():
+    """Raises an error that names the first difference. `ours` may lack fields that are known only after scoring; both may
+    lack fields that a later parbank added."""
+    for key, field_name in LIKE.items():
         if key not in ours or key not in theirs:
             continue
         mine, other, part = (*(_plain(key, result[key]) for result in (ours, theirs)), "")
@@ -66,7 +67,7 @@ def refuse_unlike(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> No
             differs = next(k for k in sorted(mine.keys() | other.keys()) if mine.get(k) != other.get(k))
             part, mine, other = f" ({differs})", mine.get(differs), other.get(differs)
         raise ConfigError(
-            f"these scores do not compare: {what}{part} is {mine} here and {other} in {name}; score both the same way on the "
+            f"these scores do not compare: {field_name}{part} is {mine} here and {other} in {name}; score both the same way on the "
             "same text"
         )
 

@@ -4,6 +4,7 @@ Each link of the ring is its own process group. On NCCL the traffic of one group
 ranks that share a group would each wait to send before they receive.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,8 +23,7 @@ class RingCarry:
 
     def __init__(self, model: GPT, window: int, runtime: Runtime) -> None:
         c, world = model.config, runtime.world
-        # every rank makes every group, in the same order
-        links = [dist.new_group(sorted({rank, (rank + 1) % world})) for rank in range(world)]
+        links = _make_links(dist.group.WORLD)
         self._to, self._from = (runtime.rank + 1) % world, (runtime.rank - 1) % world
         self._out, self._in = links[runtime.rank], links[self._from]
         with autocast(runtime.device):
@@ -62,3 +62,11 @@ class RingCarry:
     def _wait(sent: list[Any]) -> None:
         for work, _ in sent:
             work.wait()
+
+
+@lru_cache(maxsize=1)
+def _make_links(whole: Any) -> list[Any]:
+    """The group of every link, for the ranks of a whole process group. Every rank makes every group, in the same order. All
+    texts share them: a group keeps its threads and sockets, and NCCL its memory, until the process leaves."""
+    world = dist.get_world_size(whole)
+    return [dist.new_group(sorted({rank, (rank + 1) % world})) for rank in range(world)]

@@ -24,7 +24,7 @@ from parbank.ops import loss
 from parbank.runtime import Runtime
 
 IGNORED = loss.IGNORED  # targets that are not scored
-# Nats of a certain token, rounded: a capped loss of 0 is a difference of float32 numbers up to 60.
+# A token of probability 1 costs 0 nats. Rounding may go so far below: the loss subtracts float32 numbers of up to 60.
 LEAST_NATS = -1e-4
 # Logits of one batch, tokens times vocabulary: a quarter of a gigabyte on a GPU; on a CPU what its caches can still hold.
 _LOGITS_CUDA, _LOGITS_CPU = 1 << 26, 1 << 22

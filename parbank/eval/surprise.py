@@ -12,7 +12,7 @@ from parbank.model import GPT
 from parbank.runtime import Runtime
 
 PIECE = 2048
-"""Tokens scored together. A reader waits for one piece, on a CPU some tenths of a second."""
+"""Tokens scored together. A reader waits some tenths of a second for a piece on a CPU."""
 
 
 def score_pieces(model: GPT, ids: np.ndarray, *, context: int, piece: int = PIECE) -> Iterator[np.ndarray]:

@@ -178,7 +178,7 @@ def score_chunked(
         model,
         tokens,
         context=context,
-        stride=max(1, context),
+        stride=context,
         runtime=runtime,
         batch_tokens=batch_tokens,
         progress=progress,

@@ -146,7 +146,7 @@ class Stream:
         device = self.model.token_embedding.weight.device
         ids = torch.cat([segment.before, segment.ids])[None].long()
         padded = self._graph or segment.padding > 0  # a graph serves segments with and without padding
-        # the second: the part of `ids` before the text
+        # The second number says how many of the `ids` lie before the text.
         numbers = (segment.start, BEFORE - min(segment.start, BEFORE), len(segment.ids) - segment.padding)
         start, first, count = (torch.full((), number, device=device) for number in numbers)
         runs = find_runs(segment, self.window, isolated=self.model.config.isolate_documents)

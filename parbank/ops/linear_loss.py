@@ -27,6 +27,7 @@ from parbank.ops.configs import ANY, Launch
 from parbank.ops.loss import (
     _exp,
     _gradient,
+    _launch,
     _log_sum_exp,
     _loss,
     _pair,
@@ -44,10 +45,6 @@ from parbank.ops.loss import (
 configs.register(
     "linear_softcap_cross_entropy", sm80=[(2048, Launch({"CHUNK": 1 << 25})), (ANY, Launch({"CHUNK": 1 << 26}))]
 )
-
-
-def _launch(rows: int, block: int, warps: int) -> Launch:
-    return Launch({"BLOCK_ROWS": rows, "BLOCK": block}, num_warps=warps, num_stages=1)
 
 
 configs.register(

@@ -220,7 +220,7 @@ def is_bounded(cap: float) -> bool:
 
 
 def sums_shape(targets: Tensor, cap: float) -> tuple[int, ...]:
-    """Of the tensor with the log-sum-exp of every target."""
+    """The shape of the tensor with the log-sum-exp of every target."""
     return (*targets.shape, 1 if is_bounded(cap) else 2)
 
 

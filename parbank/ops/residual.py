@@ -216,7 +216,7 @@ def stream_attention(
     return total, m, rest[0], rest[1] if with_values else None
 
 
-# --- out of it, and the MLP -------------------------------------------------------------------------------------------
+# --- out of attention, and the MLP ------------------------------------------------------------------------------------
 
 
 class _AddLinear(torch.autograd.Function):

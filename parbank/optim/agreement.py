@@ -2,8 +2,8 @@
 
 Ranks with other weights, options or another order of parameters would train on without an error, each towards its own
 model. One all-gather of two numbers compares a digest of everything. Only if it differs do ranks exchange the facts,
-and the error names the rank and the parameter. Options may part later: ReduceLROnPlateau, for instance, given the loss
-of each rank.
+and the error names the rank and the parameter. Options may differ later, for instance by a ReduceLROnPlateau that is given
+the loss of its own rank.
 
 What `load_state_dict` was given is compared at the next of these checks, and not at once: the checks are at the same
 steps on every rank, so that a rank that loads alone cannot make the others hang.

@@ -14,6 +14,7 @@ the global clip, skipped steps, bfloat16 weights, checkpoints and CUDA graphs.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from parbank.config import choose, require
 from parbank.errors import ConfigError
-from parbank.optim.dtensor import local_of
+from parbank.optim.dtensor import is_sharded, local_of
 from parbank.optim.hyper import check_number
 from parbank.optim.master import LIKE_THE_WEIGHT, check_dtype, check_fit, join_master, split_master, wide_dtype
 from parbank.optim.memory import arrange, make_dense, overlaps
@@ -87,11 +88,12 @@ class ElementwiseAlgorithm(Algorithm, ABC):
     def prepare_state(self, state: dict[str, Any], param: Tensor) -> None:
         """`init_state`, and the missing bits of a bfloat16 weight (see `master`). Follows a weight to another dtype."""
         self.init_state(state, param)
+        shape, wide = param.shape, wide_dtype(param.dtype)
         for key in LIKE_THE_WEIGHT:
             if (value := state.get(key)) is not None:
-                check_fit(param, value.shape)
-                if value.is_floating_point() and value.dtype != wide_dtype(param.dtype):
-                    state[key] = value.to(wide_dtype(param.dtype))
+                check_fit(shape, value.shape)
+                if value.dtype != wide and value.is_floating_point():
+                    state[key] = value.to(wide)
         if param.dtype == torch.bfloat16 and "low_bits" not in state:
             state["low_bits"] = torch.zeros_like(param, dtype=torch.int16)
 
@@ -120,6 +122,9 @@ class ElementwiseAlgorithm(Algorithm, ABC):
         """
         if not params:
             return
+        if all(map(_lies_together, params, grads, states)):  # the usual case: no copies
+            self.update(list(params), list(grads), states, group, settings)
+            return
         params = [local_of(param) for param in params]
         held = [{key: local_of(value) for key, value in state.items()} for state in states]
         weights = [_whole_weight(param, state) for param, state in zip(params, held)]
@@ -144,14 +149,20 @@ class Work:
 
     batch: "Batch"
     pieces: Sequence["Piece"]
-    grads: Sequence[Tensor]
-    """Per piece: its blocks (count, rows, cols), as stored. Not yet multiplied by the factor in `control`."""
+    raw_grads: Sequence[Tensor]
+    """`grads`, contiguous and of any shape: for kernels, which need no more than an address."""
     control: "Control"
     state: Callable[[str], list[Tensor]]
     """For each name of a state, its blocks per piece, as stored."""
     tables: "Tables"
     captured: bool
     """A CUDA graph captures the step, so that launches are free."""
+
+    @cached_property
+    def grads(self) -> list[Tensor]:
+        """Per piece: its blocks (count, rows, cols), as stored. Not yet multiplied by the factor in `control`."""
+        pairs = zip(self.pieces, self.raw_grads)
+        return [grad.view(piece.count, piece.member.rows, piece.member.cols) for piece, grad in pairs]
 
 
 class MatrixAlgorithm(Algorithm, ABC):
@@ -208,6 +219,18 @@ def find_algorithm(group: Mapping[str, Any]) -> Algorithm:
 
 def is_matrix_group(group: Group) -> bool:
     return isinstance(find_algorithm(group), MatrixAlgorithm)
+
+
+def _lies_together(param: Tensor, grad: Tensor, state: dict[str, Any]) -> bool:
+    """Whether kernels can walk weight, gradient and state in step as they are."""
+    return (
+        param.dtype in (torch.float32, torch.float64)
+        and param.is_contiguous()
+        and grad.dtype == param.dtype
+        and grad.stride() == param.stride()
+        and not is_sharded(param)
+        and all([value.is_contiguous() for value in state.values() if isinstance(value, Tensor)])
+    )
 
 
 def _whole_weight(param: Tensor, state: dict[str, Any]) -> Tensor:

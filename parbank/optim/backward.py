@@ -6,8 +6,8 @@ in the gradient, and the traffic overlaps with the rest of backward. A batch as 
 matrix is complete only when backward ends.
 
 Ranks must start the same collectives in the same order, whatever gradients they have. So matrices go in a fixed order,
-the reverse of the groups', which is about the order of backward: one that is complete early waits for those before it, and
-one that no backward reaches goes at the end, as zeros.
+the reverse of the groups', which is about the order of backward. A matrix that is complete early waits for the matrices
+before it. A matrix that backward does not reach is reduced at the end, as zeros.
 """
 
 from collections.abc import Iterator, Sequence

@@ -12,6 +12,8 @@ from parbank.optim.hyper import HyperTable, send
 from parbank.optim.kernels import Tables
 from parbank.optim.memory import Views
 
+MOST_CONSTANTS = 1024  # more than a step uses; where layers are left out at random, almost every step brings new flags
+
 
 class Buffers:
     """The memory of one optimizer's steps."""
@@ -44,6 +46,8 @@ class Buffers:
         """Constant numbers on the device, sent once: a captured step must not send any."""
         key = tuple(values)
         if key not in self._constants:
+            if len(self._constants) >= MOST_CONSTANTS:
+                self._constants.clear()
             self._constants[key] = send(values, torch.float32, self.device)
         return self._constants[key]
 

@@ -12,7 +12,7 @@ parameters need nothing else from other ranks. With a clip they wait for the nor
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Collected:
     """The gradients of a step."""
 
     pieces: list[list[Tensor]] = field(default_factory=list)
-    """Per batch, per piece this rank owns: its blocks."""
+    """Per batch, per piece this rank owns: its blocks, contiguous; `Work.grads` gives them their shape."""
     small: list[Small] = field(default_factory=list)
     split: list[Tensor] = field(default_factory=list)
     """Terms of the norm that are partial, and summed over ranks."""
@@ -90,12 +90,13 @@ def collect(
         return _reduce(groups, batches, pieces, ranks, constant, staging, early, begun)
     collected = Collected(small=_find_small(groups))
     for batch, mine in zip(batches, pieces):
-        blocks = {m: _place_blocks(m, batch.grad_dtype, staging) for m in batch.members}
+        blocks = {m: _place_blocks(m, batch.grad_dtype, staging, whole=ranks.world == 1) for m in batch.members}
         collected.pieces.append([p.take(blocks[p.member]) for p in mine])
         # All parts of a weight with `split_sizes` have one gradient: it counts once.
         collected.shared += [m.param.grad for m in batch.members if m.param.grad is not None and m.part == 0]
-    collected.shared += [grad for small in collected.small for grad in small.grads if not is_sharded(grad)]
-    for param in [param for group in groups for param in group["params"] if is_sharded(param)]:
+    sharded = [param for group in groups for param in group["params"] if is_sharded(param)]
+    collected.shared += [g for small in collected.small for g in small.grads if not (sharded and is_sharded(g))]
+    for param in sharded:
         held = collected.copied.setdefault(
             count_copies(param, ranks.world), []
         )  # by parameters: ranks must agree on the keys
@@ -201,10 +202,13 @@ def flatten_batch(batch: Batch, staging: dict[int, Tensor] | None = None) -> Ten
     return flat
 
 
-def _place_blocks(member: Member, dtype: torch.dtype, staging: dict[int, Tensor] | None) -> Tensor:
+def _place_blocks(member: Member, dtype: torch.dtype, staging: dict[int, Tensor] | None, *, whole: bool) -> Tensor:
     """A gradient's blocks in a dtype: in place, or a copy where it has another dtype or lies in memory in another order than
-    its weight. With `staging` the copy has the same address at every step."""
+    its weight. With `staging` the copy has the same address at every step. `whole`: all blocks are used together. The
+    gradient itself then stands for them, without a view, which would cost the host time (docs/log/optimizer.md)."""
     grad = grad_of(member)
+    if whole and grad.dtype == dtype and member.covers(grad):
+        return grad
     blocks = member.blocks(grad)
     if staging is None:
         return blocks if grad.dtype == dtype else blocks.to(dtype)
@@ -227,14 +231,17 @@ def _find_small(groups: Sequence[dict[str, Any]]) -> list[Small]:
     for number, group in enumerate(groups):
         if is_matrix_group(group):
             continue
-        params = [param for param in group["params"] if param.grad is not None]
-        if params:
-            grads = []
-            for param in params:
-                grad, place = param.grad, local_of(param.grad).data_ptr()
-                grads.append(grad.clone() if place in seen else grad)
+        found = Small(number)
+        for param in group["params"]:
+            grad = param.grad
+            if grad is not None:
+                place = local_of(grad).data_ptr()
+                found.params.append(param)
+                found.grads.append(grad.clone() if place in seen else grad)
+                found.flags.append(None)
                 seen.add(place)
-            small.append(Small(number, params, grads, [None] * len(params)))
+        if found.params:
+            small.append(found)
     return small
 
 
@@ -252,25 +259,29 @@ def measure(
     device = max_norm.device
     # Scaled gradients may be finite and their squares not; the scaler, which sees no overflow, would never lower its scale.
     dtype = torch.float32 if grad_scale is None else torch.float64
-    total = _sum_of_squares(collected.split, device, dtype)
-    collected.split = []  # its gradients are freed batch by batch
-    for copies, grads in sorted(collected.copied.items()):
-        total = total + _sum_of_squares(grads, device, dtype) / copies
-    if ranks.world > 1:
-        ranks.sum(total)
     squares = collected.squares
-    total = total + (_sum_of_squares(collected.shared, device, dtype) if squares is None else squares)
-    factor = torch.full((), 1.0 / collected.divisor, dtype=torch.float32, device=device)
-    if grad_scale is not None:
-        factor = factor / grad_scale.squeeze()
-    norm = (total.sqrt() * factor).float()
-    taken = torch.isfinite(norm)
+    total = _sum_of_squares(collected.shared, device, dtype) if squares is None else squares
+    if ranks.world > 1 or collected.copied:
+        partial = _sum_of_squares(collected.split, device, dtype)
+        collected.split = []  # its gradients are freed batch by batch
+        for copies, grads in sorted(collected.copied.items()):
+            partial = partial + _sum_of_squares(grads, device, dtype) / copies
+        ranks.sum(partial)
+        total = total + partial
+    norm, factor = total.sqrt(), None  # None: 1, without launches for it
+    if collected.divisor > 1 or grad_scale is not None:
+        factor = torch.full((), 1.0 / collected.divisor, dtype=torch.float32, device=device)
+        if grad_scale is not None:
+            factor = factor / grad_scale.squeeze()
+        norm = norm * factor
+    norm = norm.float()
+    taken = norm < torch.inf  # one launch, where isfinite takes four
     if found_inf is not None:
         taken = taken & (found_inf.squeeze() == 0)
     if collected.spoilt is not None:
         taken = taken & ~collected.spoilt
     clip = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
-    return norm, torch.stack([taken.float(), clip * factor])
+    return norm, torch.stack([taken.float(), clip if factor is None else clip * factor])
 
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -281,7 +292,7 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device, dtype: torch.dt
 
 def _find_norms(tensors: list[Tensor], order: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """The norm of each tensor; that of a float64 tensor is taken in float64."""
-    if any(tensor.dtype == torch.float64 for tensor in tensors):
+    if torch.float64 in [tensor.dtype for tensor in tensors]:
         return torch.stack([torch.linalg.vector_norm(tensor, order).to(dtype) for tensor in tensors])
     return torch.stack(torch._foreach_norm(tensors, order, dtype=dtype))
 
@@ -305,8 +316,9 @@ def check_gradients(groups: Sequence[dict[str, Any]]) -> torch.device:
                     f"{name_of(group, position)} is on {param.device} and others are on {device}; one optimizer works on one "
                     "device: make one for each"
                 )
-            if param.grad is not None:
-                _check_gradient(param, param.grad, group, position)
+            grad = param.grad
+            if grad is not None and (grad.is_sparse or not grad.is_floating_point() or grad.shape != param.shape):
+                _refuse_gradient(param, grad, name_of(group, position))
     if device.type == "meta":
         raise ConfigError(
             "the parameters are on the meta device and have no values; call model.to_empty(device=...) and set its weights first"
@@ -314,15 +326,12 @@ def check_gradients(groups: Sequence[dict[str, Any]]) -> torch.device:
     return device
 
 
-def _check_gradient(param: Tensor, grad: Tensor, group: dict[str, Any], position: int) -> None:
+def _refuse_gradient(param: Tensor, grad: Tensor, name: str) -> NoReturn:
     if grad.is_sparse:
-        raise ConfigError(f"{name_of(group, position)} has a sparse gradient; use nn.Embedding(..., sparse=False)")
+        raise ConfigError(f"{name} has a sparse gradient; use nn.Embedding(..., sparse=False)")
     if not grad.is_floating_point():
-        raise ConfigError(
-            f"{name_of(group, position)} has a gradient of {grad.dtype}; ParallelMuon takes real floating-point gradients"
-        )
-    if grad.shape != param.shape:
-        raise ConfigError(
-            f"{name_of(group, position)} has shape {tuple(param.shape)} and a gradient of shape {tuple(grad.shape)}, computed "
-            "before the weight was replaced; call zero_grad() when you replace weights"
-        )
+        raise ConfigError(f"{name} has a gradient of {grad.dtype}; ParallelMuon takes real floating-point gradients")
+    raise ConfigError(
+        f"{name} has shape {tuple(param.shape)} and a gradient of shape {tuple(grad.shape)}, computed before the weight was "
+        "replaced; call zero_grad() when you replace weights"
+    )

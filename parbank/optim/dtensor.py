@@ -15,11 +15,11 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local_of(tensor: Any) -> Tensor:
     """This rank's part of a DTensor; any other tensor unchanged."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def check_mesh(param: Any, name: str, world: int, reduce_gradients: bool) -> None:
-    """Refuses a weight on a mesh that is not all ranks: nobody would average gradients over the others."""
+    """Refuses a weight on a mesh that is not all ranks: no code would average gradients over the other ranks."""
     size = param.device_mesh.size()
     if size > world or (size < world and reduce_gradients):
         raise ConfigError(

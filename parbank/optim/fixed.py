@@ -1,9 +1,9 @@
 """Gradients at fixed addresses, for a CUDA graph that reads them there.
 
 A gradient that moves is copied once to memory of its own, and stays there: `zero` fills it with zeros, and backward adds
-to it, so that there is no second copy. Where zeros stand for "set to None", a gradient that nobody computed must still
-count as None. A hook on each parameter tells when a backward has added to its gradient. Of the others, one look at the
-device tells whether they are still zero: gradients may also be written by hand, by a library or by the caller's own graph.
+to it, so that there is no second copy. Where zeros stand for "set to None", a gradient that no code has computed must still
+count as None. A hook on each parameter tells when a backward has added to its gradient. For other gradients, the host asks
+the device whether they are still zero: they may also be written by hand, by a library or by the caller's own graph.
 """
 
 import weakref
@@ -42,17 +42,17 @@ class FixedGradients:
                 hook = param.register_post_accumulate_grad_hook(lambda reached: computed.add(id(reached)))
                 self._hooks.append(hook)
 
-    def bring_back(self, *, strangers: bool) -> bool:
+    def bring_back(self, *, always: bool) -> bool:
         """Copies gradients that lie elsewhere to their own memory: one launch for all.
 
-        If none lies here, and this object has not set them to None, other code has: probably at every step, so that the
-        memory here is a second copy. Where `strangers` are not wanted, nothing is copied then, and the result is False.
+        If no gradient lies here, and this object has not set them to None, other code has, probably at every step. The
+        memory here is then a second copy. Unless `always`, nothing is copied in that case, and the result is False.
         """
         away = [(p, g) for p, place in self._places.items() if (g := p.grad) is not None and g is not place]
         if not away:
             return True
         none_here = not any(param.grad is place for param, place in self._places.items())
-        if not strangers and none_here and any(param not in self._dropped for param, _ in away):
+        if not always and none_here and any(param not in self._dropped for param, _ in away):
             return False
         for param, grad in away:
             self._dropped.discard(param)
@@ -74,7 +74,7 @@ class FixedGradients:
         return [param for param in params if param not in here]
 
     def drop_unused(self) -> bool:
-        """Sets gradients to None that nobody has computed since `zero`. True if some were written, and by no backward.
+        """Sets gradients to None that no code has written since `zero`. True if other code than backward has written some.
 
         Waits for the device only if a backward has left out a parameter.
         """

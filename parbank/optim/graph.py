@@ -272,7 +272,7 @@ class GraphedStep:
         return True
 
     def _find_unused(self) -> None:
-        """Sets gradients to None that were filled with zeros and that nobody has computed since."""
+        """Sets gradients to None that were filled with zeros and that no code has written since."""
         if self._fixed and self._fixed.drop_unused() and not self.pilot.required:
             self.pilot.give_up("gradients are written by other code than backward")
             self._forget()
@@ -282,7 +282,7 @@ class GraphedStep:
         if self.pilot.gradients_move and self._may_hold:
             self._fixed.hold([params[number] for number in sorted(self.pilot.moved) if number < len(params)])
             self.pilot.gradients_settled()
-        if self._fixed and not self._fixed.bring_back(strangers=self.pilot.required):
+        if self._fixed and not self._fixed.bring_back(always=self.pilot.required):
             self._fixed.release()
             self._may_hold = False
             _log.info(

@@ -146,15 +146,17 @@ def follow_schedulers(groups: Sequence[dict[str, Any]]) -> None:
 
 def find_raised(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
     """The gradients of groups with `maximize`, to be negated in place: shared ones and expanded ones become copies first."""
-    found: list[Tensor] = []
-    seen: set[int] = set()
-    for param in [p for group in groups if group["maximize"] for p in group["params"] if p.grad is not None]:
-        place = local_of(param.grad).data_ptr()
-        if place in seen or overlaps(local_of(param.grad)):
+    raised = [p for group in groups if group["maximize"] for p in group["params"] if p.grad is not None]
+    if not raised:
+        return []
+    others = [p.grad for group in groups if not group["maximize"] for p in group["params"] if p.grad is not None]
+    seen = {local_of(grad).data_ptr() for grad in others}
+    for param in raised:
+        grad = local_of(param.grad)
+        if grad.data_ptr() in seen or overlaps(grad):
             param.grad = param.grad.clone(memory_format=torch.contiguous_format)
-        seen.add(place)
-        found.append(param.grad)
-    return found
+        seen.add(grad.data_ptr())
+    return [param.grad for param in raised]
 
 
 def negate(tensors: list[Tensor]) -> None:

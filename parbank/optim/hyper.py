@@ -17,7 +17,7 @@ from parbank.config import require
 
 LR, MOMENTUM, DECAY, ROW_BETA = range(4)
 WIDTH = 4
-ROUNDING = 1e-12  # LinearLR to an end of 0, for one, may end this far below it
+ROUNDING = 1e-12  # LinearLR that ends at 0, for example, may end this far below 0
 
 
 class HyperTable:
@@ -96,7 +96,7 @@ def check_count(name: str, value: Any) -> None:
 
 
 def _to_send(value: Any) -> Any:
-    """None for a tensor, which is copied on the device: another value than any number, so that a number in its place is sent."""
+    """The value; None for a tensor, which is copied on the device. A number that replaces the tensor then differs and is sent."""
     return None if isinstance(value, Tensor) else value
 
 

@@ -34,7 +34,7 @@ class Tables:
     """The launch tables of a layout, kept on the device until an address changes."""
 
     def __init__(self) -> None:
-        self._kept: dict[Any, tuple[tuple[int, ...], Tensor, Tensor]] = {}
+        self._kept: dict[Any, tuple[list[int], Tensor, Tensor, bool]] = {}
         self.sent = 0
         """How many tables were sent: a graph reads those of its capture, which are freed when others take their place."""
 
@@ -46,23 +46,24 @@ class Tables:
         seconds: Sequence[Tensor | None],
     ) -> tuple[Tensor, Tensor, bool]:
         """(table, piece of each program, all aligned) for entries (member, slot, blocks) with two tensors each."""
-        pointers = tuple(t.data_ptr() if t is not None else 0 for t in [*firsts, *seconds])
+        pointers = [t.data_ptr() if t is not None else 0 for t in (*firsts, *seconds)]
         kept = self._kept.get(key)
         if kept is None or kept[0] != pointers:
-            rows, owners, tiles = [], [], 0
+            rows, owners, sides, tiles = [], [], [], 0
             for number, (member, slot, blocks) in enumerate(entries):
                 addresses = (pointers[number], pointers[number + len(entries)])
                 shape = (member.rows, member.cols, slot, int(member.flipped), member.group, member.index, tiles)
                 rows.append([*addresses, *shape])
+                sides += [member.rows, member.cols]
                 count = blocks * count_tiles(member.rows, member.cols)
                 owners += [number] * count
                 tiles += count
             device = firsts[0].device
             owner = kept[2] if kept is not None else send(owners, torch.int32, device)
-            kept = self._kept[key] = (pointers, send(rows, torch.int64, device), owner)
+            aligned = not any(value % 16 for value in (*pointers, *sides))
+            kept = self._kept[key] = (pointers, send(rows, torch.int64, device), owner, aligned)
             self.sent += 1
-        sides = [side for member, _, _ in entries for side in (member.rows, member.cols)]
-        return kept[1], kept[2], not any(value % 16 for value in (*pointers, *sides))
+        return kept[1:]
 
     def clear(self) -> None:
         self._kept.clear()

@@ -86,11 +86,15 @@ class Member:
     def blocks(self, tensor: Tensor) -> Tensor:
         """This part of a tensor of the parameter's shape as (count, rows, cols); a view, if it lies in memory as the
         parameter does."""
-        if self._is_plain and tensor.is_contiguous():  # the usual case, in one call: a step makes a hundred of them
+        if self.covers(tensor):  # the usual case, in one call: a step makes a hundred of them
             return tensor.view(self.count, self.rows, self.cols)
         flat = tensor.permute(self.order).contiguous().view(-1)
         size = self.count * self.rows * self.cols
         return flat[self.offset : self.offset + size].view(self.count, self.rows, self.cols)
+
+    def covers(self, tensor: Tensor) -> bool:
+        """Whether this part is the whole of a tensor of the parameter's shape, whose numbers lie in the order of the blocks."""
+        return self._is_plain and tensor.is_contiguous()
 
     @cached_property
     def _is_plain(self) -> bool:

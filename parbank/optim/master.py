@@ -4,12 +4,10 @@ modded-nanogpt #190.)
 A bfloat16 is the upper half of a float32. Rounding the float32 master to the nearest bfloat16 leaves a remainder of
 at most half a unit in the last place. The remainder, a signed 16-bit integer in units of the master's last bit,
 restores the master exactly: bits(master) = bits(weight) << 16 + remainder. The weight is the rounded master; a
-truncated one would be biased towards zero. Weight and remainder take 4 bytes, not 6.
+truncated master would be biased towards zero. Weight and remainder take 4 bytes, not 6.
 
 If other code changes a weight, its remainder is stale but still less than half a unit: nothing breaks.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,11 +34,11 @@ def check_dtype(param: Tensor, name: str) -> None:
         )
 
 
-def check_fit(param: Tensor, shape: Sequence[int]) -> None:
+def check_fit(shape: tuple[int, ...], earlier: tuple[int, ...]) -> None:
     """Refuses a weight whose state was made for another shape."""
-    if tuple(param.shape) != tuple(shape):
+    if shape != earlier:
         raise ConfigError(
-            f"a parameter had shape {tuple(shape)} at an earlier step and has {tuple(param.shape)} now, which its state does not "
+            f"a parameter had shape {tuple(earlier)} at an earlier step and has {tuple(shape)} now, which its state does not "
             "fit; make a new optimizer, or start its state anew with optimizer.state.pop(param)"
         )
 

@@ -1,4 +1,4 @@
-"""Whether every rank makes the same collective call, asked before it: else it would hang until a timeout of many minutes.
+"""Checks, before a collective call, that every rank makes it: otherwise it would hang until a timeout of many minutes.
 
 Ranks count their calls in the store that the process group was made with. This costs some messages to the store, and is for
 rare calls: saving, not stepping.

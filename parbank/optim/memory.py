@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 class Views:
-    """Views of tensors, kept as long as the tensors stay where they are: to make one costs the host more than to look."""
+    """Views of tensors, kept as long as the tensors stay where they are: making a view costs the host more than comparing
+    addresses."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[list[int], list[Tensor]]] = {}

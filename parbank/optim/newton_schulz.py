@@ -72,6 +72,8 @@ def orthogonalize(
         raise ConfigError(
             f"orthogonalize takes real floating-point matrices, got {G.dtype}; convert them, e.g. G.float()"
         )
+    if G.requires_grad and torch.is_grad_enabled():
+        raise ConfigError("orthogonalize has no derivative, and the matrices require one; pass G.detach()")
     if steps < 1:
         raise ConfigError(f"orthogonalize needs at least one step, got {steps}")
     triples = resolve_coefficients(coefficients, steps)

@@ -19,7 +19,7 @@ from parbank.errors import ConfigError
 from parbank.gpu import on_device
 from parbank.optim import backward, loading, state, step
 from parbank.optim.agreement import Agreement
-from parbank.optim.algorithm import MatrixAlgorithm, find_algorithm
+from parbank.optim.algorithm import MatrixAlgorithm, find_algorithm, is_matrix_group
 from parbank.optim.algorithms import ALGORITHMS
 from parbank.optim.banking import zero_bank_grads
 from parbank.optim.buffers import Buffers
@@ -299,10 +299,11 @@ class ParallelMuon(torch.optim.Optimizer):
         return self._ranks
 
     def batches(self) -> list[Batch]:
-        """The current layout: on one rank, of the parameters with a gradient; on several, of all, so that ranks agree."""
+        """The current layout: on one rank, of the matrices with a gradient; on several, of all, so that ranks agree."""
         params = None
         if self._ranks.world == 1:
-            params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            matrices = [p for group in self.param_groups if is_matrix_group(group) for p in group["params"]]
+            params = [p for p in matrices if p.grad is not None]
         key = (self.layout_key(), self.reduce_gradients, None if params is None else tuple(map(id, params)))
         if self._layout is None or self._layout[0] != key:
             state.check_part(self._ranks, self._part)

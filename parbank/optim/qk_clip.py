@@ -26,6 +26,12 @@ from parbank.config import require
 TILE = 256  # queries: a tile of logits is then TILE x keys, for each head and sequence
 
 
+MOVED = (
+    "a weight has moved since QKClip.add(), and only its old memory would be scaled; add layers after the model is on its "
+    "device, in its dtype and in its banks"
+)
+
+
 @dataclass(eq=False)
 class QueryKeyWeights:
     """One layer's query and key weights, (heads * channels, width), and the largest logits seen since the last clip."""
@@ -48,6 +54,13 @@ class QueryKeyWeights:
             self.heads % self.kv_heads == 0, f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly"
         )
         self.largest = torch.zeros(self.heads, dtype=torch.float32, device=self.query.device)
+        self._owners = [weight if weight._base is None else weight._base for weight in (self.query, self.key)]
+        self.query, self.key = self.query.detach(), self.key.detach()
+
+    def check_place(self) -> None:
+        """Refuses weights that lie elsewhere by now: to scale their old memory would do nothing."""
+        for weight, owner in zip((self.query, self.key), self._owners):
+            require(weight.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr(), MOVED)
 
     @torch.no_grad()
     def observe(self, q: Tensor, k: Tensor, *, exact: bool = False) -> None:
@@ -91,15 +104,19 @@ class QKClip:
         self, query: Tensor, key: Tensor, *, heads: int, kv_heads: int | None = None, scale: float | None = None
     ) -> QueryKeyWeights:
         """A layer by its weights, or views of them. `scale` multiplies the products, 1 / sqrt(channels) by default."""
-        self.layers.append(QueryKeyWeights(query.detach(), key.detach(), heads, kv_heads or heads, scale))
+        self.layers.append(QueryKeyWeights(query, key, heads, kv_heads or heads, scale))
         return self.layers[-1]
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Scales the weights of heads above the threshold, and forgets what was observed. Collective with several ranks."""
+        """Scales the weights of heads above the threshold, and forgets the observed logits; NaN and infinite ones do not count.
+        Collective with several ranks."""
         if not self.layers:
             return
-        largest = torch.cat([layer.largest for layer in self.layers])
+        for layer in self.layers:
+            layer.check_place()
+        # After an overflow in a forward pass the optimizer skips the step, and weights must stay as well.
+        largest = torch.cat([layer.largest for layer in self.layers]).nan_to_num(nan=0.0, posinf=0.0)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)  # replicas must stay equal
         for layer, seen in zip(self.layers, largest.split([layer.heads for layer in self.layers])):

@@ -1,12 +1,12 @@
-"""DTensors. FSDP2 first: weights that `fully_shard` has cut along their first dimension (Shard(0)).
+"""A Muon step of DTensors: FSDP2, tensor parallelism, or both.
 
-Momentum is element-wise, so each rank updates its own rows. Newton-Schulz is not: each matrix is gathered, normalised
-and in 16 bits, to one rank, orthogonalised whole, and its rows are sent back. Matrices are distributed so that counts
-differ by at most one, and one all-to-all each way carries all matrices of a shape. A stack (N, rows, cols) is cut
-between its matrices, so each rank has whole ones and nothing is sent. Weights that are cut in any other way (tensor
-parallelism, alone or with FSDP2), or not at all, or whose blocks are orthogonalised by themselves, are gathered by
-every rank. State is sharded like its weight, so that `torch.distributed.checkpoint` saves and re-shards it like the
-model.
+FSDP2's `fully_shard` cuts weights along their first dimension (Shard(0)). Momentum is element-wise, so each rank
+updates its own rows. Newton-Schulz is not: each matrix is gathered, normalised and in 16 bits, to one rank,
+orthogonalised whole, and its rows are sent back. Matrices are distributed so that counts differ by at most one, and one
+all-to-all each way carries all matrices of a shape. A stack (N, rows, cols) is cut between its matrices, so each rank
+has whole ones and nothing is sent. Weights that are cut in any other way (tensor parallelism, alone or with FSDP2), or
+not at all, or whose blocks are orthogonalised by themselves, are gathered by every rank. State is sharded like its
+weight, so that `torch.distributed.checkpoint` saves and re-shards it like the model.
 """
 
 from collections.abc import Sequence
@@ -131,10 +131,6 @@ def _ranks(param: Any) -> tuple[Any, int, int]:
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
-def _taken(item: Sharded, control: Control) -> Tensor:
-    return (control.values[0] * control.active[item.index]) > 0
-
-
 def _move_momentum(item: Sharded, group: dict[str, Any], held: dict[str, Any], control: Control) -> Tensor:
     """This rank's part of the update: (its matrices, rows, cols) of a stack, or (1, its rows, cols); of a `whole` one, as
     the weight is cut."""
@@ -145,7 +141,7 @@ def _move_momentum(item: Sharded, group: dict[str, Any], held: dict[str, Any], c
         held["low_bits"] = torch.zeros_like(param, dtype=torch.int16)
     buffer = local_of(held["momentum_buffer"])
     grad = local_of(param.grad) if param.grad is not None else torch.zeros_like(buffer)
-    taken, momentum = _taken(item, control), control.hyper[item.group, MOMENTUM]
+    taken, momentum = control.taken_by(item.index), control.hyper[item.group, MOMENTUM]
     g = torch.where(taken, grad.to(buffer.dtype) * control.values[1], 0.0)
     buffer.mul_(torch.where(taken, momentum, 1.0)).add_(g)
     update = g + momentum * buffer if group["nesterov"] else buffer.clone()
@@ -273,7 +269,7 @@ def _apply(item: Sharded, direction: Tensor, group: dict[str, Any], held: dict[s
     param = local_of(item.param)
     if not param.numel():
         return
-    lr = torch.where(_taken(item, control), control.hyper[item.group, LR], 0.0)
+    lr = torch.where(control.taken_by(item.index), control.hyper[item.group, LR], 0.0)
     rate = lr * control.hyper[item.group, DECAY]
     low = local_of(held["low_bits"]) if param.dtype == torch.bfloat16 else None
     weight = param if low is None else join_master(param, low)

@@ -1,13 +1,13 @@
 """The optimizer's state: shards in `optimizer.state`, whole tensors in `state_dict()`.
 
-On one rank, a parameter's momentum has the parameter's shape. So it has on several ranks with equal gradients (DDP):
-each can update all of it, and saving needs no other rank. Else a rank holds the blocks it owns, (owned, rows, cols). A
-state dict always has the whole tensor, in the parameter's shape, on every rank. Writing one gathers
-the shards (one all-gather a batch, so all ranks must call it); reading one keeps the owned blocks. So a checkpoint
-does not depend on the number of ranks, on the layout, or on parbank: torch.save, `torch.distributed.checkpoint` and a
-single process see the state of an ordinary optimizer. Sharded tensors (DTensor) would save the gather, but they cut
-every parameter into equal chunks along its first dimension, which does not match whole matrices, and they need a
-device mesh to be read. No arithmetic changes a value on the way.
+On one rank, a parameter's momentum has the parameter's shape. The same holds on several ranks with equal gradients
+(DDP): each rank can update all of the momentum, and saving needs no other rank. Otherwise a rank holds the blocks it
+owns, (owned, rows, cols). A state dict always has the whole tensor, in the parameter's shape, on every rank. To write a
+state dict, ranks gather the shards (one all-gather a batch, so all ranks must call it). To read it, a rank keeps its own
+blocks. So a checkpoint does not depend on the number of ranks, on the layout, or on parbank: torch.save,
+`torch.distributed.checkpoint` and a single process see the state of an ordinary optimizer. Sharded tensors (DTensor)
+would need no gather, but they cut every parameter into equal chunks along its first dimension, which does not match
+whole matrices, and reading them needs a device mesh. No arithmetic changes a value on the way.
 """
 
 import logging
@@ -217,7 +217,7 @@ def check_shapes(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> None:
     """Refuses weights that have a state and another shape than in their layout."""
     for member in [member for batch in batches for member in batch.members]:
         if optimizer.state.get(member.param):
-            check_fit(member.param, member.shape)
+            check_fit(member.param.shape, member.shape)
 
 
 def arrange_state(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> None:
@@ -233,7 +233,7 @@ def arrange_state(optimizer: "ParallelMuon", batches: Sequence[Batch]) -> None:
                         del held[key]
                 for key, value in held.items():
                     if batch.whole and key in LIKE_THE_WEIGHT:
-                        check_fit(member.param, value.shape)
+                        check_fit(member.param.shape, value.shape)
                     if value.shape == member.param.shape and not value.permute(member.order).is_contiguous():
                         held[key] = torch.empty_like(member.param, dtype=value.dtype).copy_(value)
 

@@ -74,10 +74,9 @@ def _measure(optimizer: "ParallelMuon", collected: Collected) -> Control:
     buffers = optimizer.buffers
     grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     norm, values = measure(collected, optimizer.ranks, buffers.hyper.max_norm, grad_scale, found_inf)
-    skipped = values[0] == 0
     buffers.grad_norm.copy_(norm)
-    buffers.skipped.copy_(skipped)
-    buffers.skipped_in_a_row.add_(1).mul_(skipped)
+    torch.eq(values[0], 0, out=buffers.skipped)
+    buffers.skipped_in_a_row.add_(1).mul_(buffers.skipped)
     active = collected.active
     if active is None:
         active = buffers.constant([1.0] * sum(len(group["params"]) for group in optimizer.param_groups))
@@ -87,7 +86,8 @@ def _measure(optimizer: "ParallelMuon", collected: Collected) -> Control:
 def _share_updates(
     optimizer: "ParallelMuon", batch: Batch, pieces: list[Piece], grads: list[Tensor], control: Control
 ) -> tuple[Tensor, list[Any]]:
-    """Finds the updates of the blocks that this rank owns, and starts sharing them: all updates of the batch, on the way."""
+    """Computes the updates of the blocks that this rank owns, and starts the all-gather. Returns the tensor that will hold all
+    updates of the batch, and the pending collectives."""
     state.init_state(optimizer.state, batch, pieces)
     work = _find_work(optimizer, batch, pieces, grads, control)
     return optimizer.ranks.gather(batch.algorithm.directions(work), batch)
@@ -118,8 +118,9 @@ def _step_group(optimizer: "ParallelMuon", small: Small, values: Tensor) -> None
     hyper = buffers.hyper.values[small.group]
     algorithm = find_algorithm(group)
     assert isinstance(algorithm, ElementwiseAlgorithm)
-    for param in small.params:
-        algorithm.prepare_state(optimizer.state[param], param)
+    states = [optimizer.state[param] for param in small.params]
+    for state_of_param, param in zip(states, small.params):
+        algorithm.prepare_state(state_of_param, param)
     taken, factor = values
     together = [n for n, flag in enumerate(small.flags) if flag is None]
     alone = [n for n, flag in enumerate(small.flags) if flag is not None]
@@ -129,7 +130,7 @@ def _step_group(optimizer: "ParallelMuon", small: Small, values: Tensor) -> None
         settings = Settings(hyper[LR], hyper[DECAY], factor, mine, captured=buffers.captured)
         params = [small.params[n] for n in numbers]
         grads = [small.grads[n] for n in numbers]
-        algorithm.step(params, grads, [optimizer.state[param] for param in params], group, settings)
+        algorithm.step(params, grads, [states[n] for n in numbers], group, settings)
 
 
 def _apply(optimizer: "ParallelMuon", batch: Batch, updates: Tensor, works: list[Any], control: Control) -> None:
@@ -138,10 +139,9 @@ def _apply(optimizer: "ParallelMuon", batch: Batch, updates: Tensor, works: list
     buffers, members = optimizer.buffers, batch.members
     weights = [member.param for member in members]
     params = buffers.views.get((id(batch), "weights"), weights, lambda: [m.blocks(m.param) for m in members])
-    low = [
-        member.blocks(optimizer.state[member.param]["low_bits"]) if member.param.dtype == torch.bfloat16 else None
-        for member in members
-    ]
+    low: list[Tensor | None] = [None] * len(members)
+    if batch.dtype == torch.bfloat16:
+        low = [member.blocks(optimizer.state[member.param]["low_bits"]) for member in members]
     scales = buffers.constant(batch.scales)
     if kernels.use_kernels(batch, control):
         kernels.apply(batch, updates, params, low, scales, control, buffers.tables)

@@ -32,7 +32,12 @@ class Control:
     """(matrix parameters,) float32: above 0 where some rank has a gradient."""
 
     def taken(self, piece: Piece) -> Tensor:
-        return (self.values[0] * self.active[piece.member.index]) > 0
+        """Whether this step changes the blocks of a piece: it is not skipped, and some rank has a gradient."""
+        return self.taken_by(piece.member.index)
+
+    def taken_by(self, index: int) -> Tensor:
+        """The same, by the number of the matrix parameter."""
+        return (self.values[0] * self.active[index]) > 0
 
 
 def prepare(
@@ -74,7 +79,7 @@ def _move(piece: Piece, grad: Tensor, buffer: Tensor, control: Control, out: Ten
 
 
 def equilibrate(X: Tensor, piece: Piece) -> None:
-    """MuonEq-R (2026), in place: divides each neuron's row of the update by its norm, so that all have the same say in the
+    """MuonEq-R (2026), in place: divides each neuron's row of the update by its norm, so that all weigh the same in the
     polar factor. A row of zeros stays."""
     for start, count, dim in _runs(piece):
         block = X[piece.local + start : piece.local + start + count]
@@ -98,8 +103,7 @@ def normalize_rows(X: Tensor, pieces: Sequence[Piece], moments: Sequence[Tensor]
 
 def find_row_beta(member: Member, control: Control) -> Tensor:
     """The decay of NorMuon's moments; 1 where the step is skipped."""
-    taken = (control.values[0] * control.active[member.index]) > 0
-    return torch.where(taken, control.hyper[member.group, ROW_BETA], 1.0)
+    return torch.where(control.taken_by(member.index), control.hyper[member.group, ROW_BETA], 1.0)
 
 
 def divide_by_moment(
@@ -143,8 +147,7 @@ def apply(
 ) -> None:
     """Decays the weights and subtracts the updates (all slots, rows, cols). params are blocks (count, rows, cols), as stored."""
     for member, param, low in zip(batch.members, params, low_bits):
-        taken = (control.values[0] * control.active[member.index]) > 0
-        lr = torch.where(taken, control.hyper[member.group, LR], 0.0)
+        lr = torch.where(control.taken_by(member.index), control.hyper[member.group, LR], 0.0)
         rate = lr * control.hyper[member.group, DECAY]
         update = updates[member.first : member.first + member.count]
         update = (update.mT if member.flipped else update).to(wide_dtype(param.dtype))

@@ -16,35 +16,35 @@ def describe_plan(plan: Plan) -> str:
     shares = zip((share for share, _, _ in batch.stages), before)
     stages = "".join(f"; {share:.0%} of the time at {stage.describe_lengths()}" for share, stage in shares)
     rows = {
-        "text": f"about {_size(plan.text.bytes)} to train on; zlib needs {plan.text.hardness:.2f} bits per byte of a document",
+        "text": f"about {_size(plan.text.bytes)} to train on; zlib packs a document into {plan.text.hardness:.2f} bits per byte",
         "machine": f"{plan.machine.name}{f', {plan.machine.ranks} ranks' if plan.machine.ranks > 1 else ''}",
         "vocabulary": f"{model.vocab_size:,} tokens",
         "model": f"{model.layers} layers of {model.width}; query heads: {model.heads}, key-value heads: {model.kv_heads}; "
         f"MLP {model.mlp_multiple:g}x; {best.parameters:,} parameters",
-        "tables": f"{model.bigram_buckets:,} rows of bigrams of {model.bigram_width}; values of {model.value_width} in layers "
-        f"{', '.join(map(str, model.value_layers)) or '-'}",
+        "tables": f"{model.bigram_buckets:,} x {model.bigram_width} for bigrams; value embeddings of width "
+        f"{model.value_width} in layers {', '.join(map(str, model.value_layers)) or '-'}",
         "batch": f"{batch.batch_tokens:,} tokens in windows of {main.describe_lengths()}, "
-        f"{batch.micro_batch_tokens:,} a pass{stages}",
+        f"at most {batch.micro_batch_tokens:,} in a pass{stages}",
         "learning rates": f"matrices {optim.matrix_lr:g}, embeddings {optim.embedding_lr:g}, others {optim.scalar_lr:g}; "
-        f"they fall over the last {optim.warmdown:.0%}",
-        "decay": f"{optim.matrix_weight_decay:g} (matrices), {optim.adam_weight_decay:g} (others)",
+        f"warmdown over the last {optim.warmdown:.0%}",
+        "weight decay": f"matrices {optim.matrix_weight_decay:g}, others {optim.adam_weight_decay:g}",
         "dropout": f"{config.train.dropout:g}",
         "averaging": f"{config.average.use}, decay {config.average.ema_decay:g}",
-        "bits per weight": f"{best.bits_per_weight:.1f}, which costs {best.packing:.4f} bits per byte",
+        "bits per weight": f"{best.bits_per_weight:.1f}; rounding costs {best.packing:.4f} bits per byte",
     }
     expected = {
         "steps": f"{best.steps:,.0f}",
         "tokens": f"{best.tokens:,.0f}, {best.epochs:.2f} epochs, at {best.tokens_per_second:,.0f} a second",
         "score": f"{best.score:.3f} bits per byte, packed, +- {2 * best.deviation:.3f}",
-        "twice the minutes": f"{plan.more_minutes - best.score:+.3f}",
-        "twice the bytes": f"{plan.more_bytes - best.score:+.3f}",
+        "twice the minutes": f"{plan.more_minutes - best.score:+.3f} bits per byte",
+        "twice the bytes": f"{plan.more_bytes - best.score:+.3f} bits per byte",
     }
     lines = [*_pairs(rows), "", "expected", *_pairs(expected)]
-    lines += ["", f"considered {plan.candidates:,} candidates; the nearest with one difference:"]
+    lines += ["", f"considered {plan.candidates:,} candidates; the next best that differ from the plan in one setting:"]
     lines += [_compare(other, best) for other in plan.others] or ["  none: the settings leave no choice"]
     if any(abs(one.untried) > 0.0005 for one in (best, *plan.others)):
         lines.append(
-            f'"untried" is added to a score for sizes away from those of long runs; it is {best.untried:.3f} of the score above'
+            f'"untried" is a penalty for sizes that no long run has tried; the score of the plan includes {best.untried:.3f}'
         )
     return "\n".join([*lines, *(f"note: {note}" for note in find_notes(plan))])
 

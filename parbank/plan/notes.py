@@ -70,8 +70,8 @@ def _load(plan: Plan) -> Iterator[str]:
     machine = plan.machine
     if machine.others:
         yield (
-            f"other processes want {plural(machine.others, 'core')}: this plan is for the machine without them, and a run now "
-            f"would get about {machine.share:.0%} of its steps: end them, or give more minutes"
+            f"other processes want {plural(machine.others, 'core')}. The plan counts on their end: a run now would get about "
+            f"{machine.share:.0%} of its steps. End them, or give more minutes"
         )
     if not machine.calm and machine.threads > 1:
         yield (

@@ -101,7 +101,7 @@ class QuantBank:
 
     @property
     def stiffness(self) -> Tensor:
-        """(N, rows): g c."""
+        """(N, rows): each row's sensitivity times the mean curvature of its columns."""
         return self.sensitivity * self.factors.curvature.mean(1)[:, None]
 
     @property
@@ -117,7 +117,7 @@ class QuantBank:
         return math.log2(float(unit.min())) - 2 * math.log2(MAX_Q), math.log2(float(unit.max())) + 5.0
 
     def steps(self, multiplier: float) -> Tensor:
-        """(N, rows, 1), float16 on the log grid; see the top of this file."""
+        """(N, rows, 1), float16 on the log grid: parbank.quant.solver derives them."""
         unit = math.sqrt(12 * multiplier / math.log(2))
         largest = self.largest.double()
         exponent = torch.round(-GRID / 2 * torch.log2(self.stiffness.double()))

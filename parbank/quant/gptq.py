@@ -121,7 +121,7 @@ def _in_kernel(
     first: int,
     last: int,
 ) -> Tensor:
-    """The same by one launch, for a scale a row. Leaves the block as it is: nothing reads it again."""
+    """`_column_by_column` in one launch, for one scale a row. Leaves the block as it is: nothing reads it again."""
     errors = torch.empty(len(work), last - first, work.shape[2], device=work.device)
     steps, upper = scales[:, :, 0].float().contiguous(), factors.upper.contiguous()
     curvature = factors.curvature.contiguous()

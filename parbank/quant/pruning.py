@@ -8,7 +8,7 @@ compensate; `prune_ones` applies it to existing integers.
 import torch
 from torch import Tensor
 
-from parbank.quant.rate import Rate
+from parbank.quant.rate import Rate, measure
 
 _STEEPEST = 8.0  # bits between neighbouring magnitudes; beyond lie only the histogram's empty ends
 
@@ -42,8 +42,6 @@ def prune_ones(
     Neighbours that are zeroed together add cross terms this leaves out, so half of the candidates are taken, by
     alternating columns, before the other half is judged again.
     """
-    from parbank.quant.rate import measure
-
     values = values.clone()
     step = scales[:, :, :1].float()
     diagonal = hessians.diagonal(dim1=1, dim2=2)[:, None, :]

@@ -30,7 +30,7 @@ from parbank.quant.config import QuantConfig
 from parbank.quant.integers import to_half
 
 _GUIDED = 6  # builds by interpolation of sizes; after that plain halving, which is robust
-_NARROW = 0.004  # octaves of lambda: sizes jump by more than the rest of the way where scales change in float16
+_NARROW = 0.004  # octaves of lambda: closer together, rounding of the scales to float16 decides the size
 
 
 @dataclass(frozen=True)

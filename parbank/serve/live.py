@@ -2,8 +2,8 @@
 
     python -m parbank.serve.live FOLDER SOCKET TRAINER OPEN
 
-The training process listens and hands its socket over. So it knows the address at once, and the time that the other
-process takes to start is not its own.
+The training process opens the socket and passes it on. So it knows the address at once, and does not wait until the other
+process has started.
 """
 
 import os

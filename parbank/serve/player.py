@@ -45,7 +45,7 @@ class Player:
         }
 
     def write(self, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int) -> Iterator[Item]:
-        """Continues the prompt: {"reading": True} for each part of a long prompt, a line for each token, then {"end": why}."""
+        """Continues the prompt: {"reading": True} for each part of a long prompt, an item for each token, then {"end": ...}."""
         require(tokens <= MOST_TOKENS, f"at most {MOST_TOKENS:,} tokens are written at once, got {tokens:,}")
         check_settings(tokens=tokens, temperature=temperature, top_k=0, top_p=top_p, seed=seed)
         return self._write(prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
@@ -120,7 +120,7 @@ class Pieces:
         return self._decoder.decode(self._tokenizer.decode_bytes([token], state=self._state))
 
     def preview(self, token: int) -> str | None:
-        """The text that `add` would give, if it is one and ends with a whole character. Nothing changes."""
+        """The text that `add` would give. None if it is empty or ends inside a character. Nothing changes."""
         pending, _ = self._decoder.getstate()
         data = self._tokenizer.decode_bytes([token], state=copy.deepcopy(self._state))
         try:

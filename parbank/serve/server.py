@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 MOST_CONNECTIONS = 64
 GRACE_SECONDS = 3
 """The time that answers under way have to end after Ctrl-C."""
-_DROPPED = 10  # times the limit: of a request that is too long, so much is read before the connection is closed
+_DROPPED = 10  # a request that is too long is read up to 10 times the limit, and then the connection is closed
 
 # The browser loads nothing from elsewhere, runs no script but ours, and shows the page in no frame of another site.
 POLICY = (
@@ -57,6 +57,7 @@ class Address:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be 0 (any free port) to 65535, got {self.port}")
+        object.__setattr__(self, "host", self.host.lower())  # as a browser writes names
 
     @property
     def is_loopback(self) -> bool:
@@ -213,7 +214,7 @@ def has_desktop() -> bool:
 
 
 class TooLargeError(ParbankError):
-    """A request that is longer than is read."""
+    """A request that is longer than the limit."""
 
 
 async def read_body(chunks: AsyncIterator[bytes], *, most: int) -> bytes:

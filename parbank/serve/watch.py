@@ -33,13 +33,13 @@ from parbank.serve.server import POLICY, Address, serve
 
 READ = ("config.json", "metrics.jsonl", "summary.json", "details.json")
 PAUSE_SECONDS = 2.0
-"""The page is made at most so often. A browser asks as often."""
+"""The least time between two versions of the page. A browser asks as often."""
 PAUSE_FACTOR = 20
-"""And not before so many times its own duration have passed: it takes at most 5% of one core."""
+"""The least time between two versions, as a multiple of the time to make one: at most 5% of one core."""
 NOBODY_SECONDS = 10.0
-"""After the run has ended, the server waits so long for a first browser,"""
+"""The time that the server waits for a first browser after the run has ended."""
 LATE_SECONDS = 60.0
-"""and so long for a browser that has asked before, to fetch the last page."""
+"""The time that the server waits, after the run has ended, for a known browser to fetch the last page."""
 
 _BAR = (
     '<aside id="watch" aria-label="While it trains"><span id="watch-when">Live.</span> '
@@ -62,7 +62,7 @@ class Watched:
         return (self._trainer is not None and is_running(self._trainer)) or is_going(self.folder)
 
     def make(self) -> tuple[bytes, str]:
-        """The page and its tag, made anew if the files have changed and the last time is long enough ago."""
+        """The page and its tag. Made anew if the files have changed and the last version is old enough."""
         with self._lock:
             goes = self.goes  # before the files are read: the last page of a run must hold its end
             tag = self._read_tag(goes)
@@ -95,8 +95,8 @@ class Watched:
 
 
 def add_script(html: str) -> str:
-    """The page with the bar and the script. Its own policy forbids the requests for news; the server's header allows them,
-    to itself only."""
+    """The page with the bar and the script. The policy in the page forbids all requests, so it is removed; the policy in the
+    server's header allows requests to this server."""
     free, count = re.subn(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", html, count=1)
     assert count == 1, "a page of parbank.report has a policy"
     free = free.replace("</head>", '<link rel="stylesheet" href="watch.css"></head>', 1)

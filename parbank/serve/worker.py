@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Any
 
 from parbank.errors import ParbankError
@@ -17,14 +18,14 @@ from parbank.threads import use_threads
 
 Item = dict[str, Any]
 MOST_UNREAD = 64
-"""Items that wait for a reader before its job does: a client that reads slowly must not fill the memory."""
+"""Unread items at which a job waits for its reader: a client that reads slowly must not fill the memory."""
 STUCK_SECONDS = 60.0
-"""A job whose reader has taken nothing for so long is cancelled: it would keep its place from others."""
+"""A job is cancelled if it waits for its reader for so long: other requests need its place."""
 _POLL = 0.02  # seconds between looks at readers, where all of them are behind
 
 
 class BusyError(ParbankError):
-    """More requests at once than are answered."""
+    """More requests at once than the server answers."""
 
 
 class WorkerJob:
@@ -36,9 +37,8 @@ class WorkerJob:
         self._cancelled = threading.Event()
         self._behind_since: float | None = None
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether the reader has to read before the next step. Cancels the job of a reader that has stopped."""
+    def must_wait(self) -> bool:
+        """Whether the next step must wait for the reader. Cancels a job that has waited for too long."""
         if self._cancelled.is_set() or self._items.qsize() < MOST_UNREAD:
             self._behind_since = None
             return False
@@ -83,7 +83,7 @@ class WorkerJob:
         return False
 
     def _put(self, item: Item | None) -> None:
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed, and nobody reads any more
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
 
@@ -139,7 +139,7 @@ class Worker:
                     if not self._jobs:
                         return
                     behind = 0
-                    while behind < len(self._jobs) and self._jobs[0].is_behind:
+                    while behind < len(self._jobs) and self._jobs[0].must_wait():
                         self._jobs.rotate(-1)
                         behind += 1
                     if behind == len(self._jobs):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from parbank.eval.details import Examined, examine
 from parbank.files import write_file, write_json
 from parbank.gpu import other_processes
 from parbank.runtime import Runtime
-from parbank.threads import use_threads
+from parbank.threads import run_in_background, use_threads
 from parbank.training.agreement import compare_settings, compare_state
 from parbank.training.checkpoint import load_checkpoint
 from parbank.training.checks import check_memory, check_settings, check_size
@@ -163,10 +164,11 @@ def finish(
     """Scores the averaged weights, packs them, and scores the packed file. The last score is the result."""
     config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
     laps = Laps()
-    # xz takes seconds on one core: it runs in parallel with everything below.
-    with ThreadPoolExecutor(1) as aside, trainer.averages.applied():
+    with trainer.averages.applied():
         text = dataset.val_text() if runtime.is_main else b""
-        compressed = aside.submit(compressor_bpb, text, display.say) if runtime.is_main else None
+        # xz takes seconds on one core, or minutes: it runs in parallel with everything below, and does not delay an error.
+        compress = partial(compressor_bpb, text, display.say)
+        compressed = run_in_background(compress, "parbank-compressors") if runtime.is_main else None
         before = _examine(trainer, display, "scoring").score
         laps.end("scoring")
         display.say(f"val bpb {before.bpb:.4f} before packing; packing")

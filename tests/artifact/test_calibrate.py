@@ -132,16 +132,19 @@ def test_too_little_text_is_an_error_that_says_so() -> None:
         measure(make_model(), list(range(10)), context=64, count=64)
 
 
-def _calibrate_on_a_rank(ids: np.ndarray) -> Calibration:
+def _calibrate_on_a_rank(ids: np.ndarray, count: int) -> Calibration:
     place = Runtime(device=torch.device("cpu"), rank=dist.get_rank(), world=dist.get_world_size())
-    return measure(make_model(), ids, context=32, count=160, place=place)
+    return measure(make_model(), ids, context=32, count=count, place=place)
 
 
-def test_two_ranks_measure_what_one_does() -> None:
+@pytest.mark.parametrize("windows", [5, 1])
+def test_two_ranks_measure_what_one_does(windows: int) -> None:
+    """Of five windows the ranks get three and two; of one, the second rank gets none."""
     ids = np.random.default_rng(0).integers(0, 320, 200)
-    alone = measure(make_model(), ids, context=32, count=160)  # five windows: the ranks get three and two
-    for found in run_distributed_test(_calibrate_on_a_rank, 2, args=(ids,)):
-        assert found.tokens == alone.tokens == 160
+    alone = measure(make_model(), ids, context=32, count=32 * windows)
+    for found in run_distributed_test(_calibrate_on_a_rank, 2, args=(ids, 32 * windows)):
+        assert found.tokens == alone.tokens == 32 * windows
+        assert found.hessians.keys() == alone.hessians.keys()
         for name in alone.hessians:
             torch.testing.assert_close(found.hessians[name], alone.hessians[name], rtol=1e-4, atol=1e-7)
             torch.testing.assert_close(found.sensitivity[name], alone.sensitivity[name], rtol=1e-4, atol=1e-10)

@@ -15,6 +15,7 @@ from parbank.artifact.pack import pack_solved, pack_tensors, unpack_tensors
 from parbank.artifact.safetensors import export_model, import_model
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ArtifactError, ConfigError
+from parbank.model.gpt import MAX_POSITIONS
 from parbank.quant.calibration import Calibration
 from parbank.quant.config import QuantConfig
 from parbank.training.load import load_model
@@ -128,7 +129,8 @@ def test_what_does_not_belong_together_is_refused_by_name(tmp_path: Path):
     for key, value in (("layers", 3), ("width", 4 * 10**30), ("vocab_size", 300), ("layers", 10**9)):
         broken = json.dumps(meta | {"model": meta["model"] | {key: value}})
         refused("does not fit its config", metadata=about | {"parbank": broken})
-    refused("context", metadata=about | {"parbank": json.dumps(meta | {"context": "32"})})
+    for key, value in (("context", "32"), ("context", MAX_POSITIONS + 1), ("data", 5)):  # no reader would load them
+        refused(f"its {key} is", metadata=about | {"parbank": json.dumps(meta | {key: value})})
     refused("skip_gains is absent in the file", {n: t for n, t in tensors.items() if n != "skip_gains"})
     refused("more is .* by its config", tensors | {"more": torch.ones(2)})
     refused("float", tensors | {"skip_gains": torch.ones(1, 16, dtype=torch.int64)})

@@ -86,6 +86,32 @@ def test_a_tied_weight_is_stored_once_and_a_stack_matrix_by_matrix() -> None:
     assert len(untied) > len(alone) + 1000
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (0, 20, 20), (3, 0, 20, 20), (20, 20, 0)])
+def test_tensors_without_numbers_keep_their_shapes(shape: tuple[int, ...]) -> None:
+    after = unpack_state_dict(decode_artifact(pack({"nothing": torch.zeros(shape), "gain": torch.ones(3)})))
+    assert after["nothing"].shape == shape
+
+
+def test_parameters_are_packed_like_their_values() -> None:
+    weight = torch.randn(32, 48)
+    assert pack({"a": nn.Parameter(weight)}) == pack({"a": weight})
+
+
+def test_exact_tensors_may_share_memory() -> None:
+    ids = torch.arange(10)
+    after = unpack_state_dict(decode_artifact(pack({"all": ids, "some": ids[:5], "column": ids.view(5, 2)[:, 1]})))
+    assert torch.equal(after["some"], ids[:5])
+    assert torch.equal(after["column"], ids[1::2])
+
+
+def test_a_conjugate_is_not_taken_for_its_tensor() -> None:
+    numbers = torch.randn(4, dtype=torch.complex64)
+    state = {"a": numbers, "b": numbers.conj(), "c": numbers.imag, "d": numbers.conj().imag}
+    after = unpack_state_dict(decode_artifact(pack(state)))
+    assert torch.equal(after["b"], state["b"])
+    assert torch.equal(after["d"], -after["c"])
+
+
 def test_a_transposed_view_is_not_taken_for_its_tensor() -> None:
     square = torch.randn(32, 32)
     after = unpack_state_dict(decode_artifact(pack({"a": square, "b": square.T, "c": square[:16]})))

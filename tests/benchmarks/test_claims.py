@@ -162,13 +162,13 @@ def first_commit(claims: ModuleType) -> str:
 
 
 def test_results_say_when_what_they_measured_has_changed(claims: ModuleType, first_commit: str) -> None:
-    assert "changed since" in claims.stale({"commit": first_commit, "measured": ["parbank"]})[0]
-    assert claims.stale({"commit": "HEAD", "measured": ["no/such/folder"]}) == []
+    assert "changed since" in claims.stale({"commit": first_commit, "dirty": False, "measured": ["parbank"]})[0]
+    assert claims.stale({"commit": "HEAD", "dirty": False, "measured": ["no/such/folder"]}) == []
 
 
 def test_a_lost_commit_is_named_and_its_files_are_compared(claims: ModuleType, first_commit: str) -> None:
     now = claims.provenance.digests(["parbank/errors.py", "parbank/optim"])
-    lost = {"commit": "0" * 40, "measured": [*now], "digests": now}
+    lost = {"commit": "0" * 40, "dirty": False, "measured": [*now], "digests": now}
     assert claims.stale(lost) == ["commit 000000000 is not in this repository"]
     assert claims.stale(lost | {"digests": now | {"parbank/optim": "0"}}, {"000000000": "abc"}) == [
         "commit 000000000 is not in this repository; abc is the first commit with its code",
@@ -180,16 +180,28 @@ def test_an_old_result_of_a_lost_commit_is_compared_with_the_commit_named_for_it
     claims: ModuleType, first_commit: str
 ) -> None:
     """Early results have no digests."""
-    lost = {"commit": "0" * 40, "measured": ["parbank"]}
+    lost = {"commit": "0" * 40, "dirty": False, "measured": ["parbank"]}
     place, change = claims.stale(lost, {"000000000": first_commit})
     assert place.endswith("is the first commit with its code")
     assert change.endswith(f"changed since {first_commit[:9]}")
 
 
+def test_a_result_from_beside_an_outdated_repository_counts_once_its_code_is_known(
+    claims: ModuleType, results: Path, first_commit: str
+) -> None:
+    assert claims.Claims(SPEC, results).newest("step").folder.name == "2026-01-02-h200-bbbbbbbbb"
+    known = claims.Claims(SPEC | {"published": {"bbbbbbbbb-dirty": first_commit}}, results)
+    assert known.newest("step").folder.name == "2026-01-04-h200-bbbbbbbbb-dirty"
+    notes = "\n".join(known.notes())
+    assert "not used" not in notes
+    assert "2026-01-04-h200-bbbbbbbbb-dirty: stale" in notes
+    assert f"changed since {first_commit[:9]}" in notes
+
+
 def test_without_git_files_are_still_compared(claims: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     now = claims.provenance.digests(["parbank/errors.py"])
-    about = {"commit": "0" * 40, "measured": [*now], "digests": now}
+    about = {"commit": "0" * 40, "dirty": False, "measured": [*now], "digests": now}
     assert claims.stale(about) == []
     assert claims.stale(about | {"digests": {"parbank/errors.py": "0"}}) == ["stale: parbank/errors.py changed since"]
 
@@ -199,8 +211,9 @@ def test_every_result_names_a_published_commit(claims: ModuleType, first_commit:
     published = claims.read_claims().published
     known = set(claims.ask_git("rev-list", "HEAD") or [])
     for path in claims.RESULTS.glob("*/*/result.json"):
-        commit = json.loads(path.read_text(encoding="utf-8"))["commit"]
-        assert commit in known or commit[:9] in published, f"{path.parent.name}: nobody can find this code"
+        about = json.loads(path.read_text(encoding="utf-8"))
+        found = claims.code_name(about) in published or (about["commit"] in known and not about["dirty"])
+        assert found, f"{path.parent.name}: nobody can find this code"
     for commit in published.values():
         assert any(name.startswith(commit) for name in known), (
             f"[published] names {commit}, which is not in this history"
@@ -215,7 +228,8 @@ def test_the_commit_named_for_a_lost_one_has_the_code_that_was_measured(
     published = claims.read_claims().published
     for path in claims.RESULTS.glob("*/*/result.json"):
         about = json.loads(path.read_text(encoding="utf-8"))
-        commit = published.get(about["commit"][:9])
+        commit = published.get(claims.code_name(about))
+        assert "digests" in about or not about["dirty"], f"{path.parent}: nothing shows which code was measured"
         if not commit or "digests" not in about:
             continue
         tree = tmp_path / commit

@@ -181,6 +181,9 @@ def test_a_picture_that_fails_does_not_take_the_score_with_it(
         (("--method", "sliding", "--context", 32_769), "32768 positions; lower --context, or use streaming"),
         (("--method", "ttt", "--context", 32_769, "--chunk", 32_769), "lower --context or --chunk"),
         (("--method", "ttt", "--segment", 0), "--segment must be at least 1, got 0"),
+        (("--method", "sliding", "--stride", 16, "--set", "stride=32"), "--set stride and --stride set the same"),
+        (("--context", 64, "--set", "context=32"), "--set context and --context set the same thing; give one"),
+        (("--method", "ttt", "--ttt-scores", "sliding", "--set", "scores=chunked"), "--set scores and --ttt-scores"),
     ],
 )
 def test_settings_are_refused_before_the_text_is_read(

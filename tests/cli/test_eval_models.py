@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from parbank.eval.methods.chunked import Chunked
-from tests.cli.calls import Call
+from tests.cli.calls import Call, train_arguments
+from tests.faults.ranks import join, start_ranks
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_the_unpacked_model_is_beside_a_score_where_the_run_knows_it(call: Call,
     assert [[cell.strip() for cell in row] for row in rows] == [["this model, unpacked", f"{before:.4f}"]]
     for other in (("--data", page), ("--method", "streaming"), ("--context", 32)):
         assert "this model, unpacked" not in json.loads(call("eval", trained, *other, "--json").out)["beside"]
-        assert "see --unpacked" in call("eval", trained, *other).out
+        assert "add --unpacked" in call("eval", trained, *other).out
 
 
 def summary_data(trained: Path) -> str:
@@ -140,6 +141,26 @@ def test_several_models_are_compared_by_document(call: Call, trained: Path, othe
     assert (difference["against"], difference["documents"]) == (str(trained), 3)
     assert difference["bpb"] == 0
     assert difference["verdict"] == "too few documents"
+
+
+def test_ranks_score_models_of_different_texts_on_the_text_of_the_first(
+    call: Call, trained: Path, tmp_path: Path
+) -> None:
+    """Without --data, each rank would otherwise score the second model on its own text."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(6):
+        words = " ".join(str(word * word) for word in range(100 * number, 100 * number + 400))
+        (text / f"{number}.txt").write_text(f"Squares, part {number}: {words}.\n", encoding="utf-8")
+    run = tmp_path / "squares"
+    assert call(*train_arguments(f"text:{text}", run, steps=1)).code == 0
+    models = [str(trained / "checkpoint"), str(run / "checkpoint")]
+    alone = json.loads(call("eval", *models, "--json").out)["models"]
+    with start_ranks(tmp_path / "ranks", [["eval", *models, "--device", "cpu", "--json"]] * 2) as ranks:
+        assert join(ranks, 120.0) == [0, 0], [rank.complained() for rank in ranks]
+        together = json.loads(ranks[0].said())["models"]
+    assert [model["val_bpb"] for model in together] == [model["val_bpb"] for model in alone]
+    assert {model["data"] for model in together} == {summary_data(trained)}
 
 
 def test_the_table_of_several_models_names_the_method_and_the_plain_score(

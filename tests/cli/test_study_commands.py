@@ -131,6 +131,7 @@ def test_a_refused_command_leaves_nothing_behind(call: Call, text_spec: str, tmp
     refused = [
         (["run", "seeds", "--budget", "6s", "--workers", 2, *common], "use --workers 1"),
         (["run", "seeds", "--budget", "6steps", "--submit", "nowhere", *common], "submitit"),
+        (["run", "seeds", "--budget", "6steps", "--submit-set", "gpus_per_node=1", *common], "--submit-set says how"),
         (["search", "--space", "optim.matrix_lr=0.01..0.1", "--rungs", "6steps", *common], "Optuna"),
         (["run", "seeds", "--budget", "6steps", "--metric", "sliding", *common], "streaming"),
         (

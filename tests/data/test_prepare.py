@@ -4,9 +4,13 @@ import hashlib
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -286,6 +290,18 @@ def test_killed_half_way_nothing_looks_valid_and_the_next_one_cleans_up(tmp_path
     open_shards(tmp_path / "out")
 
 
+def test_leftovers_of_a_folder_with_brackets_in_its_name_are_deleted(tmp_path: Path) -> None:
+    """Brackets are signs of a glob pattern."""
+    write_texts(tmp_path / "in")
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    left = tmp_path / f".out [1].preparing-{socket.gethostname()}-{ended.pid}-0"
+    left.mkdir()
+    (left / "spool").write_bytes(b"text")
+    prepare(tmp_path / "in", out=tmp_path / "out [1]")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out [1]"]
+
+
 def test_two_at_once_leave_one_whole_result(tmp_path: Path) -> None:
     write_texts(tmp_path / "in")
     processes = [start(tmp_path / "in", tmp_path / "out", pause=0.3) for _ in range(3)]
@@ -355,6 +371,30 @@ def test_large_documents_and_many_batches_keep_their_order(tmp_path: Path, monke
     monkeypatch.setattr("parbank.data.prepare._BATCH_BYTES", 1000)
     prepare(tmp_path / "in", out=tmp_path / "two")
     assert open_shards(tmp_path / "one").fingerprint == open_shards(tmp_path / "two").fingerprint
+
+
+def test_ctrl_c_does_not_wait_until_all_the_text_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer trains meanwhile, in the main thread, which alone gets the signal."""
+    write_texts(tmp_path / "in")
+    began, compared = Event(), []
+
+    def compare(train: Iterator[list[bytes]], *rest: object, **more: object) -> None:
+        for batch in train:
+            compared.append(batch)
+            began.set()
+            time.sleep(0.1)
+
+    def interrupt(*arguments: object) -> None:
+        assert began.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("parbank.data.prepare._BATCH_BYTES", 1)
+    monkeypatch.setattr("parbank.data.prepare.measure_overlap", compare)
+    monkeypatch.setattr(Tokenizer, "train", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "in", out=tmp_path / "out")
+    assert len(compared) < 20
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_preparing_again_writes_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import inspect
 import io
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -198,6 +199,14 @@ def test_bytes_that_are_no_model_are_refused(model: bytes, tmp_path: Path) -> No
     path.write_bytes(model)
     with pytest.raises(DataError, match=r"broken\.model.*not a SentencePiece model"):
         Tokenizer.load(path)
+
+
+def test_a_number_without_an_end_is_refused_at_once() -> None:
+    """A megabyte of it took a minute: each byte copied the number so far."""
+    began = time.process_time()
+    with pytest.raises(DataError, match="not a SentencePiece model"):
+        Tokenizer.from_bytes(b"\xff" * 1_000_000)
+    assert time.process_time() - began < 2
 
 
 def test_a_kind_that_from_bytes_knows_is_read_from_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

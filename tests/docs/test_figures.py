@@ -49,7 +49,7 @@ CONSTANTS: dict[str, dict[str, str]] = {
         "2 s": "a limit, tests/faults/test_small_files.py",
     },
     "docs/design/ops.md": {"0.1%": "a tolerance of the tests", "0.2%": "a tolerance of the tests"},
-    "docs/design/optimizer.md": {"10%": "a limit, tests/optim/test_optim_memory.py"},
+    "docs/design/optimizer.md": {"10%": "a limit, tests/optim/test_optim_footprint.py"},
     "docs/design/performance.md": {"700 W": "the card's limit"},
     "docs/design/plan.md": {
         "0.02 bits per byte": "UNTRIED of plan/candidates.py",
@@ -64,6 +64,7 @@ CONSTANTS: dict[str, dict[str, str]] = {
     "docs/design/study.md": {
         "5%": "the level of the verdict",
         "80%": "the power of the study",
+        "99%": "the level of benchmarks/study_noise.py",
         "60 seconds": "a limit of queue.py",
     },
     "docs/design/training.md": {"1%": "the clock's promise, tests/training"},

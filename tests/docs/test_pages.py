@@ -12,7 +12,7 @@ LINK = re.compile(r"(?:\]\(|^\[[^\]]+\]: )([^)\s]+)", flags=re.MULTILINE)
 GENERATED = {"docs/reference/cli.md", "docs/reference/settings.md"}  # docs/hooks.py makes them when the site is built
 COLUMNS = 120
 WORDS = 800
-MANUAL_WORDS = 16_500  # without the log, which keeps every experiment and grows
+MANUAL_WORDS = 18_500  # without the log, which keeps every experiment and grows
 TABLES = {"compatibility.md", "levers.md", "measurements.md"}  # written by benchmarks and tests, and not counted
 README_LINES = 150
 START_LINES = 6

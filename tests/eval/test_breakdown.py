@@ -12,7 +12,7 @@ from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.errors import ConfigError
 from parbank.eval.adaptation import ADAPTERS
-from parbank.eval.breakdown import break_down, draw
+from parbank.eval.breakdown import Breakdown, Part, break_down, draw, is_picture
 from parbank.eval.methods import make_method
 from parbank.eval.methods.base import Method, place_in_document
 from parbank.eval.methods.chunked import Chunked
@@ -112,6 +112,15 @@ def test_contexts_are_what_the_windows_give() -> None:
     isolated = Chunked(context=8).find_contexts(tokens, replace(model, isolate_documents=True)).tolist()
     assert isolated == [*range(8), 0, 0, 1, 2, 3, 4, 5, 6, *range(7)]
     assert place_in_document(tokens, BOS).tolist() == [*range(9), *range(14)]
+
+
+@pytest.mark.parametrize("name", ["x.png", "x.svg", "x.pdf", "X.JPG"])
+def test_a_picture_says_that_parbank_drew_it(name: str, tmp_path: Path) -> None:
+    """Else a second score could not replace it."""
+    pytest.importorskip("matplotlib")
+    parts = [Part(0, 0, 1, 1, 2.0)]
+    draw(Breakdown(parts, parts, parts), "", tmp_path / name)
+    assert is_picture(tmp_path / name)
 
 
 def test_without_matplotlib_the_message_says_what_to_install(

@@ -1,6 +1,7 @@
 """The yardsticks are the compressors themselves."""
 
 import lzma
+import subprocess
 import sys
 import zlib
 from pathlib import Path
@@ -19,6 +20,26 @@ def test_bits_per_byte_of_each_compressor() -> None:
     assert found["zlib -9"] == 8 * len(zlib.compress(TEXT, 9)) / len(TEXT)
     assert found["xz -9"] == 8 * len(lzma.compress(TEXT, preset=9)) / len(TEXT)
     assert 0.5 < found["zstd -19"] < 8
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(3)", "raise KeyboardInterrupt"])
+def test_a_process_does_not_wait_for_compressors_at_its_end(ending: str) -> None:
+    """xz takes a minute for 64 MB, in which nobody could end `parbank eval` by Ctrl-C."""
+    code = f"""
+import sys, time
+from parbank.eval import compression
+from parbank.threads import run_in_background
+def compress(data):
+    print("begun", flush=True)
+    time.sleep(600)
+compression._find_compressors = lambda: ({{"slow": compress}}, [])
+run_in_background(lambda: compression.compressor_bpb(b"text"), "aside")
+time.sleep(1)
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "begun\n"
+    assert done.returncode in (3, -2, 130)
 
 
 def test_zstd_is_left_out_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,6 +329,15 @@ def test_a_file_that_changes_meanwhile_is_refused(
     assert not (tmp_path / "a.pbz").exists()
 
 
+def test_a_file_that_cannot_be_read_is_named(loaded: LoadedModel, tmp_path: Path) -> None:
+    unreadable = Path("/proc/self/mem")  # for every user: no memory lies at address 0
+    if not unreadable.exists():
+        pytest.skip("a file of Linux")
+    with pytest.raises(FileError, match="cannot read /proc/self/mem: "):
+        compress([unreadable], loaded, tmp_path / "a.pbz")
+    assert not (tmp_path / "a.pbz").exists()
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -225,6 +225,26 @@ def test_ranks_give_the_same_to_the_last_bit(dataset: Dataset, world: int, isola
             assert np.array_equal(mine, theirs)
 
 
+def count_groups(tokens: np.ndarray) -> int:
+    """The process groups that two streaming scores make."""
+    place = Runtime(device=torch.device("cpu"), rank=dist.get_rank(), world=dist.get_world_size())
+    made, new_group = [], dist.new_group
+
+    def make(ranks: list[int]) -> Any:
+        made.append(ranks)
+        return new_group(ranks)
+
+    dist.new_group = make
+    for _ in range(2):
+        Streaming(context=16, segment=20).score(make_model(), TokenSet([tokens]), place)
+    return len(made)
+
+
+def test_scores_share_the_groups_of_the_ring(dataset: Dataset) -> None:
+    """Each keeps threads and sockets: with groups of its own for every score, a long process would run out of them."""
+    assert run_distributed_test(count_groups, 2, args=(dataset.val.read(0, 100),)) == [2, 2]
+
+
 def test_the_recipe_that_isolates_documents_sees_nothing_of_the_one_before(dataset: Dataset) -> None:
     config = get_recipe("nano").model
     model = GPT(type(config)(**{**config.__dict__, "isolate_documents": True}))

@@ -1,5 +1,6 @@
 """Test-time training scores before it learns: for every adapter and every way of scoring, and whatever an adapter tries."""
 
+import builtins
 import math
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from parbank.eval.adaptation import ADAPTERS
 from parbank.eval.methods import ttt as ttt_module
 from parbank.eval.methods.ttt import SCORES
 from parbank.model import GPT, ModelConfig
+from parbank.model import gpt as gpt_module
 from tests.eval.test_ttt import BOS, CHUNK, CONTEXT, ttt
 
 KINDS = [(adapter, scores) for adapter in ADAPTERS for scores in SCORES]
@@ -124,6 +126,12 @@ def _add(place: Any, name: str) -> Undo:
     return Undo(lambda: delattr(place, name))
 
 
+def _hide(module: Any, name: str) -> Undo:
+    """A function in front of one that is built in, for one module."""
+    setattr(module, name, getattr(builtins, name))
+    return Undo(lambda: delattr(module, name))
+
+
 def _patch_class(cls: type, name: str) -> Undo:
     """Calls of the model's own class, whose instances all change."""
     before = vars(cls)[name]
@@ -133,6 +141,44 @@ def _patch_class(cls: type, name: str) -> Undo:
 
     setattr(cls, name, spy)
     return Undo(lambda: setattr(cls, name, before))
+
+
+def _patch_property(cls: type, name: str) -> Undo:
+    before = vars(cls)[name]
+    setattr(cls, name, property(lambda self: (_see(), before.fget(self))[1]))
+    return Undo(lambda: setattr(cls, name, before))
+
+
+def _patch_code(function: Any) -> Undo:
+    """The same function object, which does something else."""
+    before = function.__code__
+
+    def spy(*args: Any, **options: Any) -> None: ...
+
+    function.__code__ = spy.__code__
+    return Undo(lambda: setattr(function, "__code__", before))
+
+
+class Impostor:
+    """A function that claims to be the one in whose place it stands."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner = inner
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.inner(*args, **options)
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return hash(self.inner)
+
+
+def _put_an_impostor(model: GPT) -> Undo:
+    before = ops.rms_norm
+    ops.rms_norm = Impostor(before)  # type: ignore[assignment]
+    return Undo(lambda: setattr(ops, "rms_norm", before))
 
 
 class SpyTensor(torch.Tensor):
@@ -194,6 +240,12 @@ TRICKS: dict[str, Callable[[GPT], Any]] = {
     "another function of NumPy": lambda model: _patch(np, "concatenate"),
     "another function of Python": lambda model: _patch(math, "log"),
     "another function of ours": lambda model: _patch(ops, "rms_norm"),
+    "other code of a function of ours": lambda model: _patch_code(ops.rms_norm),
+    "a function that claims to equal ours": _put_an_impostor,
+    "another function that Python has built in": lambda model: _patch(builtins, "zip"),
+    "a name in front of one that is built in": lambda model: _hide(gpt_module, "range"),
+    "a method added to a class": lambda model: _add(type(model), "__call__"),
+    "another property": lambda model: _patch_property(ttt_module.Text, "targets"),
     "another scorer": lambda model: _patch_class(ttt_module.Text, "upto"),
     "a tensor that sees": _put_a_table,
     "another config": _put_a_config,

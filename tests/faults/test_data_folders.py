@@ -208,6 +208,7 @@ def test_a_second_open_hashes_nothing(text: Path, tmp_path: Path, monkeypatch: p
         {"val": {"shards": [{"name": "x.bin"}]}},
         {"inputs": 7},
         {"inputs": [{"path": 7}]},
+        {"inputs": [{"path": "a.txt", "size": 1, "mtime_ns": 1}]},
         {"spec": None},
         {"tokenizer": 3},
     ],

@@ -275,6 +275,9 @@ def test_json_that_is_nested_too_deeply_is_damaged_json(finished: Path, tmp_path
     shutil.copy(deep, folder / "summary.json")
     with pytest.raises(CheckpointError, match="holds no run that has ended"):
         parbank.Run.open(folder)
+    (tmp_path / "summary.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"holds no run that has ended \(summary\.json is not a table"):
+        parbank.Run.open(tmp_path)
     (tmp_path / "t.txt").write_text("hello")
     done = CliRunner().invoke(app, ["eval", str(folder), "--data", f"text:val={tmp_path / 't.txt'}"])
     assert done.exit_code == 0, done.output

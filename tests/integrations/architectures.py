@@ -187,9 +187,9 @@ def write() -> str:
     version = next(TIMM_FOLDER.glob("timm-*.dist-info")).stem.removeprefix("timm-")
     head = f"""## Architectures
 
-Where `split_parameters(model)` puts the parameters of {len(NAMES)} architectures of transformers
-{transformers.__version__} and {len(TIMM_NAMES)} of timm {version}, without overrides. All of them work: models are built from
-their default configs, an optimizer takes their groups, and a step moves every weight.
+The table shows where `split_parameters(model)` puts parameters without overrides. It has {len(NAMES)} architectures of
+transformers {transformers.__version__} and {len(TIMM_NAMES)} of timm {version}. A test builds each model from its default
+config, gives its groups to an optimizer, and checks that a step moves every weight.
 
 - **Muon** is the share of all numbers that go to Muon. *Matrices*, *stored (in, out)* and *convolutions* count its
   weights; a stack of experts counts as one.

@@ -264,16 +264,15 @@ def write() -> str:
     parts = [
         f"""# What ParallelMuon works with
 
-{len(TRAINERS)} trainers, {len(WAYS)} ways of sharding and {architectures.count()} architectures work. What does not work
-ends in an error that says what to do instead. `make integrations` runs every row, and
-`python -m tests.integrations.compatibility` writes this page. [Muon in your trainer](../guide/muon.md) explains the
-calls.
+ParallelMuon works with {len(TRAINERS)} trainers, {len(WAYS)} ways of sharding and {architectures.count()} architectures.
+`make integrations` tests every row, and `python -m tests.integrations.compatibility` writes this page. [Muon in your
+trainer](../guide/muon.md) explains the calls.
 
 ## Trainers
 
-Each trains on 2 ranks, saves, and resumes on 1, 2 and 3 ranks. Weights equal those of one process without a break.
-Packages: {packages}. `groups` is the result of
-`split_parameters(model)`.
+Each trains on 2 ranks, saves, and resumes on 1, 2 and 3 ranks. The weights equal those of one process that trains
+without a break. `groups` is the result of `split_parameters(model)`.
+Packages: {packages}.
 
 | trainer | what you write | |
 | --- | --- | --- |""",
@@ -281,10 +280,9 @@ Packages: {packages}. `groups` is the result of
         """
 ## Ways of sharding
 
-On 4 ranks, weights and optimizer state equal those of one process, with `num_heads`, `split_sizes`, `normuon`,
-`equilibrate` and cautious decay. Training goes on from a checkpoint of one process. Weights also equal those of one
-process for DTensors in every placement: Shard(0), Shard(1) and Replicate over two dimensions of a mesh, with Partial
-gradients or placed ones.
+On 4 ranks, weights and optimizer state equal those of one process. This includes `num_heads`, `split_sizes`,
+`normuon`, `equilibrate` and cautious decay. Training continues from a checkpoint of one process. DTensors may have any
+placement: Shard(0), Shard(1) and Replicate over two dimensions of a mesh, with gradients that are Partial or placed.
 
 | way | what you write | |
 | --- | --- | --- |""",
@@ -292,10 +290,10 @@ gradients or placed ones.
         """
 ## Refused
 
-Each row is an error; the second column is from its text.
+Each row ends in an error that says what to do instead. The second column quotes it.
 
-One case still waits for the timeout of the process group, without a sentence: `DistributedDataParallel.join()` with
-uneven inputs. A step has collectives, so every rank must take as many steps as the others.
+One case has no error: `DistributedDataParallel.join()` with uneven inputs waits for the timeout of the process group. A
+step has collectives, so every rank must take as many steps as the others.
 
 | what you try | |
 | --- | --- |""",

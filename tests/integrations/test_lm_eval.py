@@ -203,14 +203,29 @@ def test_windows_score_each_target_once() -> None:
 
 
 def test_generation_settings() -> None:
-    assert read_generation({}) == {"tokens": 256, "temperature": 0.0, "stop": []}
-    assert read_generation({"until": "\n", "temperature": 0.7}) == {"tokens": 256, "temperature": 0.7, "stop": ["\n"]}
+    assert read_generation({}) == {"tokens": 256, "temperature": 0.0, "stop": [], "seed": 0}
+    found = read_generation({"until": "\n", "temperature": 0.7, "seed": 3})
+    assert found == {"tokens": 256, "temperature": 0.7, "stop": ["\n"], "seed": 3}
     assert read_generation({"do_sample": False, "temperature": 0.7})["temperature"] == 0
     assert read_generation({"do_sample": True, "temperature": 0.5, "top_p": 0.9, "max_gen_toks": 5}) == {
-        "tokens": 5, "temperature": 0.5, "top_p": 0.9, "stop": [],
+        "tokens": 5, "temperature": 0.5, "top_p": 0.9, "stop": [], "seed": 0,
     }  # fmt: skip
+    for cold in ({}, {"temperature": 0.0}):
+        with pytest.raises(ConfigError, match="do_sample is true, and the temperature is 0 or not given"):
+            read_generation({"do_sample": True, **cold})
     with pytest.raises(ConfigError, match="'num_beams' is not supported; there are until"):
         read_generation({"num_beams": 4})
+
+
+def test_repeated_requests_give_different_samples(model: parbank.Model) -> None:
+    """As of a task that votes over several samples: with one seed, all would be equal."""
+    sampled = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 12, "seed": 4}
+    arguments = [("The sea", sampled)] * 3 + [("A hill", sampled), ("The sea", {"max_gen_toks": 12})]
+    texts = ParbankLM(model).generate_until([SimpleNamespace(args=each) for each in arguments])
+    alone = [("The sea", 4), ("The sea", 5), ("The sea", 6), ("A hill", 4)]
+    assert texts[:4] == [model.sample(text, tokens=12, temperature=1.0, seed=seed) for text, seed in alone]
+    assert len(set(texts[:3])) == 3
+    assert texts[4] == model.sample("The sea", tokens=12, temperature=0.0)
 
 
 def test_arguments(model: parbank.Model) -> None:

@@ -7,7 +7,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parbank.optim import ParallelMuon
-from parbank.optim.algorithms import muon
 
 VIEWS = ("view", "permute", "slice", "select", "t", "transpose", "as_strided", "unsqueeze", "alias", "detach")
 
@@ -27,14 +26,18 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _count(matrices: int, small: int, monkeypatch: Any) -> Count:
-    """A step's calls around the arithmetic of a batch, which a GPU does in a fixed number of launches."""
+def _count(matrices: int, small: int, monkeypatch: Any, *, kernels: bool = False) -> Count:
+    """A step's calls around the arithmetic of a batch, which a GPU does in a fixed number of launches. `kernels`: as where
+    Triton runs."""
     params = [nn.Parameter(torch.randn(4, 6)) for _ in range(matrices)]
     gains = [nn.Parameter(torch.randn(6)) for _ in range(small)]
     optimizer = ParallelMuon([{"params": params}, {"params": gains, "algorithm": "adamw"}], max_norm=1.0)
     updates = torch.zeros(matrices, 4, 6)
-    monkeypatch.setattr(muon.update, "prepare", lambda *args: updates)
-    monkeypatch.setattr("parbank.optim.update.apply", lambda *args: None)
+    for name in ("update", "kernels"):
+        monkeypatch.setattr(f"parbank.optim.{name}.prepare", lambda *args: updates)
+        monkeypatch.setattr(f"parbank.optim.{name}.apply", lambda *args: None)
+    for user in ("kernels", "algorithms.muon"):
+        monkeypatch.setattr(f"parbank.optim.{user}.use_kernels", lambda *args: kernels)
     for _ in range(3):
         for param in (*params, *gains):
             param.grad = torch.randn(param.shape)  # a new address, as after zero_grad()
@@ -49,6 +52,8 @@ def test_calls_do_not_grow_with_the_parameters(monkeypatch: Any) -> None:
     assert many.others == few.others
     more = _count(10, 60, monkeypatch)
     assert (more.views, more.others) == (few.views, few.others)
+    few, many = (_count(matrices, 10, monkeypatch, kernels=True) for matrices in (10, 60))
+    assert (many.views, many.others) == (few.views, few.others), "kernels read addresses: they need no views"
 
 
 def test_kept_views_follow_tensors_that_move() -> None:

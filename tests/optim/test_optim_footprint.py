@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
 
-from parbank.optim import ParallelMuon, newton_schulz
+from parbank.optim import ParallelMuon, buffers, newton_schulz
+from tests.distributed import run_distributed_test
 
 # Six batches of about 64 KiB in float32, of one parameter or of several: to keep every update until the end would take five
 # batches more than the bound allows.
@@ -106,6 +107,24 @@ def test_nothing_but_the_state_remains() -> None:
     state = {v.untyped_storage().data_ptr() for held in optimizer.state.values() for v in held.values()}
     assert state <= after.keys()
     assert sum(size for address, size in after.items() if address not in state) < SLACK
+
+
+def _drop_layers(most: int, steps: int) -> tuple[int, Tensor]:
+    """Each step leaves out other layers, as stochastic depth does."""
+    buffers.MOST_CONSTANTS = most
+    params = [nn.Parameter(torch.full((4, 4), float(n))) for n in range(12)]
+    optimizer = ParallelMuon(params)
+    for step in range(1, steps + 1):
+        for n, param in enumerate(params):
+            param.grad = torch.eye(4) if step >> n & 1 else None
+        optimizer.step()
+    return len(optimizer.buffers._constants), torch.stack(params).detach()
+
+
+def test_steps_that_leave_out_layers_keep_nothing_of_each_other() -> None:
+    bounded, unbounded = (run_distributed_test(_drop_layers, 2, args=(most, 40))[0] for most in (16, 1024))
+    assert bounded[0] <= 16 < unbounded[0]
+    assert torch.equal(bounded[1], unbounded[1])
 
 
 def _find_live() -> dict[int, int]:

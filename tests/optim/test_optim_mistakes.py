@@ -106,6 +106,17 @@ def test_parameters_may_share_a_gradient(algorithm: str, maximize: bool) -> None
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_gradient_that_is_shared_by_opposite_directions(algorithm: str) -> None:
+    params = [nn.Parameter(torch.zeros(8, 4)) for _ in range(2)]
+    options = {"algorithm": algorithm, "lr": 0.1}
+    groups = [{"params": param, **options, "maximize": up} for param, up in zip(params, (False, True))]
+    params[0].grad = params[1].grad = _random(0, 8, 4)
+    ParallelMuon(groups).step()
+    assert params[0].abs().sum() > 0
+    assert torch.equal(params[0], -params[1])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_maximize_takes_an_expanded_gradient(algorithm: str) -> None:
     up, down = (nn.Parameter(_random(0, 8, 4)) for _ in range(2))
     row = _random(1, 1, 4)
@@ -276,6 +287,15 @@ def test_normuon_begins_anew_when_heads_change(change: dict[str, Any]) -> None:
 def test_orthogonalize_refuses_other_numbers(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=str(dtype)):
         orthogonalize(torch.zeros(3, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize("method", ["plain", "symmetric", "gram"])
+def test_orthogonalize_refuses_to_be_differentiated(method: str) -> None:
+    weight = nn.Parameter(_random(0, 4, 6))
+    with pytest.raises(ConfigError, match=r"no derivative.*pass G\.detach\(\)"):
+        orthogonalize(weight, method=method)
+    with torch.no_grad():
+        assert torch.equal(orthogonalize(weight, method=method), orthogonalize(weight.detach(), method=method))
 
 
 def test_a_momentum_written_after_a_schedule_stays() -> None:

@@ -1,5 +1,6 @@
 """Variants around Muon, each against its definition: MuonEq-R, Lion, QK-clip, updates of AdamW's size, rates over widths."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from parbank.errors import ConfigError
-from parbank.optim import ParallelMuon, QKClip, carry_rate, orthogonalize
+from parbank.optim import ParallelMuon, QKClip, bank, carry_rate, orthogonalize
 from tests.distributed import run_distributed_test
 
 
@@ -150,6 +151,38 @@ def test_qk_clip_runs_at_the_end_of_each_step() -> None:
     nn.functional.scaled_dot_product_attention(q, k, q).sum().backward()  # flash attention: no logits to look at
     optimizer.step()
     assert (_logits(query.detach(), key.detach(), x, HEADS) < 5.001).all()
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_qk_clip_leaves_weights_alone_after_an_overflow(number: float) -> None:
+    query, key = _random(0, HEADS * CHANNELS, WIDTH), _random(1, HEADS * CHANNELS, WIDTH)
+    before = query.clone(), key.clone()
+    clip = QKClip(threshold=1.0)
+    layer = clip.add(query, key, heads=HEADS)
+    x = _random(2, 2, HEADS, 5, CHANNELS)
+    x[0, :, 0, 0] = number
+    layer.observe(x, x)
+    clip.apply()
+    assert torch.equal(query, before[0])
+    assert torch.equal(key, before[1])
+    layer.observe(x[1:], x[1:])
+    clip.apply()
+    assert (query.norm() < before[0].norm()) & query.isfinite().all()
+
+
+@pytest.mark.parametrize("move", [bank, lambda model: model.bfloat16()])
+@pytest.mark.parametrize("rows", [slice(None), slice(8)])
+def test_qk_clip_refuses_weights_that_have_moved(move: Callable[[nn.Module], Any], rows: slice) -> None:
+    model = nn.ModuleList([nn.Linear(8, 16, bias=False) for _ in range(2)])
+    clip = QKClip()
+    layer = clip.add(model[0].weight[rows], model[1].weight[rows], heads=2)
+    clip.apply()
+    move(model)
+    with pytest.raises(ConfigError, match=r"moved since QKClip\.add\(\)"):
+        clip.apply()
+    clip.layers.remove(layer)
+    clip.add(model[0].weight, model[1].weight, heads=2)
+    clip.apply()
 
 
 def _clip_on_ranks() -> Tensor:

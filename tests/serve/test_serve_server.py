@@ -51,6 +51,12 @@ def test_beyond_loopback_addresses_and_given_names_are_answered() -> None:
     assert not address.is_loopback
 
 
+def test_a_server_answers_to_its_host_in_small_letters() -> None:
+    """Browsers write the name of a host so."""
+    assert Address(host="Models.Example").allows("models.example:8417")
+    assert Address(host="LOCALHOST").is_loopback
+
+
 def test_a_port_in_use_is_named_with_a_remedy() -> None:
     listening, address = listen(Address())
     with listening, pytest.raises(ConfigError, match=rf"port {address.port}: .*--port 0"):

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -123,6 +124,21 @@ def test_close_ends_jobs_under_way() -> None:
     asyncio.run(run())
 
 
+class ClosingLoop:
+    """An event loop that closes just after it has said that it is open."""
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon_threadsafe(self, *work: Any) -> None:
+        raise RuntimeError("Event loop is closed")
+
+
+def test_a_loop_that_closes_during_a_step_does_not_end_the_worker() -> None:
+    loop: Any = ClosingLoop()
+    assert WorkerJob(iter([{}]), loop).step()
+
+
 def test_a_reader_that_stops_fills_no_memory_and_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its steps wait for it, other jobs go on, and in the end it is cancelled."""
     made = 0
@@ -137,7 +153,7 @@ def test_a_reader_that_stops_fills_no_memory_and_loses_its_place(monkeypatch: py
         worker = Worker(most=3, threads=1)  # a job leaves its place a moment after its end
         try:
             stuck = worker.submit(endless())
-            while not stuck.is_behind:
+            while not stuck.must_wait():
                 await asyncio.sleep(0.01)
             await collect(worker.submit(iter([{}])))  # by its end, the step under way has ended, too
             before = made

@@ -185,6 +185,8 @@ class _FileSearch:
                 self._pass_over("folders of runs, studies or shards", place)
                 continue
             folders[:] = [name for name in folders if not name.startswith(".")]
+            for link in filter(os.path.islink, (os.path.join(place, name) for name in folders)):
+                self._pass_over("links to folders", link)  # os.walk does not follow them, since they may form a circle
             paths = [Path(place, name) for name in names if not name.startswith(".")]
             there += len(paths)
             matching += [path for path in paths if self._matches(path.relative_to(folder))]

@@ -114,7 +114,9 @@ class FinewebRequest:
 
 def parse(rest: str) -> FinewebRequest:
     if rest and not (rest.isdecimal() and int(rest) >= 1):
-        raise ConfigError(f"fineweb:{rest} is not understood; write fineweb, or fineweb:N for N training shards")
+        raise ConfigError(
+            f"fineweb:{rest} is not understood; write fineweb, or fineweb:N for at least N training shards"
+        )
     return FinewebRequest(int(rest) if rest else None)
 
 
@@ -285,7 +287,7 @@ def _open_source(source: str | Path) -> _Source:
 SOURCE = Source(
     name="fineweb",
     form="fineweb or fineweb:N",
-    help="the published FineWeb shards, fetched when they are not here; N training shards of 100 million tokens",
+    help="the published FineWeb shards, fetched when they are not here; at least N training shards of 100 million tokens",
     parse=parse,
     tokens=True,
     public=True,

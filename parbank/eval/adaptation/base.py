@@ -113,7 +113,7 @@ class StepwiseAdapter(ABC, Generic[C]):
 
     @abstractmethod
     def _begin(self, model: GPT) -> None:
-        """Sets the four above."""
+        """Sets the weights, masks, parameters and the optimizer."""
 
     @property
     def captures(self) -> int:
@@ -160,9 +160,8 @@ def sum_gradients(
     count = sum(batch[:, 1:].numel() for batch in batches)
     total: list[Tensor] = []
     for first in range(0, len(batches), runtime.world):
-        mine = min(
-            first + runtime.rank, len(batches) - 1
-        )  # a rank without a batch repeats the last one, and the result is not used
+        # A rank without a batch repeats the last batch, and its result is not used.
+        mine = min(first + runtime.rank, len(batches) - 1)
         parts = [gradients(batches[mine][:, :-1], batches[mine][:, 1:], count)]
         if runtime.world > 1:
             parts = _gather(parts[0], runtime.world)
@@ -183,7 +182,7 @@ def _gather(grads: list[Tensor], world: int) -> list[list[Tensor]]:
 
 
 def bank_masks(model: GPT, config: AdaptConfig) -> dict[str, Tensor | None]:
-    """For each bank, (N, 1, 1): one where the matrix's block learns, else zero. None where all do."""
+    """For each bank, (N, 1, 1): 1 where the block of the matrix learns, else 0. None if every block learns."""
     found: dict[str, Tensor | None] = {}
     for key, entries in model.banks.entries.items():
         learns = [config.learns(_block_of(entry.name)) for entry in entries]

@@ -110,7 +110,7 @@ class DocumentReader:
         longest = max(document.targets for document in group)
         for start in range(0, longest, self._chunk):
             active = sum(document.targets > start for document in group)
-            # On a GPU powers of two, so that there are few graphs. Elsewhere rows without a document would only take time.
+            # On a GPU a power of two, so that there are few graphs. On a CPU rows without a document would only take time.
             rows = min(self._rows, 1 << (active - 1).bit_length()) if self._device.type == "cuda" else active
             place = first[:rows] + start + torch.arange(-BEFORE, self._chunk + 1, device=self._device)
             inside = (place >= first[:rows]) & (place <= last[:rows])
@@ -166,7 +166,7 @@ class DocumentReader:
         # The largest becomes 0: a float32 near a large logsumexp has no digits left for the logarithm of the sum.
         logits = logits - logits.amax(-1, keepdim=True)
         own = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-        # So logsumexp need not look for it again, which gives the same bits.
+        # logsumexp would subtract the largest again: these steps give the same bits without it.
         found = [nats if t == 1 else (logits / t).exp_().sum(-1).log_() - own / t for t in self._temperatures]
         return torch.stack(found, -1)
 

@@ -83,8 +83,8 @@ class DocumentFactors:
 
     @torch.no_grad()
     def sum_ends(self, rows: Tensor, steps: Tensor) -> Tensor:
-        """What some rows learnt, summed, and their number, as one vector. rows (n,): their indices. steps (n,): how many
-        each row took, one or more. A row whose factors, or squares, are no numbers any more does not count."""
+        """One vector: the number of some rows, and the sums of what they learnt. rows (n,): their indices. steps (n,): the
+        steps that each row took, at least one. A row does not count if a factor or a square is not finite any more."""
         # A mean square that started from zero is too small by this factor.
         known = torch.ones_like(steps) if self.warm else 1 - self.DECAY**steps
         known = known[:, None, None]

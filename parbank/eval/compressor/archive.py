@@ -18,9 +18,8 @@ from parbank.eval.compressor.blocks import BlockReader, BlockWriter, Tally
 from parbank.eval.compressor.container import Header, read_blocks, read_header, write_end, write_header
 from parbank.eval.compressor.identity import describe_machine, find_differences, hash_model
 from parbank.eval.compressor.pieces import read_pieces
+from parbank.eval.score import Progress, silent
 from parbank.files import writing
-
-Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,11 @@ def compress(
     *,
     segments: int | None = None,
     always_model: bool = False,
-    progress: Progress = lambda share: None,
+    progress: Progress = silent,
     say: Say = say_nothing,
 ) -> Written:
-    """Writes the files to `out`, which must not exist. `always_model`: text is never stored by xz, though it be smaller."""
+    """Writes the files to `out`, which must not exist. `always_model`: text is never stored by xz, even where that would be
+    smaller."""
     named = name_files(paths)
     refuse_existing(out, "delete it, or give another name with -o")
     sizes = [path.stat().st_size for path, _ in named]
@@ -79,15 +79,22 @@ def make_header(loaded: LoadedModel, files: list[tuple[str, int]]) -> Header:
 
 def _add_file(writer: BlockWriter, path: Path, name: str, size: int, say: Say) -> None:
     read = stored = 0
-    with open(path, "rb") as file:
-        for piece in read_pieces(file):
-            by_model = writer.add(piece, new_file=read == 0)
-            read += len(piece)
-            stored += 0 if by_model else len(piece)
+    for piece in _read_file(path):
+        by_model = writer.add(piece, new_file=read == 0)
+        read += len(piece)
+        stored += 0 if by_model else len(piece)
     if read != size:
         raise FileError(f"{path} changed while it was read; compress it again when nothing writes to it")
     if stored:
         say(f"note: {stored:,} of {size:,} bytes of {name!a} are not text; they are stored by xz, not by the model")
+
+
+def _read_file(path: Path) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as file:
+            yield from read_pieces(file)
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror or error}; check its permissions") from error
 
 
 def name_files(paths: Sequence[Path]) -> list[tuple[Path, str]]:
@@ -132,13 +139,13 @@ def _find_targets(header: Header, folder: Path, source: str) -> list[Path]:
 
 
 def refuse_existing(path: Path, remedy: str) -> None:
-    """A link counts, also one that leads nowhere."""
+    """A symbolic link counts as a file, even if its target is missing."""
     if os.path.lexists(path):
         raise FileError(f"{path} exists, and nothing is overwritten; {remedy}")
 
 
 def refuse_stream(path: Path) -> None:
-    """Other programs take - for standard input or output; a file of that name would surprise."""
+    """Refuses -, which other programs take for standard input or output."""
     if str(path) == "-":
         raise ConfigError("- stands for standard input or output, and only files are read and written; name a file")
 
@@ -157,7 +164,7 @@ def decompress(
     loaded: LoadedModel,
     folder: Path,
     *,
-    progress: Progress = lambda share: None,
+    progress: Progress = silent,
     say: Say = say_nothing,
 ) -> list[Path]:
     """Writes the files of `path` into a folder, and returns their paths."""
@@ -178,7 +185,7 @@ def read_content(
     loaded: LoadedModel,
     source: str,
     *,
-    progress: Progress = lambda share: None,
+    progress: Progress = silent,
     say: Say = say_nothing,
 ) -> Iterator[bytes]:
     """The content after a header, block by block; every block is checked before it is given. Another model is refused at

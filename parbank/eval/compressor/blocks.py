@@ -45,15 +45,15 @@ class Tally:
     stored: int = 0
     """Bytes of content in blocks of xz."""
     refused: int = 0
-    """Of them, bytes of text that the model would have made larger than xz did."""
+    """Of these bytes, text that the model would have made larger than xz did."""
     lanes: set[int] = field(default_factory=set)
 
 
 class BlockWriter:
     """Gathers pieces of one kind until a block is full, and writes it.
 
-    Text is coded by the model, or by xz where that is smaller: any model has texts that it predicts badly. A proof of the
-    model's score wants the model alone (`always_model`).
+    The model codes text, or xz does where that is smaller: every model predicts some texts badly. To prove a score, the
+    model codes everything (`always_model`).
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class CannotDecode(Exception):
 
 
 def choose_lanes(tokens: int, context: int, device: torch.device, wanted: int | None = None) -> int:
-    """The number of lanes for so many tokens: at most `wanted`. Without it, few enough that each lane is long."""
+    """The number of lanes for so many tokens: at most `wanted`. By default so few that each lane is long."""
     most = wanted or min(GPU_LANES if device.type == "cuda" else CPU_LANES, tokens // (CONTEXTS * context))
     return max(1, min(most, tokens))
 

@@ -1,4 +1,4 @@
-"""Any bytes as tokens that give back exactly these bytes, and which bytes are not worth a model's time.
+"""Any bytes as tokens that give back exactly these bytes. Also decides which bytes are not text.
 
 Valid UTF-8 goes through the tokenizer. Other bytes, and text that the tokenizer would change, go through its 256 byte
 tokens. Data with few bytes of text is stored by xz instead: a model of text would make it larger.

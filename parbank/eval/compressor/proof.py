@@ -3,7 +3,6 @@
 import hashlib
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from parbank.errors import ParbankError
 from parbank.eval.compressor.archive import make_header, read_content, share_of
 from parbank.eval.compressor.blocks import BlockWriter, Tally
 from parbank.eval.compressor.container import read_header, write_end, write_header
+from parbank.eval.score import Progress, silent
 
 NAME = "text"
 
@@ -24,9 +24,9 @@ def prove(
     tokens: TokenSet,
     *,
     segments: int | None = None,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Both figures, after the file was read back. A text that comes back different is an error."""
+    """The score and the size of the file, once the file was read back. A text that comes back different is an error."""
     everything = tokens.read(0, len(tokens))
     before = np.concatenate([[loaded.tokenizer.bos_id], everything[:-1]])
     size = int(loaded.tokenizer.count_bytes(everything, before).sum())
@@ -57,7 +57,7 @@ def _write(
     tokens: np.ndarray,
     size: int,
     segments: int | None,
-    progress: Callable[[float], None],
+    progress: Progress,
 ) -> tuple[str, Tally]:
     """Writes the file; returns the hash of the text and what was written."""
     starts = np.flatnonzero(tokens == loaded.tokenizer.bos_id)
@@ -74,7 +74,7 @@ def _write(
     return digest.hexdigest(), writer.tally
 
 
-def _read(path: Path, loaded: LoadedModel, progress: Callable[[float], None]) -> str:
+def _read(path: Path, loaded: LoadedModel, progress: Progress) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         header = read_header(file, str(path))

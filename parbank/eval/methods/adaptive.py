@@ -45,9 +45,10 @@ from parbank.runtime import Runtime
 SCOPES = ("document", "text")
 AGE = 64  # tokens of a document's first age; the next one is twice as long
 NGRAMS = 0.1  # the weight of all n-grams at first
-SHARE = 0.25  # of the plain model in a mean with the adapted one: factors that learn fast err where it does not
-TOGETHER = 1 << 16  # tokens whose predictions are weighed together: memory only
-OVERFLOW = 1e4  # nats of a token where factors have overflowed: a prediction that is no number gives it no probability
+# The weight of the plain model in its mean with the adapted model: factors that learn fast err at tokens where it does not.
+SHARE = 0.25
+TOGETHER = 1 << 16  # tokens whose predictions are weighed together: a bound on memory
+OVERFLOW = 1e4  # nats of a token whose prediction is not finite, because factors have overflowed: no probability at all
 
 
 Watch = Callable[[Tensor], None]
@@ -55,7 +56,7 @@ Watch = Callable[[Tensor], None]
 
 
 def ignore(places: Tensor) -> None:
-    """Nobody watches."""
+    """Does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,8 @@ class Adaptive(Method):
     prior: float = 0.5
     """Weight that the plain score always keeps: no document loses more than -log2 of it, in bits."""
     allowance: float = 0.002
-    """Bits per byte that a document may lose to the plain score, however short it is: other weight comes at this pace."""
+    """Bits per byte that a document of any length may lose to the plain score. It limits how fast weight moves away from the
+    plain score."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,9 +219,10 @@ class Adaptive(Method):
     ) -> np.ndarray:
         """The nats of the adapted model, (N - 1, rates x temperatures).
 
-        A phase is a run of documents in the order of the text, and is read when all phases before it are scored. After the
-        first, all rates stand for the one that was best on it: so there are as many predictions for every token, and none
-        of them follows from a later one. `watch` is called after each chunk.
+        A phase is a run of documents in the order of the text, and is read when all phases before it are scored. The first
+        phase is read at every rate. Later phases are read at the rate that was best on the first, and the columns of all
+        rates hold these nats. So every token has the same number of predictions, and no prediction follows from a later
+        token. `watch` is called after each chunk.
         """
         rates = self.rates if self.lr is None else (self.lr,)
         pilot, *later = self.find_phases(find_documents(text.tokens, model.config.bos_id), len(rates))
@@ -229,8 +232,8 @@ class Adaptive(Method):
         turns = itertools.cycle(range(runtime.world))
 
         def read(groups: list[list[DocumentSpan]], ends: dict[int, Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-            """For each chunk: the numbers of the rows' rates, (rows, 1), places and nats. Groups go round the ranks, and
-            leave in `ends`, (groups, ...) for each rate, what their documents learnt."""
+            """For each chunk: the numbers of the rows' rates, (rows, 1), places and nats. Ranks take turns at groups. What
+            the documents of a group learnt goes into its row of `ends`, (groups, ...) for each rate."""
             nonlocal done
             for number, group in enumerate(groups):
                 mine = next(turns) == runtime.rank
@@ -268,8 +271,9 @@ class Adaptive(Method):
         return np.asarray(runtime.sum(nats)[:-1].flatten(1).cpu().numpy())
 
     def find_phases(self, documents: list[DocumentSpan], rates: int) -> list[list[DocumentSpan]]:
-        """Runs of documents. Those of the first phase are there once for each rate; every phase is twice as long as the one
-        before, so that there are few, and many documents are read side by side. Without a warm start, two will do."""
+        """Runs of documents. The first phase holds each of its documents once for each rate. Every later phase is twice as long
+        as the one before: so there are few phases, and many documents are read side by side. Without a warm start, all
+        later documents are one phase."""
         pilot = [replace(document, rate=rate) for document in documents[: self.pilot] for rate in range(rates)]
         phases, length, first = [pilot], 2 * self.pilot if self.warm else len(documents), self.pilot
         while first < len(documents):
@@ -293,8 +297,8 @@ class Adaptive(Method):
 
 
 def _list_predictions(plain: np.ndarray, adapted: np.ndarray) -> Iterator[np.ndarray]:
-    """The nats of the plain model, of the adapted one, and of means of both, (length, 1 + 2 x predictions), for some tokens
-    at a time: of a long text they would take many gigabytes."""
+    """The nats of the plain model, of the adapted model, and of the means of both, (length, 1 + 2 x predictions). They come
+    for some tokens at a time: for a long text they would take many gigabytes."""
     for start in range(0, len(plain), TOGETHER):
         own, learnt = plain[start : start + TOGETHER, None], adapted[start : start + TOGETHER].astype(np.float64)
         learnt = np.where(np.isfinite(learnt), learnt, OVERFLOW)
@@ -303,7 +307,8 @@ def _list_predictions(plain: np.ndarray, adapted: np.ndarray) -> Iterator[np.nda
 
 
 def _find_best(nats: Tensor) -> int:
-    """The rate of the cheapest prediction. nats (targets, rates, temperatures); a rate whose factors overflow is the worst."""
+    """The number of the rate with the fewest nats at its best temperature. nats (targets, rates, temperatures); a rate whose
+    factors overflow is the worst."""
     costs = nats.double().sum(0).nan_to_num(nan=math.inf, posinf=math.inf)
     return int(costs.amin(-1).argmin())
 

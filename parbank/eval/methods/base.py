@@ -77,7 +77,7 @@ class Method(ABC):
         return np.minimum(reach, place_in_document(tokens, model.bos_id)) if model.isolate_documents else reach
 
     def find_idle(self, tokens: np.ndarray, model: ModelConfig) -> str | None:
-        """Names in one line a setting that had no effect on this text; None if all had one."""
+        """One line that names a setting without effect on this text; None if every setting had an effect."""
         return None
 
     def describe(self) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from parbank.model.stream import Carry, LocalCarry, Stream
 from parbank.precision import autocast
 from parbank.runtime import Runtime
 
-SPARE = 32  # at most one part in so many of the work may be padding
-# Segments of a stream over the tokens that windows go in. A GPU must work on a layer for longer than the host takes to launch
-# it; longer segments only take memory.
+SPARE = 32  # padding may be at most 1/32 of the text
+# By default a segment on a GPU has 4 times the tokens of a batch of windows. The GPU must work on a layer for longer than the
+# host takes to launch it. Still longer segments would only take memory.
 LONGER = 4
-# Segments up to this length are replayed as a graph, as those of ttt are; a graph of a longer one would only hold its memory.
+# Segments up to this length are replayed as a graph. A longer segment is not host-bound, and its graph would hold memory.
 GRAPHED = 65_536
 ROUND = 128  # long segments are cut to a multiple of this: a whole number of tiles for products and attention
 
@@ -33,7 +33,6 @@ class StreamScorer:
 
     def __init__(self, model: GPT, runtime: Runtime, *, context: int, segment: int, graphed: bool = False) -> None:
         check_context(context)
-        require(segment >= 1, f"a segment has at least 1 token, got {segment}; raise --segment")
         self._runtime, self._segment, self._padded = runtime, segment, graphed
         self._bos = model.config.bos_id if model.config.isolate_documents else None
         self._ring = RingCarry(model, context, runtime) if runtime.world > 1 else None

@@ -42,7 +42,7 @@ def audit_mixture(
     amount: tuple[int, int],
 ) -> None:
     """Every rank does the same work by itself. sizes (N - 1,): bytes of the targets. amount: `SAMPLE` or `THOROUGH`."""
-    alone, method = Runtime(device=runtime.device), replace(method, graphed=False)  # graphs replay what is tapped here
+    alone, method = Runtime(device=runtime.device), replace(method, graphed=False)  # a graph would not call `keep`
     targets, positions = amount
     tokens = scored.tokens[: targets + 1]
     text = Text(tokens, torch.from_numpy(tokens.astype(np.int32)).to(runtime.device))
@@ -105,7 +105,7 @@ def _read_adapted(
 
 @contextmanager
 def _tapped(model: GPT, keep: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Hands on the logits, (n, vocabulary), and targets, (n,), of every pass that scores tokens one by one."""
+    """Calls `keep` with the logits, (n, vocabulary), and targets, (n,), of every pass that scores tokens one by one."""
     read_out = model.read_out
 
     def tap(x: Tensor, targets: Tensor | None, reduction: str = "mean") -> Tensor:

@@ -1,4 +1,4 @@
-"""Bayes' mixture of predictions over a text, for predictions of which one is the best throughout.
+"""Bayes' mixture of predictions over a text, where one prediction is the best throughout.
 
 The mixture weighs each prediction by the probability that it gave to all tokens before. So its cost exceeds that of the
 best prediction by at most log K nats over the whole text, K being the number of predictions. That suits

@@ -29,7 +29,7 @@ class AdamW(ElementwiseAlgorithm):
 
     def init_state(self, state: dict[str, Any], param: Tensor) -> None:
         """Moments in float32 (float64 for float64), the step count on the device."""
-        if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys():
+        if not ("step" in state and "exp_avg" in state and "exp_avg_sq" in state):
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             state["exp_avg"] = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=wide_dtype(param.dtype))
@@ -43,13 +43,13 @@ class AdamW(ElementwiseAlgorithm):
         settings: Settings,
     ) -> None:
         """In a graph, weight decay is a separate pass, so that it can change; otherwise the kernel applies it."""
-        lr, skip = settings.lr, 1 - settings.taken
+        lr, taken = settings.lr, settings.taken
         decay = group["weight_decay"]
         if isinstance(decay, Tensor) or (settings.captured and decay):
-            torch._foreach_mul_(weights, 1 - lr * settings.weight_decay * (1 - skip))
+            torch._foreach_mul_(weights, 1 - lr * settings.weight_decay * taken)
             decay = 0.0
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, [1 - skip] * len(steps))
+        torch._foreach_add_(steps, [taken] * len(steps))
         torch._fused_adamw_(
             weights,
             grads,
@@ -65,5 +65,5 @@ class AdamW(ElementwiseAlgorithm):
             amsgrad=False,
             maximize=False,
             grad_scale=1 / settings.factor,
-            found_inf=skip,
+            found_inf=1 - taken,
         )

@@ -59,7 +59,7 @@ class Muon(MatrixAlgorithm):
         options, control = work.batch.options, work.control
         buffers = work.state("momentum_buffer")
         if use_kernels(work.batch, control) and not options.equilibrate:  # the kernels have no row norms
-            X = kernels.prepare(work.batch, work.pieces, work.grads, buffers, control, work.tables)
+            X = kernels.prepare(work.batch, work.pieces, work.raw_grads, buffers, control, work.tables)
         else:
             X = update.prepare(work.batch, work.pieces, work.grads, buffers, control)
         if work.pieces:
@@ -73,7 +73,7 @@ class Muon(MatrixAlgorithm):
     def follow(self, work: Work) -> None:
         buffers = work.state("momentum_buffer")
         if use_kernels(work.batch, work.control) and not work.batch.options.equilibrate:
-            kernels.follow(work.batch, work.pieces, work.grads, buffers, work.control, work.tables)
+            kernels.follow(work.batch, work.pieces, work.raw_grads, buffers, work.control, work.tables)
         else:
             update.follow(work.pieces, work.grads, buffers, work.control)
 

@@ -33,9 +33,9 @@ _SCALE_LIMIT = 0x7C00  # float16 patterns below it are finite and not negative
 _FINE = 6  # lowest bits of a scale, sent as they are: below 1/16 of an octave there is nothing to model
 _COARSE = _SCALE_LIMIT >> _FINE
 _MAX_DISTINCT = 512  # scales on a grid: more distinct values than this are no grid
-_THREADS = 4  # that divide matrices: about half of the work holds Python's lock, so that more bring nothing
-# The last number of a stream. An empty coder returns the first symbol of any alphabet for ever and stays empty: without a
-# mark, a table that asks for too much would go unnoticed.
+_THREADS = 4  # threads that divide matrices: half of the work holds Python's lock, so more threads gain nothing
+# The last number of a stream. An empty coder goes on to return the first symbol of any alphabet: without a mark at the end, a
+# reader would not notice a table that claims more numbers than were written.
 _END, _END_RANGE = 2748, 4096
 
 Pull = Callable[[Array, int], npt.NDArray[np.int32]]  # weights, count -> symbols

@@ -10,12 +10,11 @@ Integers = npt.NDArray[np.int8]
 Encode = Callable[[Sequence[tuple[Integers, int]]], bytes | None]
 Decode = Callable[..., list[tuple[Integers, float]]]
 
-# The limits of a reader, so that a few hostile bytes cannot take much memory or time: this many weights in any case, or this
-# many per byte. Writers respect them.
+# The limits of a reader, so that a few hostile bytes cannot take much memory or time: so many weights or scales whatever the
+# size, and beyond them so many per byte. Writers respect these limits.
 FREE_WEIGHTS = 1 << 23
 FREE_SCALES = 1 << 20
 MAX_WEIGHTS_PER_BYTE = 64
-
 
 _CHUNK = 1 << 20  # values that are counted at a time: NumPy makes 8 bytes of each
 

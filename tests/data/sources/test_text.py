@@ -180,6 +180,7 @@ def test_a_folder_gives_every_text_file_and_says_what_it_passed_over(folder: Pat
     (folder / "empty.txt").touch()
     (folder / "__init__.py").touch()
     (folder / "broken.txt").symlink_to(folder / "missing")
+    (folder / "elsewhere").symlink_to(folder.parent)
     said: list[str] = []
     corpus = open_corpus(f"text:{folder}", said.append)
     assert names(corpus) == ["日本 語.rst", "LICENSE", "a.txt", "b.md", "c.py", "packed.log.gz"]
@@ -196,6 +197,7 @@ def test_a_folder_gives_every_text_file_and_says_what_it_passed_over(folder: Pat
         f"1 broken links or special files, such as {folder}/broken.txt",
         f"2 binary, such as {folder}/picture.png",
         f"2 empty, such as {folder}/__init__.py",
+        f"1 links to folders, such as {folder}/elsewhere",
     }
     with pytest.raises(DataError, match=r"empty\.txt is empty"):
         documents(open_corpus(f"text:{folder}/empty.txt"))  # named by itself, it is a mistake
