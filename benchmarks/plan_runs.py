@@ -137,11 +137,24 @@ def tables_grid() -> list[Trial]:
     return found
 
 
+TEXTS = (
+    "stdlib", "corpus", "openstax", "books", "elife", "digests", "gov", "web", "mdn", "debian-docs", "manual-ja", "manual-ru",
+)  # fmt: skip
+
+
+def texts_grid() -> list[Trial]:
+    """Two models on each of twelve texts: how hard is a text for a model, beside what zlib says of it?"""
+    small = Trial("", 1024, 2, 128, 1024, 131_072)
+    large = Trial("", 1536, 2, 192, 2048, 409_600)
+    return [replace(trial, text=text) for trial in (small, large) for text in TEXTS]
+
+
 GRIDS = {
     "cpu": (cpu_grid, "demo"),
     "h200": (h200_grid, "sprint"),
     "epochs": (epochs_grid, "demo"),
     "tables": (tables_grid, "demo"),
+    "texts": (texts_grid, "demo"),
 }
 
 
