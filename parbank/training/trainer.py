@@ -126,7 +126,7 @@ class Trainer:
         self.validator.start(self.step, self.clock.seconds())
         suspended, built = suspended_seconds(), count_lookups().built
         self._last_save = time.monotonic()
-        while (spent := self._agree_to_go_on()) is not None:
+        while (spent := self._agree_to_go_on(report)) is not None:
             share = self._schedule(spent)
             loss = self._accumulate_gradients(self._stage_at(spent))
             self._update_weights(share)
@@ -207,8 +207,8 @@ class Trainer:
             self.optimizer.step()
             then()
 
-    def _agree_to_go_on(self, may_save: bool = True) -> float | None:
-        """The share of the budget spent, equal on all ranks; None when any rank must stop."""
+    def _agree_to_go_on(self, report: Report, may_save: bool = True) -> float | None:
+        """The share of the budget spent, equal on all ranks; None when any rank must stop. Saves when a checkpoint is due."""
         pending = self.telemetry.in_flight
         over = self._stuck or not self.budget.allows(self.step, pending)
         minutes = self.config.train.checkpoint_minutes
@@ -219,9 +219,12 @@ class Trainer:
             [self.budget.spent(self.step, pending), float(over), float(self.stop_signal), float(due), float(validates)]
         )
         self.stop_signal, self._validates = int(signalled), bool(validates_any)
-        if save and not over_any and not any(self.runtime.agree([float(not self._is_healthy())])):
-            self.try_to_save()
-            return self._agree_to_go_on(may_save=False)  # saving took time, too
+        if save and not over_any:
+            self._report(self.telemetry.collect(drain=True), report)
+            if not any(self.runtime.agree([float(not self._is_healthy())])):
+                self.try_to_save()
+                self.telemetry.restart()  # the next step did not take the time of saving
+                return self._agree_to_go_on(report, may_save=False)  # but the clock did
         return None if over_any or signalled else spent
 
     def _collect(self) -> list[Reading]:
@@ -328,6 +331,8 @@ class Trainer:
             self.optimizer.step()  # Newton-Schulz on a CPU follows autocast
         # A graph needs the gradients at the addresses that were captured.
         self.model.zero_grad(set_to_none=not self.graphed)
+        if self.step < self.config.optim.warmup_steps:
+            share = 1.0  # the rise of the learning rate is not the tail of the run
         self.averages.update(share)
 
     def _record(self, loss: Tensor, share: float) -> None:
