@@ -126,7 +126,6 @@ def _train(trainer: Trainer, setup: Laps, display: Display, write_page: WritePag
     setup.end("warm-up")
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in setup.seconds.items())
     display.say(f"ready after {setup.total:.1f} s of setup ({parts}); the clock starts now")
-    waited = trainer.batches.wait_seconds  # that of the warm-up, which is not part of training
     with closing(Metrics(trainer, display.say)) as metrics:
         with trainer.watch_signals():
             try:
@@ -137,8 +136,7 @@ def _train(trainer: Trainer, setup: Laps, display: Display, write_page: WritePag
         if trainer.stop_signal:
             display.say(f"stopped at step {trainer.step}; saved {saved}; continue with: {_resume_command(out)}")
             return Result(None, trainer.stop_signal)
-        waited = trainer.batches.wait_seconds - waited
-        return Result(finish(trainer, setup, waited, display, metrics, write_page))
+        return Result(finish(trainer, setup, display, metrics, write_page))
 
 
 def _keep(trainer: Trainer) -> str:
@@ -155,7 +153,6 @@ def _resume_command(out: Path) -> str:
 def finish(
     trainer: Trainer,
     setup: Laps,
-    wait_seconds: float,
     display: Display,
     metrics: Metrics,
     write_page: WritePage | None = None,
@@ -186,7 +183,7 @@ def finish(
         laps.end("scoring the packed model")
         laps.move(after.sample_seconds, "scoring the packed model", "sample")
         laps.move(after.detail_seconds, "scoring the packed model", DETAILS)
-        summary = summarise(trainer, before, after.score, setup.seconds, wait_seconds)
+        summary = summarise(trainer, before, after.score, setup.seconds)
         if packed is not None and compressed is not None:
             display.say("compressing the same text with zlib, xz and zstd")
             summary |= summarise_packed(packed, text, after.details["samples"][0]["text"])

@@ -111,6 +111,7 @@ class Trainer:
         self.recompilations = 0  # kernels and graphs built while the clock ran
         self.say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
         self.rehearsed = False  # whether every kernel is ready
+        self._untimed_wait = 0.0  # for batches of the warm-up, less that of training before a resume
         self._tried_to_compile = False
         self._skipping = False  # the last step seen was skipped
         self._stuck = False  # too many in a row were
@@ -326,6 +327,11 @@ class Trainer:
         """Tokens trained on so far, by all ranks."""
         return int(self.batches.state_dict()["entry"]) * self.stream.sequence_length
 
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds of training in which the loop waited for a batch, also before a resume."""
+        return self.batches.wait_seconds - self._untimed_wait
+
     def _update_weights(self, share: float) -> None:
         with nullcontext() if self.runtime.is_cuda else autocast(self.runtime.device, self.precision):
             self.optimizer.step()  # Newton-Schulz on a CPU follows autocast
@@ -412,6 +418,8 @@ class Trainer:
             "step": self.step,
             "seconds": self.clock.seconds(),
             "skipped": self.skipped,
+            "stalled_seconds": self.stalled_seconds,
+            "wait_seconds": self.wait_seconds,
             "threads": self.threads.now,
             "precision": self.precision,
             "compiled": self.compiled,
@@ -425,6 +433,9 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.skipped = state["step"], state["skipped"]
         self.clock.set(state["seconds"])
+        # An older checkpoint does not have these two.
+        self.stalled_seconds = state.get("stalled_seconds", 0.0)
+        self._untimed_wait = self.batches.wait_seconds - state.get("wait_seconds", 0.0)
         self.threads.restore(state.get("threads"))
         self._restore_precision(state.get("precision"))
         self._restore_compiled(state.get("compiled", False))

@@ -140,6 +140,22 @@ def test_skipped_steps_are_counted_across_a_resume(dataset: Dataset, tmp_path: P
     assert second.skipped == 5
 
 
+def test_waits_and_stalls_are_counted_across_a_resume(dataset: Dataset, tmp_path: Path) -> None:
+    first = Trainer(nano("train.warmup_steps=1"), CPU, dataset, tmp_path)
+    first.warm_up()
+    assert first.wait_seconds == 0, "waiting in the warm-up is not part of training"
+    readings_of(first, 4)
+    first.stalled_seconds = 3.0
+    assert (waited := first.wait_seconds) > 0
+    second = resumed(first)
+    second.warm_up()
+    assert second.wait_seconds == pytest.approx(waited)
+    assert second.stalled_seconds == 3
+    readings_of(second, 2)
+    second.close()
+    assert second.wait_seconds > waited
+
+
 def test_a_slow_stream_shows_in_the_metrics_and_in_the_summary(
     text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
