@@ -133,6 +133,8 @@ def _train(trainer: Trainer, setup: Laps, display: Display, write_page: WritePag
             except DataError as error:  # such as a shard that was cut short
                 raise DataError(f"{error}; {_keep(trainer)}") from error
             saved = trainer.save() if trainer.stop_signal else trainer.try_to_save()
+            # A signal may come while the first rank saves: all ranks stop, or none.
+            trainer.stop_signal = int(trainer.runtime.agree([float(trainer.stop_signal)])[0])
         if trainer.stop_signal:
             display.say(f"stopped at step {trainer.step}; saved {saved}; continue with: {_resume_command(out)}")
             return Result(None, trainer.stop_signal)
