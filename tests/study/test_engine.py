@@ -17,7 +17,7 @@ from parbank.errors import CheckpointError, ConfigError
 from parbank.runtime import Runtime
 from parbank.study.engine import add_to_study, forget_failures, introduce, open_study, run_study
 from parbank.study.kinds.training import Training
-from parbank.study.queue import Queue
+from parbank.study.queue import Claim, Queue
 from parbank.study.report import make_report
 from parbank.study.ship import make_study
 from parbank.study.study import BASE, Arm, Job, Study, read_study
@@ -116,6 +116,22 @@ def test_two_workers_one_killed_end_with_the_same_table(complete: Path, study: S
     assert make_report(folder).comparisons == make_report(complete).comparisons
     assert not list((folder / "claims").iterdir())
     assert not list((folder / "failures").iterdir())
+
+
+def test_a_worker_stays_for_a_job_that_comes_back_as_it_looks(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim of a dead worker may expire just after this one looked for a job."""
+    fake(monkeypatch)
+    claim, looks = Queue.claim, []
+
+    def miss_once(queue: Queue, jobs: list[Job]) -> Claim | None:
+        looks.append(jobs)
+        return None if len(looks) == 1 else claim(queue, jobs)
+
+    monkeypatch.setattr(Queue, "claim", miss_once)
+    open_study(tmp_path / "s", study)
+    assert work(tmp_path / "s", device="cpu") == len(study.jobs())
 
 
 def test_ctrl_c_gives_the_job_back_and_the_same_command_goes_on(
