@@ -78,13 +78,13 @@ def test_arms_on_the_command_line_may_have_lists() -> None:
 
 def test_budgets() -> None:
     base = get_recipe("sprint")
-    for text, seconds in (("30s", 30), ("2min", 120), ("1.5min", 90)):
+    for text, seconds in (("30s", 30), ("2min", 120), ("1.5min", 90), (".5min", 30), ("3_0.s", 30)):
         minutes = override(base, *read_budget(text)).budget.minutes
         assert minutes is not None
         assert 60 * minutes == pytest.approx(seconds)
     assert override(base, *read_budget("2_000steps")).budget.steps == 2000
     assert override(base, *read_budget("5e6tokens")).budget.tokens == 5_000_000
-    for wrong in ("30", "s", "30 hours", "-3s"):
+    for wrong in ("30", "s", "30 hours", "-3s", "1.2.3s", "_s", "1.5steps", "1e400steps"):
         with pytest.raises(ConfigError, match="write 60s, 2min, 2000steps"):
             read_budget(wrong)
 
