@@ -75,7 +75,14 @@ def test_a_candidate_that_diverges_loses(
     arm = "halving:strategy=halving,rates=[2,0.0001,1]"
     settings = ["train.warmup_steps=0"]
     study = make_study(
-        "inside-clock", recipe="nano", data=text_spec, budget="16steps", seeds=1, settings=settings, arms=[], extra=[arm]
+        "inside-clock",
+        recipe="nano",
+        data=text_spec,
+        budget="16steps",
+        seeds=1,
+        settings=settings,
+        arms=[],
+        extra=[arm],
     )
     report = run_study(replace(study, score_tokens=1000), tmp_path / "s", device="cpu", workers=0, quiet=True)
     assert not report.failures
