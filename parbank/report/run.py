@@ -1,5 +1,6 @@
 """The page of one run."""
 
+import math
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -245,8 +246,13 @@ def validation_charts(record: Record) -> list[str]:
 
 
 def _describe_sample(record: Record) -> str:
+    """The sample has whole windows, and no more than the text."""
     tokens = record.config.get("train", {}).get("validate_tokens")
-    return f"sample of {count(tokens)} tokens" if is_number(tokens) else "sample"
+    window = record.config.get("batch", {}).get("sequence_length")
+    if not is_number(tokens) or not is_number(window) or window < 1:
+        return "sample"
+    whole = (record.summary or {}).get("val_tokens", math.inf)
+    return f"sample of {count(min(max(1, tokens // window) * window, whole))} tokens"
 
 
 def _training(record: Record) -> str:
@@ -280,11 +286,12 @@ def _no_gpu(record: Record) -> str:
 
 
 def _rates(record: Record) -> list[Series]:
-    """Learning rates of all groups. The rows hold the matrices' rate, and the others are multiples of it."""
+    """Learning rates of all groups. The rows hold the matrices' rate, and the others are multiples of it, by the settings. Rates
+    that were carried over from another width are other multiples: then the matrices' rate is alone."""
     optim, rows = record.config.get("optim", {}), record.column("lr", "seconds")
     peak = optim.get("matrix_lr")
-    if not is_number(peak) or not peak:
-        return [Series(name="learning rate", points=rows)]
+    if not is_number(peak) or not peak or optim.get("tuned_width"):
+        return [Series(name=RATES["matrix_lr"], points=rows)]
     tied = record.config.get("model", {}).get("tied")
     groups: dict[float, list[str]] = {}  # groups of one rate are one line: the last drawn would hide the others
     for key, what in RATES.items():
