@@ -10,7 +10,7 @@ from parbank.config import override, to_dict
 from parbank.errors import ConfigError
 from parbank.files import write_json
 from parbank.gpu import GpuProcess
-from parbank.recipes import get_recipe
+from parbank.recipes import find_recipe, get_recipe
 from parbank.study import machine
 from parbank.study.arms import ARMS, claim_of
 from parbank.study.kinds import KINDS
@@ -28,6 +28,7 @@ from parbank.study.study import (
     settings_between,
     write_study,
 )
+from parbank.training.configure import configure_run
 
 
 def test_every_shipped_study_can_be_made_and_stored(tmp_path: Path) -> None:
@@ -74,6 +75,17 @@ def test_arms_on_the_command_line_may_have_lists() -> None:
             read_arm(wrong, base)
     with pytest.raises(ConfigError, match=r"model.depth is not a setting"):
         read_arm("deep:model.depth=3", base)
+
+
+def test_the_base_is_the_config_that_train_takes() -> None:
+    """A batch that is given is that of the whole run, and tokens have a tokenizer of their own."""
+    assert make_study("seeds", recipe="demo").base.batch.stages
+    settings = ["batch.batch_tokens=8192"]
+    base = make_study("seeds", recipe="demo", settings=settings).base
+    assert base.batch == configure_run(find_recipe("demo"), *settings).batch
+    assert not base.batch.stages
+    assert make_study("seeds", recipe="demo").base.tokenizer.case_operators
+    assert not make_study("seeds", recipe="demo", data="fineweb").base.tokenizer.case_operators
 
 
 def test_budgets() -> None:
