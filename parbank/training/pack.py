@@ -97,9 +97,7 @@ def pack_checkpoint(
             raise ConfigError(f"--set {setting}: packing has settings of quant alone, such as quant.method=rows")
     config = override(config, *settings)
     tokens = _training_tokens(data, config, tokenizer, display)
-    measured = None
-    if tokens is not None and config.quant.method == "solver" and config.quant.calibration_tokens:
-        measured = calibrate_model(model, config, tokens, runtime, display)
+    measured = None if tokens is None else calibrate_model(model, config, tokens, runtime, display)
     packed = pack_run(model, config, tokenizer, measured, target, max_bytes=max_bytes, say=display.say)
     if tokens is not None:
         display.say(_measure_loss(model, packed, tokens, tokenizer, config, runtime))

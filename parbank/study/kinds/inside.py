@@ -21,10 +21,11 @@ from parbank.config import choose, from_dict, override, require
 from parbank.display import Display
 from parbank.errors import TrainingError
 from parbank.runtime import check_seed
-from parbank.study.kinds.training import METRICS, Parts, Training
+from parbank.study.kinds.training import METRICS, Training
 from parbank.study.study import Arm, Job, Study, parse_assignment
 from parbank.training.checks import check_size
 from parbank.training.config import BudgetConfig, RunConfig
+from parbank.training.laps import Laps
 from parbank.training.metrics import finite
 from parbank.training.telemetry import Reading
 from parbank.training.trainer import Trainer
@@ -93,7 +94,7 @@ class Inside(Training):
     def _try(self, config: RunConfig, rate: float, share: float, job: Job) -> tuple[float, dict[str, float]]:
         """The loss at the end of a complete short schedule, infinite if it diverged; and its cost."""
         readings: list[float] = []
-        trainer = self.make_trainer(with_budget(with_rate(config, rate), share), job, Parts())
+        trainer = self.make_trainer(with_budget(with_rate(config, rate), share), job, Laps())
         try:
             trainer.warm_up()
             try:
