@@ -79,7 +79,7 @@ def _name_card(device: torch.device) -> str:
 
 
 def _parse(line: str) -> GpuProcess | None:
-    """One line of the list. A name may contain commas; a message of nvidia-smi is no line of the list."""
+    """One line of the list, whose names may contain commas. None for any other line, such as a message of nvidia-smi."""
     pid, _, rest = line.partition(",")
     name, _, memory = rest.rpartition(",")
     return GpuProcess(int(pid), name.strip(), memory.strip()) if pid.strip().isdigit() and name else None

@@ -64,7 +64,7 @@ class Record:
         return str((self.summary or {}).get("recipe") or self.config.get("recipe") or "unknown recipe")
 
     def fact(self, name: str) -> Any:
-        """An entry that the summary has at the end, and details.json from the start on; None for neither."""
+        """An entry that the summary has at the end, and details.json from the start on. None if neither has it."""
         return (self.summary or {}).get(name, self.details.get(name))
 
     def column(self, name: str, x: str) -> list[tuple[float, float]]:

@@ -306,11 +306,11 @@ def _rates(record: Record) -> list[Series]:
 def time_parts(summary: Values) -> list[tuple[str, float]]:
     """Setup, training, packing, scoring, and the rest."""
     finish = summary.get("finish_parts", {})
-    packing, scoring, shown = (
+    packing, scoring, page_parts = (
         sum(finish.get(name, 0) for name in names)
         for names in (("calibration", "packing"), ("scoring", "scoring the packed model"), PAGE_PARTS)
     )
-    rest = summary.get("finish_seconds", 0) - packing - scoring - shown
+    rest = summary.get("finish_seconds", 0) - packing - scoring - page_parts
     parts = [
         ("setup", summary.get("setup_seconds", 0)),
         ("training", summary.get("train_seconds", 0)),
@@ -318,7 +318,7 @@ def time_parts(summary: Values) -> list[tuple[str, float]]:
         ("scoring", scoring),
         ("compressors and the rest", rest),
     ]
-    parts += [(OWN, shown)] if shown else []  # older runs did not measure it
+    parts += [(OWN, page_parts)] if page_parts else []  # older runs did not measure it
     return [(name, max(0.0, seconds)) for name, seconds in parts]
 
 

@@ -71,8 +71,8 @@ def kernel_folder() -> Path:
 
 
 def has_kernels(work: str) -> bool:
-    """Whether the kernels of some work, or imported kernels, were kept where this process looks for them. Only a guess:
-    the start of a run is arranged by it."""
+    """Whether the kernels of some work, or imported kernels, were kept where this process looks for them. A guess,
+    by which a run arranges its start."""
     try:
         noted = any((compile_folder() / NOTES / name).exists() for name in (work, IMPORTED))
         return noted and any(kernel_folder().iterdir())

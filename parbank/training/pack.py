@@ -153,7 +153,7 @@ def open_training_tokens(spec: str, tokenizer: Tokenizer, *, context: int, count
 def _encode_again(dataset: Dataset, tokenizer: Tokenizer, count: int) -> TokenSet:
     if dataset.tokenizer.fingerprint == tokenizer.fingerprint:
         return dataset.train
-    # of text cut by another tokenizer twice the tokens are enough: tokens differ in length, but not by that much
+    # Twice as many tokens of another tokenizer are enough: tokens differ in length, but not by that much.
     tokens = dataset.train.read(0, min(len(dataset.train), 2 * count))
     documents = np.split(tokens, np.flatnonzero(tokens == dataset.tokenizer.bos_id))
     bos = np.array([tokenizer.bos_id], dtype=np.uint16)

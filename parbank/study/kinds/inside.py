@@ -112,9 +112,9 @@ class Inside(Training):
 
 class Bandit:
     """Chooses a factor every `window` steps: the one with the best forgetting mean of the loss's fall, plus a bonus for
-    those that were tried seldom."""
+    factors that were tried seldom."""
 
-    FORGET = 0.9  # the weight of the past at each choice: what paid early need not pay late
+    FORGET = 0.9  # the weight of the past at each choice: a factor that paid early need not pay late
     BONUS = 1.0
 
     def __init__(self, rates: Sequence[float], window: int) -> None:
