@@ -108,6 +108,13 @@ def keep_compiled_graphs() -> None:
     }
 
 
+def forget_compiled_graphs() -> None:
+    """Makes PyTorch forget the graphs of this process; those on disk stay. It compiles a function for eight models, and
+    runs it uncompiled for any further one, with a warning in the log alone."""
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:  # else nothing was compiled
+        dynamo.reset()
+
+
 @dataclass(frozen=True)
 class Lookups:
     """Counts this process's lookups in the caches of compiled code: Triton's kernels and PyTorch's graphs together."""

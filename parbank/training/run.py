@@ -29,7 +29,7 @@ from parbank.threads import use_threads
 from parbank.training.agreement import compare_settings, compare_state
 from parbank.training.checkpoint import load_checkpoint
 from parbank.training.checks import check_memory, check_settings, check_size
-from parbank.training.compiled import use_compile_cache
+from parbank.training.compiled import forget_compiled_graphs, use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.details import describe_place
 from parbank.training.folder import open_folder
@@ -105,6 +105,8 @@ def run(
         finally:
             trainer.close()
             chosen.close()
+            if trainer.compiled or config.train.compile:
+                forget_compiled_graphs()
 
 
 def _train(trainer: Trainer, setup: Laps, display: Display, write_page: WritePage | None) -> Result:

@@ -22,7 +22,7 @@ from parbank.runtime import check_seed, versions
 from parbank.study.kinds.base import Kind
 from parbank.study.study import BASE, Job, Study
 from parbank.training.checks import check_size
-from parbank.training.compiled import use_compile_cache
+from parbank.training.compiled import forget_compiled_graphs, use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.laps import Laps
 from parbank.training.load import describe_run
@@ -155,7 +155,8 @@ class Training(Kind):
         return packed.size
 
     def free(self) -> None:
-        """Gives back the memory of the last run, the pools of its CUDA graphs included."""
+        """Gives back the memory of the last run, the pools of its CUDA graphs included, and what PyTorch compiled for it."""
+        forget_compiled_graphs()
         gc.collect()
         if self.runtime.is_cuda:
             torch.cuda.empty_cache()
