@@ -1,4 +1,4 @@
-"""The cores that a process may use, and what other processes want of them.
+"""The cores that a process may use, and the cores that other processes want.
 
 Nothing here imports torch: a process that only prepares text starts in a fraction of the time.
 """

@@ -1,4 +1,4 @@
-"""The current GPU, and what nvidia-smi says of one: other processes on it, and samples of its clock and power.
+"""The current GPU, and two queries of nvidia-smi: the processes on a GPU, and samples of its clock and power.
 
 A process left over from an earlier run takes memory and time: 2 to 3 times slower runs in parameter-golf
 #670.

@@ -63,11 +63,11 @@ def _compare(record: Record, first: Record) -> Compared:
     for one in (first, record):
         if not one.summary:
             return Compared(record, None, f"{one.name} has no score")
-    for key, what in LIKE.items():
+    for key, difference in LIKE.items():
         if ours.get(key) == theirs.get(key):
             continue
         if key in ours and key in theirs:
-            return Compared(record, None, f"{what} than {first.name}")
+            return Compared(record, None, f"{difference} than {first.name}")
         older = first if key in ours else record
         return Compared(record, None, f"{older.name} is older than the record of the text that a run is scored on")
     windows = [r.config.get("batch", {}).get("sequence_length") for r in (record, first)]

@@ -51,7 +51,7 @@ class Record:
     summary: Values | None
     """None while the run has not ended."""
     details: Values = field(default_factory=dict)
-    """The contents of details.json; empty for a run of an older parbank. Until the run ends, what is known at its start."""
+    """The contents of details.json; empty for a run of an older parbank. Until the run ends, the facts known at its start."""
     name: str = ""
     is_going: bool = False
     """Whether a process trains in the folder now."""

@@ -183,10 +183,10 @@ def _no_validation(record: Record) -> str:
 def find_axes(*records: Record) -> Iterator[tuple[str, str, Axis]]:
     """(name, column of the rows, axis) of clock and tokens. Each axis ends where the longest run ends, so that charts above
     each other share it."""
-    for what, key, end in (("clock", "seconds", "train_seconds"), ("tokens", "tokens", "tokens")):
+    for name, key, end in (("clock", "seconds", "train_seconds"), ("tokens", "tokens", "tokens")):
         ends = [(r.summary or {}).get(end) for r in records] + [row.get(key) for r in records for row in r.rows[-1:]]
         reach = max(filter(is_number, ends), default=0.0)
-        yield what, key, clock_axis(reach) if what == "clock" else replace(TOKENS, reach=reach)
+        yield name, key, clock_axis(reach) if name == "clock" else replace(TOKENS, reach=reach)
 
 
 def clock_axis(reach: float) -> Axis:
@@ -294,9 +294,9 @@ def _rates(record: Record) -> list[Series]:
         return [Series(name=RATES["matrix_lr"], points=rows)]
     tied = record.config.get("model", {}).get("tied")
     groups: dict[float, list[str]] = {}  # groups of one rate are one line: the last drawn would hide the others
-    for key, what in RATES.items():
+    for key, name in RATES.items():
         if is_number(optim.get(key)) and not (key == "head_lr" and tied):
-            groups.setdefault(optim[key], []).append(what)
+            groups.setdefault(optim[key], []).append(name)
     return [
         Series(name=listed(names), points=[(x, y / peak * rate) for x, y in rows], style=n)
         for n, (rate, names) in enumerate(groups.items())
@@ -377,7 +377,7 @@ def _machine(record: Record) -> str:
         if "machine" in details
         else missing("Processor, memory, commit and date: the run is older than details.json.")
     )
-    return table(("what", "value"), rows, label="Machine and versions") + lacks
+    return table(("item", "value"), rows, label="Machine and versions") + lacks
 
 
 def _amount(name: str, value: Any) -> Any:

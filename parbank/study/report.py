@@ -72,7 +72,7 @@ class Report:
         arms = f"{plural(len(study.arms), 'arm')} against the base" if study.arms else "the base alone"
         if study.own_baselines:
             repeated = plural(len(study.seeds), "repetition")
-            return f"{plural(len(study.arms), 'arm')}, each against what it would replace, {repeated}; {unit}."
+            return f"{plural(len(study.arms), 'arm')}, each against the code it would replace, {repeated}; {unit}."
         if study.checkpoints:
             stored = ", ".join(Path(path).name for path in study.checkpoints)
             how = f"{study.kind}, stored: {stored}"
@@ -145,7 +145,7 @@ class Report:
         if study.arms:
             difference = "arm minus base at the same seed, below zero is better"
             if study.own_baselines:
-                difference = "a share of the time of what the arm would replace, below zero is faster"
+                difference = "a share of the time of the code that the arm would replace, below zero is faster"
             over = plural(len(study.arms), "arm")
             found.append(
                 f"A difference is {difference}. Intervals are paired t, corrected by Holm over {over}; they alone decide."

@@ -99,7 +99,7 @@ STUDIES: dict[str, Shipped] = {
         ),
     ),
     "muon-variants": Shipped(
-        help="variants of Muon and of what stands beside it, at the learning rates of the recipe",
+        help="variants of Muon and of the algorithm beside it, at the learning rates of the recipe",
         arms=("muoneq-r", "normuon", "polar-express", "cautious-decay", "adamw-sized-updates", "lion"),
     ),
     "width-depth": Shipped(
@@ -156,7 +156,7 @@ STUDIES: dict[str, Shipped] = {
         ),
     ),
     "published-kernels": Shipped(
-        help="kernels against what they would replace, by micro-benchmarks",
+        help="kernels against the code they would replace, by micro-benchmarks",
         kind="kernels",
         arms=tuple(kernels.KERNELS),
         seeds=8,

@@ -61,7 +61,7 @@ class Added:
     seeds: tuple[int, ...] = ()
     arms: tuple[str, ...] = ()
     results: int
-    """Runs that had ended by then: above zero, somebody may have looked."""
+    """Runs that had ended by then: above zero, their results may have been seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Study:
     stated: float | None = None
     """The smallest difference that the seeds can show, as stated before they ran."""
     own_baselines: bool = False
-    """Every arm measures what it would replace beside itself, and the base is not run."""
+    """Every arm also measures the code that it would replace, and the base is not run."""
     note: str = ""
     """What a reader of the table should know, too."""
     added: tuple[Added, ...] = ()

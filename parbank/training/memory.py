@@ -54,7 +54,7 @@ def free_host_memory(root: Path = Path("/")) -> float:
 
 
 def _read_room(folder: Path) -> float | None:
-    """What a cgroup (v2 or v1) has left: its limit less what it uses. Cached files make way, and do not count."""
+    """The bytes that a cgroup (v2 or v1) has left: its limit less its use. Cached files make way, and do not count."""
     for limit, used, cached in (
         ("memory.max", "memory.current", "file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "cache"),

@@ -67,7 +67,7 @@ def run(
     write_page: WritePage | None = None,
 ) -> Result:
     """Trains, scores and packs. Everything that a user keeps is in the folder `out`. `display` replaces the usual display,
-    which prints nothing if `quiet`. `threads` are chosen by what is free if None. `write_page` makes the page of the run
+    which prints nothing if `quiet`. `threads` are chosen by the free cores if None. `write_page` makes the page of the run
     from its folder and its summary."""
     setup = Laps()
     display = display or Display(enabled=runtime.is_main and not quiet)
@@ -232,7 +232,7 @@ def _write_page(write: WritePage, out: Path, summary: dict[str, Any], display: D
 
 
 def _wait_for(compressed: Future[dict[str, float]], display: Display) -> dict[str, float]:
-    """Waits for the compressors, whose failure is a side matter."""
+    """Waits for the compressors. If they fail, the run goes on with a note."""
     try:
         return compressed.result()
     except (MemoryError, OSError, lzma.LZMAError) as error:

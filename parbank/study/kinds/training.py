@@ -155,7 +155,7 @@ class Training(Kind):
         return packed.size
 
     def free(self) -> None:
-        """Gives back the memory of the last run, the pools of its CUDA graphs included, and what PyTorch compiled for it."""
+        """Gives back the memory of the last run, the pools of its CUDA graphs included, and its compiled graphs."""
         forget_compiled_graphs()
         gc.collect()
         if self.runtime.is_cuda:
