@@ -1,6 +1,8 @@
 """A study as data: arms, budgets, files, and what is shipped."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -167,6 +169,20 @@ def test_what_the_gpu_did_is_read_with_gaps() -> None:
         "clock_mhz": 1740.0, "power_w": 690.0, "temperature_c": 60.0, "lowest_clock_mhz": 1700.0,
     }  # fmt: skip
     assert summarise("No devices were found\n") == {}
+
+
+def test_samples_of_a_long_run_fill_no_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    samples = "yes '1500, 300.0, 40' | head -n 9000; echo '600, 300.0, 40'"  # more than the 64 kB of a pipe
+    tool.write_text(f'#!/bin/sh\n{samples}\ntouch "$0.end"\nexec sleep 60\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+    with machine.ClockWatch(torch.device("cuda")) as watch:
+        until = time.monotonic() + 20
+        while not (tmp_path / "nvidia-smi.end").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+    assert (watch.found["clock_mhz"], watch.found["lowest_clock_mhz"]) == (1500, 600)
 
 
 def test_processes_that_come_during_the_first_run_are_not_taken_for_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
