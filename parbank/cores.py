@@ -1,4 +1,4 @@
-"""The cores that a process may use, and what other processes want of them.
+"""The cores that a process may use, and the cores that other processes want.
 
 Nothing here imports torch: a process that only prepares text starts in a fraction of the time.
 """
@@ -50,8 +50,9 @@ def _read_limit(group: Path) -> float | None:
 def estimate_others(*, cores: int, threads: int, ran: float, waited: float, used: float) -> float:
     """The cores that other processes want.
 
-    `used` is what they got. They want more if this process has to wait: a thread that is ready for `ran + waited`
-    seconds and runs for `ran` of them shares its core evenly, so that `cores * (ran + waited) / ran` threads are ready.
+    `used` is the number of cores that they got. They want more if this process has to wait: a thread that is ready for
+    `ran + waited` seconds and runs for `ran` of them shares its core evenly, so that `cores * (ran + waited) / ran` threads
+    are ready.
     """
     if ran > 0 and ran < CONTENDED * (ran + waited):
         return max(used, cores * (ran + waited) / ran - threads)
@@ -76,7 +77,7 @@ class _Moment:
     own: float
     """CPU time of all threads of this process."""
     busy: float
-    """CPU time of everything on the CPUs that this process may use, also what a hypervisor gave to other machines."""
+    """CPU time of all work on the CPUs that this process may use, and time that a hypervisor gave to other machines."""
 
 
 class LoadMeter:
@@ -120,8 +121,8 @@ def _thread_times() -> tuple[float, float] | None:
 
 
 def _busy_seconds(table: str) -> float | None:
-    """From lines of /proc/stat: cpuN user nice system idle iowait irq softirq steal ..., in ticks. Processes of a higher
-    nice value than ours do not count: they make way."""
+    """From lines of /proc/stat: cpuN user nice system idle iowait irq softirq steal ..., in ticks. Processes with a
+    nice value above zero count only if this process has one, too: otherwise they make way for it."""
     own = {f"cpu{number}" for number in cpus()}
     rows = [list(map(int, line.split()[1:9])) for line in table.splitlines() if line.partition(" ")[0] in own]
     if not rows or any(len(row) < 8 for row in rows):

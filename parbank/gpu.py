@@ -1,4 +1,4 @@
-"""The current GPU, and what nvidia-smi says of one: other processes on it, and samples of its clock and power.
+"""The current GPU, and two queries of nvidia-smi: the processes on a GPU, and samples of its clock and power.
 
 A process left over from an earlier run takes memory and time: 2 to 3 times slower runs in parameter-golf
 #670.
@@ -79,7 +79,7 @@ def _name_card(device: torch.device) -> str:
 
 
 def _parse(line: str) -> GpuProcess | None:
-    """One line of the list. A name may contain commas; a message of nvidia-smi is no line of the list."""
+    """One line of the list, whose names may contain commas. None for any other line, such as a message of nvidia-smi."""
     pid, _, rest = line.partition(",")
     name, _, memory = rest.rpartition(",")
     return GpuProcess(int(pid), name.strip(), memory.strip()) if pid.strip().isdigit() and name else None

@@ -1,8 +1,8 @@
 """How the ranks of one start find each other.
 
-torchrun keeps one store for all restarts of a run, with the keys of ranks that are gone: their addresses would be taken
-for those of the new ranks. So the ranks of each start meet under a name of its own. Each rank writes a word that it has
-just made up, and the first rank answers each word with the name. A rank that is gone cannot confirm it.
+torchrun keeps one store for all restarts of a run. It still has the keys of ranks that have ended, and a new rank would use
+their addresses. So the ranks of each start use keys under a name of its own. Each rank writes a random word. The first
+rank answers each word with the name, and waits until every rank has confirmed it. A rank that has ended cannot confirm.
 """
 
 import secrets

@@ -80,7 +80,8 @@ class Runtime:
     def together(self, work: Callable[[], T]) -> T:
         """Work that every rank does. If it fails on one rank, it fails on all.
 
-        A rank that failed raises its error. If the first rank is one of them, the others exit silently, since it says why.
+        A rank that failed raises its error. If the first rank failed, the others exit silently, since the first rank prints the
+        reason. If not, they raise a RankError that names a failed rank.
         """
         result: T | None = None
         error: Exception | None = None
@@ -93,9 +94,9 @@ class Runtime:
             raise error
         if failures[0] is not None:
             raise SystemExit(2)
-        for rank, said in enumerate(failures):
-            if said is not None:
-                raise RankError(f"rank {rank} failed: {said}")
+        for rank, message in enumerate(failures):
+            if message is not None:
+                raise RankError(f"rank {rank} failed: {message}")
         return cast(T, result)
 
     def in_turn(self, work: Callable[[], T]) -> T:
@@ -157,7 +158,7 @@ def start(device: str | None = None) -> Iterator[Runtime]:
             )
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
-        # By default nccl's own thread aborts the process when a rank is lost. 2: it ends the collectives, and the watch says why.
+        # By default nccl aborts the process when a rank is lost. With 2 it ends the collectives, and the watch gives the reason.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     store, rank, world = join()
     watch = Watch(rank, world, store)

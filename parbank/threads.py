@@ -38,7 +38,7 @@ def check_threads(threads: int | None) -> None:
     if threads is not None and not (isinstance(threads, int) and 1 <= threads <= MOST_THREADS):
         raise ConfigError(
             f"--threads is a number from 1 to {MOST_THREADS}, got {threads!r}; this process may use {count_cores()} cores. "
-            "Leave it out to use what is free"
+            "Leave it out to use the free cores"
         )
 
 
@@ -88,7 +88,7 @@ class ShortWaits:
         self._helper: Thread | None = None
 
     def begin(self, threads: int) -> None:
-        """`threads`: those that compute, and are managed already. A second call does nothing."""
+        """`threads`: the number of threads that compute, which OpenMP manages already. A second call does nothing."""
         if self._helper is not None or any(name in os.environ for name in _WAITING):
             return
         self._end.clear()

@@ -53,8 +53,8 @@ class Watch:
         threading.Thread(target=self._run, name="parbank-watch", daemon=True).start()
 
     def wait_for_reason(self, seconds: float) -> str:
-        """The sentence about a lost rank; empty if none is known within some seconds. In short waits: a process that is
-        stopped and continued has waited for one of them at most."""
+        """The sentence about a lost rank; empty if none is known within some seconds. It waits in short pieces, so that time in
+        which this process is stopped counts as one piece at most."""
         for _ in range(math.ceil(seconds / _SHORT_WAIT)):
             if self._known.wait(_SHORT_WAIT):
                 break
@@ -67,7 +67,7 @@ class Watch:
         self._send({"left": self._rank, "reason": reason})
 
     def close(self) -> None:
-        """Ends the thread. It does not end the process any more."""
+        """Ends the thread, which then no longer ends the process."""
         with self._lock:
             self._closed.set()
 

@@ -63,11 +63,11 @@ def _compare(record: Record, first: Record) -> Compared:
     for one in (first, record):
         if not one.summary:
             return Compared(record, None, f"{one.name} has no score")
-    for key, what in LIKE.items():
+    for key, difference in LIKE.items():
         if ours.get(key) == theirs.get(key):
             continue
         if key in ours and key in theirs:
-            return Compared(record, None, f"{what} than {first.name}")
+            return Compared(record, None, f"{difference} than {first.name}")
         older = first if key in ours else record
         return Compared(record, None, f"{older.name} is older than the record of the text that a run is scored on")
     windows = [r.config.get("batch", {}).get("sequence_length") for r in (record, first)]
@@ -140,11 +140,11 @@ def _interval(other: Compared | None) -> str:
 
 def _by_document(first: Record, others: Sequence[Compared]) -> str:
     rows: list[Difference] = []
-    said: list[tuple[str, str]] = []  # (what is missing, and for whom)
+    missed: list[tuple[str, str]] = []  # (the name of what a run lacks, the run and the reason)
     for style, other in enumerate(others, 1):
         found = other.difference
         if found is None:
-            said.append(("Not compared. ", f"{other.record.name} against {first.name}: {other.why_not}."))
+            missed.append(("Not compared. ", f"{other.record.name} against {first.name}: {other.why_not}."))
             continue
         words = f"better on {count(found.better)} of {count(found.documents)} documents"
         rows.append(Difference(
@@ -152,9 +152,9 @@ def _by_document(first: Record, others: Sequence[Compared]) -> str:
         ))  # fmt: skip
         if found.low is None:
             needed = f"{other.record.name}: {FEWEST} documents are needed, the text has {found.documents}."
-            said.append(("No interval. ", needed))
+            missed.append(("No interval. ", needed))
     chart = difference_chart(f"Bits per byte, minus those of {first.name}", rows, signed, unit="bits per byte")
-    return chart + "".join(missing(text, why) for why, text in said)
+    return chart + "".join(missing(text, title) for title, text in missed)
 
 
 def _curves(records: Sequence[Record]) -> str:

@@ -7,10 +7,8 @@ from parbank.report.chart import COLOURS, decimals, figure, marker, ticks
 from parbank.report.text import escape, is_number, shown, signed
 
 WIDTH, EDGE = 560, 8
-MIDDLE, PAIRS = (
-    12,
-    26,
-)  # of a row's picture: whiskers, and pairs in a lane of their own, or the whiskers would cover them
+MIDDLE = 12  # the height at which a row's picture has its whiskers
+PAIRS = 26  # that of its pairs: on the same height, the whiskers would cover them
 
 
 @dataclass(frozen=True, kw_only=True)

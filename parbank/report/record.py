@@ -51,7 +51,7 @@ class Record:
     summary: Values | None
     """None while the run has not ended."""
     details: Values = field(default_factory=dict)
-    """The contents of details.json; empty for a run of an older parbank. Until the run ends, what is known at its start."""
+    """The contents of details.json; empty for a run of an older parbank. Until the run ends, the facts known at its start."""
     name: str = ""
     is_going: bool = False
     """Whether a process trains in the folder now."""
@@ -64,7 +64,7 @@ class Record:
         return str((self.summary or {}).get("recipe") or self.config.get("recipe") or "unknown recipe")
 
     def fact(self, name: str) -> Any:
-        """An entry that the summary has at the end, and details.json from the start on; None for neither."""
+        """An entry that the summary has at the end, and details.json from the start on. None if neither has it."""
         return (self.summary or {}).get(name, self.details.get(name))
 
     def column(self, name: str, x: str) -> list[tuple[float, float]]:

@@ -1,5 +1,6 @@
 """The page of one run."""
 
+import math
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -182,10 +183,10 @@ def _no_validation(record: Record) -> str:
 def find_axes(*records: Record) -> Iterator[tuple[str, str, Axis]]:
     """(name, column of the rows, axis) of clock and tokens. Each axis ends where the longest run ends, so that charts above
     each other share it."""
-    for what, key, end in (("clock", "seconds", "train_seconds"), ("tokens", "tokens", "tokens")):
+    for name, key, end in (("clock", "seconds", "train_seconds"), ("tokens", "tokens", "tokens")):
         ends = [(r.summary or {}).get(end) for r in records] + [row.get(key) for r in records for row in r.rows[-1:]]
         reach = max(filter(is_number, ends), default=0.0)
-        yield what, key, clock_axis(reach) if what == "clock" else replace(TOKENS, reach=reach)
+        yield name, key, clock_axis(reach) if name == "clock" else replace(TOKENS, reach=reach)
 
 
 def clock_axis(reach: float) -> Axis:
@@ -245,8 +246,13 @@ def validation_charts(record: Record) -> list[str]:
 
 
 def _describe_sample(record: Record) -> str:
+    """The sample has whole windows, and no more than the text."""
     tokens = record.config.get("train", {}).get("validate_tokens")
-    return f"sample of {count(tokens)} tokens" if is_number(tokens) else "sample"
+    window = record.config.get("batch", {}).get("sequence_length")
+    if not is_number(tokens) or not is_number(window) or window < 1:
+        return "sample"
+    whole = (record.summary or {}).get("val_tokens", math.inf)
+    return f"sample of {count(min(max(1, tokens // window) * window, whole))} tokens"
 
 
 def _training(record: Record) -> str:
@@ -280,16 +286,17 @@ def _no_gpu(record: Record) -> str:
 
 
 def _rates(record: Record) -> list[Series]:
-    """Learning rates of all groups. The rows hold the matrices' rate, and the others are multiples of it."""
+    """Learning rates of all groups. The rows hold the matrices' rate, and the others are multiples of it, by the settings. Rates
+    that were carried over from another width are other multiples: then the matrices' rate is alone."""
     optim, rows = record.config.get("optim", {}), record.column("lr", "seconds")
     peak = optim.get("matrix_lr")
-    if not is_number(peak) or not peak:
-        return [Series(name="learning rate", points=rows)]
+    if not is_number(peak) or not peak or optim.get("tuned_width"):
+        return [Series(name=RATES["matrix_lr"], points=rows)]
     tied = record.config.get("model", {}).get("tied")
     groups: dict[float, list[str]] = {}  # groups of one rate are one line: the last drawn would hide the others
-    for key, what in RATES.items():
+    for key, name in RATES.items():
         if is_number(optim.get(key)) and not (key == "head_lr" and tied):
-            groups.setdefault(optim[key], []).append(what)
+            groups.setdefault(optim[key], []).append(name)
     return [
         Series(name=listed(names), points=[(x, y / peak * rate) for x, y in rows], style=n)
         for n, (rate, names) in enumerate(groups.items())
@@ -299,11 +306,11 @@ def _rates(record: Record) -> list[Series]:
 def time_parts(summary: Values) -> list[tuple[str, float]]:
     """Setup, training, packing, scoring, and the rest."""
     finish = summary.get("finish_parts", {})
-    packing, scoring, shown = (
+    packing, scoring, page_parts = (
         sum(finish.get(name, 0) for name in names)
         for names in (("calibration", "packing"), ("scoring", "scoring the packed model"), PAGE_PARTS)
     )
-    rest = summary.get("finish_seconds", 0) - packing - scoring - shown
+    rest = summary.get("finish_seconds", 0) - packing - scoring - page_parts
     parts = [
         ("setup", summary.get("setup_seconds", 0)),
         ("training", summary.get("train_seconds", 0)),
@@ -311,7 +318,7 @@ def time_parts(summary: Values) -> list[tuple[str, float]]:
         ("scoring", scoring),
         ("compressors and the rest", rest),
     ]
-    parts += [(OWN, shown)] if shown else []  # older runs did not measure it
+    parts += [(OWN, page_parts)] if page_parts else []  # older runs did not measure it
     return [(name, max(0.0, seconds)) for name, seconds in parts]
 
 
@@ -370,7 +377,7 @@ def _machine(record: Record) -> str:
         if "machine" in details
         else missing("Processor, memory, commit and date: the run is older than details.json.")
     )
-    return table(("what", "value"), rows, label="Machine and versions") + lacks
+    return table(("item", "value"), rows, label="Machine and versions") + lacks
 
 
 def _amount(name: str, value: Any) -> Any:

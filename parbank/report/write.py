@@ -22,8 +22,9 @@ _HEAD_BYTES = 4096
 
 
 def write_run_page(folder: Path, summary: dict[str, Any] | None = None) -> Path:
-    """The page of a run, in its own folder. A run that is about to end gives the summary that it will write; the page then
-    also shows the seconds of its own making, and the run's details get what later pages cannot make as quickly."""
+    """The page of a run, in its own folder. A run that is about to end gives the summary that it will write. The page then
+    also shows the seconds of its own making. details.json then gets the changes against the recipe, which a later page reads
+    more quickly than it makes them."""
     began = time.perf_counter()
     record = read_record(folder)
     if summary is None:

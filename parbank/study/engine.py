@@ -206,10 +206,10 @@ def check_workers(study: Study, workers: int, device: str) -> None:
     gpus = count_gpus(device)
     if workers > gpus and study.is_timed:
         where = plural(gpus, "GPU") if pick_device(device).type == "cuda" else "a machine without a GPU"
-        what = "kernels are timed" if study.kind == "kernels" else "the budget is a time"
+        reason = "kernels are timed" if study.kind == "kernels" else "the budget is a time"
         remedy = "" if study.kind == "kernels" else ", or a budget in steps"
         raise ConfigError(
-            f"{workers} workers on {where} would slow each other down, and {what}; use --workers {gpus}{remedy}"
+            f"{workers} workers on {where} would slow each other down, and {reason}; use --workers {gpus}{remedy}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Published claims about kernels, each as a pair of calls: the challenger, and what it would replace.
+"""Published claims about kernels, each as a pair of calls: the challenger, and the code that it would replace.
 
 A docstring says what is claimed, where, and with which number. Sizes are those of one micro-batch of the golf model.
 """
@@ -39,9 +39,9 @@ class Bench:
         generator = torch.Generator(self.device).manual_seed(1000 * self.seed + number)
         return torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
 
-    def need_cuda(self, what: str) -> None:
+    def need_cuda(self, subject: str) -> None:
         if self.device.type != "cuda":
-            raise DeviceError(f"{what} needs an NVIDIA GPU, and this study runs on {self.device.type}")
+            raise DeviceError(f"{subject} needs an NVIDIA GPU, and this study runs on {self.device.type}")
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function compiled by Inductor on a GPU, and unchanged on a CPU."""

@@ -6,6 +6,7 @@ arms do, so every run stores what the card did.
 
 import statistics
 import subprocess
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -18,15 +19,22 @@ _EVERY = 500  # milliseconds between samples
 
 
 class ClockWatch:
-    """`with ClockWatch(device) as watch: ...`, then `watch.found`: medians, and the lowest clock. Empty without nvidia-smi."""
+    """`with ClockWatch(device) as watch: ...`, then `watch.found`: medians, and the lowest clock. Empty without nvidia-smi.
+
+    A thread reads each sample at once. Otherwise the pipe would be full after half an hour, and nvidia-smi would wait.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.found: dict[str, float] = {}
         self._device = device
         self._process: subprocess.Popen[str] | None = None
+        self._output = ""
 
     def __enter__(self) -> "ClockWatch":
         self._process = start_sampling(self._device, _FIELDS.values(), milliseconds=_EVERY)
+        if self._process is not None:
+            self._reader = threading.Thread(target=self._read, daemon=True, name="clock-watch")
+            self._reader.start()
         return self
 
     def __exit__(
@@ -35,7 +43,15 @@ class ClockWatch:
         if self._process is None:
             return
         self._process.terminate()
-        self.found = summarise(self._process.communicate()[0])
+        self._process.wait()
+        self._reader.join()
+        self.found = summarise(self._output)
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            self._output = lines.read()
 
 
 def summarise(output: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The runs of a study as they end: what each gave, what is next, how long the rest takes, and the verdicts so far."""
+"""The runs of a study as they end: each result, the next run, the time left, and the verdicts so far."""
 
 import math
 import statistics

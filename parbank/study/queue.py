@@ -2,7 +2,7 @@
 
     results/JOB.json     a run that has ended
     failures/JOB.json    the errors of a run: after the first it is tried again, after the second it is given up
-    claims/JOB.json      a run in progress, and who runs it
+    claims/JOB.json      a run in progress, and the process that runs it
 
 A worker looks for a job and claims it under one file lock, so that two workers never take the same job. While it
 works, a thread renews the time of the claim. A claim of a process that has ended on this machine, or that was not
@@ -52,7 +52,7 @@ class Queue:
         self._heartbeat, self._patience = heartbeat, patience
 
     def make_folders(self) -> None:
-        """For somebody who will write: a reader leaves the study as it is."""
+        """Call it before writing. A reader leaves the folder as it is."""
         for name in ("results", "failures", "claims"):
             (self.folder / name).mkdir(exist_ok=True)
 
@@ -168,7 +168,7 @@ class Queue:
         return found
 
     def _is_running(self, job: Job, now: float) -> bool:
-        """Whether somebody alive holds the job. A claim of somebody dead stays until the job is claimed again."""
+        """Whether a living worker holds the job. The claim of a dead worker stays until the job is claimed again."""
         path = self._claim(job)
         try:
             age = now - path.stat().st_mtime
@@ -187,8 +187,8 @@ class Queue:
         self._claim(job).unlink(missing_ok=True)
 
     def _now(self) -> float:
-        """The time by the clock of the file system, which machines that share it agree on; this machine's clock for somebody
-        who may only read the folder."""
+        """The time by the clock of the file system, which all machines that share it agree on. Without the right to write, the
+        time by this machine's clock."""
         probe = self.folder / ".clock"
         with suppress(OSError):
             probe.touch()

@@ -1,4 +1,4 @@
-"""The answer of a study: a table with a verdict on every arm, and what one must know to trust it."""
+"""The report of a study: a table with a verdict on every arm, and notes on how far to trust it."""
 
 import math
 import statistics
@@ -72,7 +72,7 @@ class Report:
         arms = f"{plural(len(study.arms), 'arm')} against the base" if study.arms else "the base alone"
         if study.own_baselines:
             repeated = plural(len(study.seeds), "repetition")
-            return f"{plural(len(study.arms), 'arm')}, each against what it would replace, {repeated}; {unit}."
+            return f"{plural(len(study.arms), 'arm')}, each against the code it would replace, {repeated}; {unit}."
         if study.checkpoints:
             stored = ", ".join(Path(path).name for path in study.checkpoints)
             how = f"{study.kind}, stored: {stored}"
@@ -96,10 +96,10 @@ class Report:
 
     def verdict(self, arm: str) -> str:
         """The verdict in words. More seeds would not help where every run failed."""
-        for name, who in ((arm, ""), (BASE, "the base ")):
+        for name, subject in ((arm, ""), (BASE, "the base ")):
             states = {state for job, state in self.states.items() if job.arm == name}
             if states == {"failed"}:
-                return f"{who}failed in every run"
+                return f"{subject}failed in every run"
         found = self.comparisons[arm]
         if not found.pairs:
             return "no pair of runs yet"
@@ -145,7 +145,7 @@ class Report:
         if study.arms:
             difference = "arm minus base at the same seed, below zero is better"
             if study.own_baselines:
-                difference = "a share of the time of what the arm would replace, below zero is faster"
+                difference = "a share of the time of the code that the arm would replace, below zero is faster"
             over = plural(len(study.arms), "arm")
             found.append(
                 f"A difference is {difference}. Intervals are paired t, corrected by Holm over {over}; they alone decide."
@@ -161,10 +161,10 @@ class Report:
         found += [f"Not complete: {left} of {len(self.states)} runs are still to come."] if left else []
         for added in study.added:
             if added.results:
-                what = [_list_all("seed", added.seeds)] if added.seeds else []
-                what += [_list_all("arm", added.arms)] if added.arms else []
+                names = [_list_all("seed", added.seeds)] if added.seeds else []
+                names += [_list_all("arm", added.arms)] if added.arms else []
                 found.append(
-                    f"Added after {added.results} runs had ended: {' and '.join(what)}. Looking first makes false verdicts "
+                    f"Added after {added.results} runs had ended: {' and '.join(names)}. Looking first makes false verdicts "
                     "likelier than 5%; the intervals do not correct for it."
                 )
         return found + _notes_on_runs(runs)
@@ -199,8 +199,8 @@ def make_report(folder: Path, study: Study | None = None) -> Report:
 
 
 def target_of(study: Study, noise: Noise, results: Results) -> float:
-    """The difference that the study is after: as given, or as stated before its seeds ran, but no more than a difference of
-    interest to anybody. A study that could only show more has no right to say "no difference"."""
+    """The smallest difference of interest: the given one; else the one stated before the seeds ran, but at most a share of
+    INTERESTING of the base's value. A study that can only show larger differences must not say "no difference"."""
     if study.difference is not None:
         return study.difference
     base = [result["value"] for job, result in results.items() if job.arm == BASE]

@@ -24,8 +24,9 @@ from parbank.files import write_json
 from parbank.study.crew import count_gpus
 from parbank.study.engine import add_to_study, check_workers, interrupt, keep_working, open_study, run_study
 from parbank.study.kinds import KINDS
+from parbank.study.queue import Queue
 from parbank.study.report import Report, correlate
-from parbank.study.study import STUDY, Arm, Study, describe_budget, read_budget
+from parbank.study.study import STUDY, Arm, Study, describe_budget, read_budget, read_study
 from parbank.training.signals import watch_signals
 
 SEARCH = "search.json"
@@ -104,7 +105,9 @@ def search(
                 _on_rung(study, rungs[number], seeds if number == last else 1),
                 arms=tuple(arm for arm in before.study.arms if arm.name in chosen),
             )
-            report = run_study(rung, _rung_folder(folder, number), workers=workers, device=device, quiet=quiet)
+            place = _rung_folder(folder, number)
+            _add_trials(rung, place)
+            report = run_study(rung, place, workers=workers, device=device, quiet=quiet)
             say(describe_rung(report, number))
             say(f"rungs {number - 1} and {number}: {correlate(before, report)}")
     return report
@@ -194,6 +197,15 @@ def _explore(
                 params = known[name]["params"]
                 sampler.add_trial(optuna.trial.create_trial(params=params, distributions=kinds, value=value))
     return report
+
+
+def _add_trials(rung: Study, place: Path) -> None:
+    """Adds trials to a later rung that an earlier call, with fewer trials in all, has made without them."""
+    if not (place / STUDY).exists():
+        return
+    there = read_study(place)
+    if new := [arm for arm in rung.arms if arm not in there.arms]:
+        add_to_study(place, there.with_more(arms=new, results=len(Queue(place).results(there.jobs()))))
 
 
 def _with_trial(study: Study, name: str, settings: Sequence[str]) -> Study:

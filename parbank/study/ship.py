@@ -8,7 +8,7 @@ from pathlib import Path
 from parbank.config import choose, override
 from parbank.data.sources import absolute_spec, add_options, find_source
 from parbank.errors import ConfigError
-from parbank.recipes import get_recipe
+from parbank.recipes import find_recipe
 from parbank.study import kernels
 from parbank.study.arms import ARMS, SHAPES, claim_of
 from parbank.study.study import (
@@ -25,6 +25,7 @@ from parbank.study.study import (
 )
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
 from parbank.training.config import RunConfig, read_config
+from parbank.training.configure import configure_run
 from parbank.training.folder import load_run_config
 
 SEEDS = 4
@@ -98,7 +99,7 @@ STUDIES: dict[str, Shipped] = {
         ),
     ),
     "muon-variants": Shipped(
-        help="variants of Muon and of what stands beside it, at the learning rates of the recipe",
+        help="variants of Muon and of the algorithm beside it, at the learning rates of the recipe",
         arms=("muoneq-r", "normuon", "polar-express", "cautious-decay", "adamw-sized-updates", "lion"),
     ),
     "width-depth": Shipped(
@@ -155,7 +156,7 @@ STUDIES: dict[str, Shipped] = {
         ),
     ),
     "published-kernels": Shipped(
-        help="kernels against what they would replace, by micro-benchmarks",
+        help="kernels against the code they would replace, by micro-benchmarks",
         kind="kernels",
         arms=tuple(kernels.KERNELS),
         seeds=8,
@@ -196,8 +197,11 @@ def make_study(
         base = override(_stored_config(file.name, stored), *file.settings, *settings)
         base = replace(base, data=absolute_spec(data or base.data))
     else:
-        base = override(get_recipe(recipe or file.recipe or "sprint"), *file.settings, *settings)
-        base = replace(base, data=absolute_spec(hold_out(data or file.data or base.data, holdout)))
+        changes = [*file.settings, *settings]
+        if spec := data or file.data:
+            changes.append(f"data={json.dumps(spec)}")
+        base = configure_run(find_recipe(recipe or file.recipe or "sprint"), *changes)
+        base = replace(base, data=hold_out(base.data, holdout))
     if budget or file.budget:
         base = override(base, *read_budget(budget or file.budget or ""))
     own = [] if arms is not None else list(file.arm.values())

@@ -28,7 +28,7 @@ def submit_workers(
 ) -> list[Any]:
     """Submits that many workers and returns submitit's jobs, without waiting.
 
-    options: what submitit's executor takes, such as slurm_partition, gpus_per_node or timeout_min. A worker that its
+    options: parameters of submitit's executor, such as slurm_partition, gpus_per_node or timeout_min. A worker that its
     time limit ends gives its run back.
     """
     submitit = import_submitit()

@@ -61,7 +61,7 @@ class Added:
     seeds: tuple[int, ...] = ()
     arms: tuple[str, ...] = ()
     results: int
-    """Runs that had ended by then: above zero, somebody may have looked."""
+    """Runs that had ended by then: above zero, their results may have been seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Study:
     stated: float | None = None
     """The smallest difference that the seeds can show, as stated before they ran."""
     own_baselines: bool = False
-    """Every arm measures what it would replace beside itself, and the base is not run."""
+    """Every arm also measures the code that it would replace, and the base is not run."""
     note: str = ""
     """What a reader of the table should know, too."""
     added: tuple[Added, ...] = ()
@@ -168,11 +168,11 @@ def settings_between(base: RunConfig, changed: RunConfig) -> tuple[str, ...]:
 
 def read_budget(text: str) -> list[str]:
     """`60s`, `2min`, `2000steps` or `5e6tokens` as settings of budget."""
-    found = re.fullmatch(r"([\d_.]+(?:e\d+)?)\s*(s|min|steps|tokens)", text.strip())
-    if found is None:
+    found = re.fullmatch(r"((?:\d[\d_]*\.?\d*|\.\d+)(?:e\d{1,2})?)\s*(s|min|steps|tokens)", text.strip())
+    name, factor = _UNITS[found[2]] if found else ("", 1.0)
+    number = float(found[1].replace("_", "")) * factor if found else 0.0
+    if found is None or (name != "minutes" and not number.is_integer()):
         raise ConfigError(f"--budget {text!r} is not understood; write 60s, 2min, 2000steps or 5e6tokens")
-    name, factor = _UNITS[found[2]]
-    number = float(found[1].replace("_", "")) * factor
     value = number if name == "minutes" else int(number)
     given = {"minutes": None, "steps": None, "tokens": None} | {name: value}
     return [f"budget.{key}={json.dumps(value)}" for key, value in given.items()]

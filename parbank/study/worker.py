@@ -44,8 +44,8 @@ def work(
 ) -> int:
     """Runs jobs in this process and calls `ended` after each. Returns how many this process ran.
 
-    It waits while others have the last jobs, because a job of a worker that dies comes back. `stay` waits for ever: jobs may
-    be added. Ctrl-C gives the job back.
+    It waits until every job has a result or was given up, because the job of another worker comes back if that worker dies.
+    `stay` waits for ever: jobs may be added. Ctrl-C gives the job back.
     """
     display, queue, count = display or Display(enabled=False), Queue(folder), 0
     study = read_study(folder)
@@ -64,7 +64,7 @@ def work(
                     _run(queue, claim, kind, study, neighbours)
                 count += 1
                 ended()
-            elif stay or "running" in queue.states(jobs).values():
+            elif stay or not {"running", "waiting"}.isdisjoint(queue.states(jobs).values()):
                 time.sleep(_POLL)
             else:
                 return count

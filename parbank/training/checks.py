@@ -17,11 +17,12 @@ from parbank.training.loggers import check_loggers
 from parbank.training.memory import COMPILED, activation_bytes, free_memory
 
 SURE = 0.8
-"""Of the estimated memory: a run that needs more than is free even so is refused. The estimate is within a tenth of three
+"""A run is refused if this share of its estimated memory exceeds the free memory. The estimate is within a tenth for three
 measured models (parbank.training.memory)."""
 
 WEIGHT_BYTES = 12
-"""Of a parameter in training: float32 value, gradient and momentum. Averages and Adam's second moments come on top."""
+"""Bytes that a parameter takes in training, at least: float32 value, gradient and momentum. Averages and Adam's second moments
+come on top."""
 
 
 def check_settings(config: RunConfig, runtime: Runtime) -> None:

@@ -71,8 +71,8 @@ def kernel_folder() -> Path:
 
 
 def has_kernels(work: str) -> bool:
-    """Whether the kernels of some work, or imported kernels, were kept where this process looks for them. Only a guess:
-    the start of a run is arranged by it."""
+    """Whether the kernels of some work, or imported kernels, were kept where this process looks for them. A guess,
+    by which a run arranges its start."""
     try:
         noted = any((compile_folder() / NOTES / name).exists() for name in (work, IMPORTED))
         return noted and any(kernel_folder().iterdir())
@@ -106,6 +106,13 @@ def keep_compiled_graphs() -> None:
         **config.unsafe_marked_cacheable_functions,
         **dict.fromkeys(names, torch.__version__),
     }
+
+
+def forget_compiled_graphs() -> None:
+    """Makes PyTorch forget the graphs of this process; those on disk stay. It compiles a function for eight models, and
+    runs it uncompiled for any further one, with a warning in the log alone."""
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:  # else nothing was compiled
+        dynamo.reset()
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def open_folder(out: Path, resume: bool, runtime: Runtime) -> Iterator[RunFolder
 @contextmanager
 def _claim(out: Path, resume: bool, folder: RunFolder) -> Iterator[None]:
     """Locks the folder, after checking that it can be written and that it holds nothing that this run would destroy."""
-    for name in (HOLDER, UNFINISHED, *WRITTEN):  # first: what a killed run left there is no file of the user's
+    for name in (HOLDER, UNFINISHED, *WRITTEN):  # first: files that a killed run left are not the user's
         remove_leftovers(out, name)
     _check_contents(out, resume)
     made = [path for path in (out, *out.parents) if not path.exists()]

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from parbank.errors import CheckpointError
 from parbank.model import GPT
 from parbank.optim.config import OptimConfig
+from parbank.optim.parallel_muon import ParallelMuon
 from parbank.optim.widths import carry_rate
+from parbank.training.config import read_config
 
 
 def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
@@ -51,11 +54,36 @@ def parameter_groups(model: GPT, config: OptimConfig) -> list[dict[str, Any]]:
     return [{**group, "lr": group["peak_lr"], "peak_decay": group["weight_decay"]} for group in banks + others]
 
 
-def sizes_of(groups: Sequence[dict[str, Any]]) -> list[int]:
+def load_optimizer(
+    optimizer: ParallelMuon,
+    state: dict[str, Any],
+    model: GPT,
+    config: OptimConfig,
+    saved_config: dict[str, Any] | None = None,
+) -> None:
+    """Momenta come from the state; learning rates and decay from `config`, which --set may have changed. `saved_config` is the
+    config of the run that saved the state, if that may differ."""
+    groups = parameter_groups(model, config)
+    if saved_config is not None and _sizes(state["param_groups"]) != _sizes(groups):
+        state = _regroup(state, parameter_groups(model, read_config(saved_config).optim), groups)
+    for saved, wanted in zip(state["param_groups"], groups):
+        if saved.get("algorithm") not in (None, wanted["algorithm"]):
+            asked = (
+                f"the config asks for {wanted['algorithm']}; resume as it was started, or start again in another --out"
+            )
+            raise CheckpointError(f"the checkpoint was trained by {saved['algorithm']}, and {asked}")
+    optimizer.load_state_dict(state)
+    for group, wanted in zip(optimizer.param_groups, groups):
+        group.update({name: value for name, value in wanted.items() if name not in ("params", "lr")})
+
+
+def _sizes(groups: Sequence[dict[str, Any]]) -> list[int]:
     return [len(group["params"]) for group in groups]
 
 
-def regroup(state: dict[str, Any], before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _regroup(
+    state: dict[str, Any], before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """An optimizer's state with the groups `before`, for the groups `after` of the same parameters. Parameters of one learning
     rate share a group, so other learning rates may make other groups."""
     homes = {

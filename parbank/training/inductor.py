@@ -28,7 +28,7 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 def find_compiler() -> str | None:
-    """A C++ compiler: what CXX names, or one of the usual names."""
+    """The C++ compiler that CXX names; without CXX, the first of the usual names that is installed."""
     named = os.environ.get("CXX")
     return next((found for name in ([named] if named else _COMPILERS) if (found := shutil.which(name))), None)
 
@@ -45,7 +45,7 @@ def wants_inductor(config: RunConfig, runtime: Runtime, parameters: int) -> bool
 
 
 def _is_long(config: RunConfig, parameters: int) -> bool:
-    """Of a clock that ends early after a number of steps, both must be long."""
+    """A clock that ends early after a number of steps is long if both its minutes and its steps are."""
     budget = config.budget
     if budget.minutes is not None and (budget.minutes < LEAST_MINUTES or budget.most_steps is None):
         return budget.minutes >= LEAST_MINUTES

@@ -11,7 +11,7 @@ class Laps:
         self._last = time.perf_counter() - ago
 
     def end(self, part: str) -> None:
-        """Everything since the last part's end was `part`."""
+        """Counts the time since the end of the last part as `part`."""
         now = time.perf_counter()
         self._add(part, now - self._last)
         self._last = now

@@ -25,7 +25,8 @@ CPU_BYTES, CPU_LOGIT_BYTES, CPU_MORE_LAYERS = 118.0, 15.0, 0.7
 """The same on a CPU, by the peak of resident memory in plain PyTorch: `sprint` takes 734 kB a token, `demo` 82 kB, and `demo`
 with 8,192 tokens in its vocabulary 181 kB. Embeddings and head count as 0.7 layers. In float32 it is a little less."""
 COMPILED = 0.37
-"""What is left of it if Inductor compiles the passes, at least: `demo` takes 30.5 kB in bfloat16, and 0.62 in float32."""
+"""The least share of that memory that passes compiled by Inductor take: for `demo` 0.37 in bfloat16 (30.5 kB a token), and
+0.62 in float32."""
 
 
 def activation_bytes(layers: Number, width: Number, hidden: Number, vocab: Number, *, cuda: bool) -> Number:
@@ -53,7 +54,7 @@ def free_host_memory(root: Path = Path("/")) -> float:
 
 
 def _read_room(folder: Path) -> float | None:
-    """What a cgroup (v2 or v1) has left: its limit less what it uses. Cached files make way, and do not count."""
+    """The bytes that a cgroup (v2 or v1) has left: its limit less its use. Cached files make way, and do not count."""
     for limit, used, cached in (
         ("memory.max", "memory.current", "file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "cache"),

@@ -56,7 +56,7 @@ class Metrics:
             "tokens": now.tokens,
             "seconds": now.seconds,
             "loss": reading.loss,
-            "lr": reading.lr_share * trainer.config.optim.matrix_lr,
+            "lr": reading.lr_share * trainer.optimizer.param_groups[0]["peak_lr"],  # the matrices' learning rate
             "grad_norm": reading.grad_norm,
             "tokens_per_second": self.tokens_per_second,
             "data_wait": (now.wait_seconds - last.wait_seconds) / (now.step - last.step),

@@ -97,9 +97,7 @@ def pack_checkpoint(
             raise ConfigError(f"--set {setting}: packing has settings of quant alone, such as quant.method=rows")
     config = override(config, *settings)
     tokens = _training_tokens(data, config, tokenizer, display)
-    measured = None
-    if tokens is not None and config.quant.method == "solver" and config.quant.calibration_tokens:
-        measured = calibrate_model(model, config, tokens, runtime, display)
+    measured = None if tokens is None else calibrate_model(model, config, tokens, runtime, display)
     packed = pack_run(model, config, tokenizer, measured, target, max_bytes=max_bytes, say=display.say)
     if tokens is not None:
         display.say(_measure_loss(model, packed, tokens, tokenizer, config, runtime))
@@ -155,7 +153,7 @@ def open_training_tokens(spec: str, tokenizer: Tokenizer, *, context: int, count
 def _encode_again(dataset: Dataset, tokenizer: Tokenizer, count: int) -> TokenSet:
     if dataset.tokenizer.fingerprint == tokenizer.fingerprint:
         return dataset.train
-    # of text cut by another tokenizer twice the tokens are enough: tokens differ in length, but not by that much
+    # Twice as many tokens of another tokenizer are enough: tokens differ in length, but not by that much.
     tokens = dataset.train.read(0, min(len(dataset.train), 2 * count))
     documents = np.split(tokens, np.flatnonzero(tokens == dataset.tokenizer.bos_id))
     bos = np.array([tokenizer.bos_id], dtype=np.uint16)

@@ -12,7 +12,7 @@ from parbank.training.trainer import Report, Trainer
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 Loop = Callable[[Trainer, Report], None]
-"""Runs a trainer to its end, and hands every reading on."""
+"""Runs a trainer to its end, and passes every reading to the report."""
 
 
 def introduce(trainer: Trainer) -> str:

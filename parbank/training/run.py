@@ -30,7 +30,7 @@ from parbank.threads import run_in_background, use_threads
 from parbank.training.agreement import compare_settings, compare_state
 from parbank.training.checkpoint import load_checkpoint
 from parbank.training.checks import check_memory, check_settings, check_size
-from parbank.training.compiled import use_compile_cache
+from parbank.training.compiled import forget_compiled_graphs, use_compile_cache
 from parbank.training.config import RunConfig
 from parbank.training.details import describe_place
 from parbank.training.folder import open_folder
@@ -68,7 +68,7 @@ def run(
     write_page: WritePage | None = None,
 ) -> Result:
     """Trains, scores and packs. Everything that a user keeps is in the folder `out`. `display` replaces the usual display,
-    which prints nothing if `quiet`. `threads` are chosen by what is free if None. `write_page` makes the page of the run
+    which prints nothing if `quiet`. `threads` are chosen by the free cores if None. `write_page` makes the page of the run
     from its folder and its summary."""
     setup = Laps()
     display = display or Display(enabled=runtime.is_main and not quiet)
@@ -106,6 +106,8 @@ def run(
         finally:
             trainer.close()
             chosen.close()
+            if trainer.compiled or config.train.compile:
+                forget_compiled_graphs()
 
 
 def _train(trainer: Trainer, setup: Laps, display: Display, write_page: WritePage | None) -> Result:
@@ -127,7 +129,6 @@ def _train(trainer: Trainer, setup: Laps, display: Display, write_page: WritePag
     setup.end("warm-up")
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in setup.seconds.items())
     display.say(f"ready after {setup.total:.1f} s of setup ({parts}); the clock starts now")
-    waited = trainer.batches.wait_seconds  # that of the warm-up, which is not part of training
     with closing(Metrics(trainer, display.say)) as metrics:
         with trainer.watch_signals():
             try:
@@ -135,11 +136,12 @@ def _train(trainer: Trainer, setup: Laps, display: Display, write_page: WritePag
             except DataError as error:  # such as a shard that was cut short
                 raise DataError(f"{error}; {_keep(trainer)}") from error
             saved = trainer.save() if trainer.stop_signal else trainer.try_to_save()
+            # A signal may come while the first rank saves: all ranks stop, or none.
+            trainer.stop_signal = int(trainer.runtime.agree([float(trainer.stop_signal)])[0])
         if trainer.stop_signal:
             display.say(f"stopped at step {trainer.step}; saved {saved}; continue with: {_resume_command(out)}")
             return Result(None, trainer.stop_signal)
-        waited = trainer.batches.wait_seconds - waited
-        return Result(finish(trainer, setup, waited, display, metrics, write_page))
+        return Result(finish(trainer, setup, display, metrics, write_page))
 
 
 def _keep(trainer: Trainer) -> str:
@@ -156,7 +158,6 @@ def _resume_command(out: Path) -> str:
 def finish(
     trainer: Trainer,
     setup: Laps,
-    wait_seconds: float,
     display: Display,
     metrics: Metrics,
     write_page: WritePage | None = None,
@@ -188,7 +189,7 @@ def finish(
         laps.end("scoring the packed model")
         laps.move(after.sample_seconds, "scoring the packed model", "sample")
         laps.move(after.detail_seconds, "scoring the packed model", DETAILS)
-        summary = summarise(trainer, before, after.score, setup.seconds, wait_seconds)
+        summary = summarise(trainer, before, after.score, setup.seconds)
         if packed is not None and compressed is not None:
             display.say("compressing the same text with zlib, xz and zstd")
             summary |= summarise_packed(packed, text, after.details["samples"][0]["text"])
@@ -233,7 +234,7 @@ def _write_page(write: WritePage, out: Path, summary: dict[str, Any], display: D
 
 
 def _wait_for(compressed: Future[dict[str, float]], display: Display) -> dict[str, float]:
-    """Waits for the compressors, whose failure is a side matter."""
+    """Waits for the compressors. If they fail, the run goes on with a note."""
     try:
         return compressed.result()
     except (MemoryError, OSError, lzma.LZMAError) as error:

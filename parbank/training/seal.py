@@ -38,7 +38,7 @@ class SealingWriter:
 
 def check_archive(path: Path) -> bool:
     """Refuses an archive that is damaged, or that claims more than its size, with BadZipFile. Returns whether the file is
-    sealed; files of earlier versions are not, and their members are held against the checksums of zip instead."""
+    sealed. Files of earlier versions are not: their members are compared with the checksums of zip instead."""
     with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
         size = os.fstat(file.fileno()).st_size
         # torch.save compresses nothing, so members cannot be larger than their file.

@@ -25,9 +25,7 @@ def describe_start(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def summarise(
-    trainer: Trainer, before: Score, after: Score, setup: dict[str, float], wait_seconds: float
-) -> dict[str, Any]:
+def summarise(trainer: Trainer, before: Score, after: Score, setup: dict[str, float]) -> dict[str, Any]:
     """The part of the summary that every rank knows. `before` and `after` packing; `setup`: the seconds of each part."""
     config, runtime, dataset = trainer.config, trainer.runtime, trainer.dataset
     seconds = trainer.clock.seconds()
@@ -54,7 +52,7 @@ def summarise(
         "setup_seconds": sum(setup.values()),
         "setup_parts": setup,
         "compile_cache": count_lookups().start,
-        "data_wait_seconds": wait_seconds,
+        "data_wait_seconds": trainer.wait_seconds,
         "memory_bytes": memory_bytes(runtime.device),
         "precision": trainer.precision,
         "compiled": trainer.compiled,

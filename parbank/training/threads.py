@@ -30,7 +30,7 @@ LEAST_THREADS = 2
 
 
 class Threads:
-    """The number of threads, the load beside them, and what became of both."""
+    """Chooses the number of threads by the load, and records both."""
 
     def __init__(
         self,

@@ -41,8 +41,8 @@ from parbank.training.checkpoint import (
     save_checkpoint,
 )
 from parbank.training.compiled import count_lookups, keep_compiled_graphs
-from parbank.training.config import RunConfig, Stage, read_config
-from parbank.training.groups import parameter_groups, regroup, sizes_of
+from parbank.training.config import RunConfig, Stage
+from parbank.training.groups import load_optimizer, parameter_groups
 from parbank.training.inductor import compile_model, find_compiler, wants_inductor
 from parbank.training.passes import Passes, cut_windows, take_batch
 from parbank.training.signals import watch_signals
@@ -71,7 +71,8 @@ class Trainer:
         threads: Threads | None = None,
         model: GPT | None = None,
     ) -> None:
-        """`threads` chooses the number of threads; if None, torch's number stays. `model`: that of `new_model`, if made."""
+        """`threads` chooses the number of threads; if None, torch's number stays. `model`: the result of
+        `new_model`, if the caller has it already."""
         self.config, self.runtime, self.dataset, self.out = config, runtime, dataset, out
         self.model = (model or new_model(config)).to(runtime.device)
         quant, train = config.quant, config.train
@@ -111,10 +112,11 @@ class Trainer:
         self.recompilations = 0  # kernels and graphs built while the clock ran
         self.say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
         self.rehearsed = False  # whether every kernel is ready
+        self._untimed_wait = 0.0  # for batches of the warm-up, less that of training before a resume
         self._tried_to_compile = False
         self._skipping = False  # the last step seen was skipped
-        self._stuck = False  # too many in a row were
-        self._validates = False  # after the step in hand
+        self._stuck = False  # too many steps in a row were skipped
+        self._validates = False  # a validation follows the current step
         self._last_save = time.monotonic()
 
     def train(self, report: Report = lambda reading: None) -> None:
@@ -126,7 +128,7 @@ class Trainer:
         self.validator.start(self.step, self.clock.seconds())
         suspended, built = suspended_seconds(), count_lookups().built
         self._last_save = time.monotonic()
-        while (spent := self._agree_to_go_on()) is not None:
+        while (spent := self._agree_to_go_on(report)) is not None:
             share = self._schedule(spent)
             loss = self._accumulate_gradients(self._stage_at(spent))
             self._update_weights(share)
@@ -207,8 +209,8 @@ class Trainer:
             self.optimizer.step()
             then()
 
-    def _agree_to_go_on(self, may_save: bool = True) -> float | None:
-        """The share of the budget spent, equal on all ranks; None when any rank must stop."""
+    def _agree_to_go_on(self, report: Report, may_save: bool = True) -> float | None:
+        """The share of the budget spent, equal on all ranks; None when any rank must stop. Saves when a checkpoint is due."""
         pending = self.telemetry.in_flight
         over = self._stuck or not self.budget.allows(self.step, pending)
         minutes = self.config.train.checkpoint_minutes
@@ -219,9 +221,12 @@ class Trainer:
             [self.budget.spent(self.step, pending), float(over), float(self.stop_signal), float(due), float(validates)]
         )
         self.stop_signal, self._validates = int(signalled), bool(validates_any)
-        if save and not over_any and not any(self.runtime.agree([float(not self._is_healthy())])):
-            self.try_to_save()
-            return self._agree_to_go_on(may_save=False)  # saving took time, too
+        if save and not over_any:
+            self._report(self.telemetry.collect(drain=True), report)
+            if not any(self.runtime.agree([float(not self._is_healthy())])):
+                self.try_to_save()
+                self.telemetry.restart()  # the next step did not take the time of saving
+                return self._agree_to_go_on(report, may_save=False)  # but the clock did
         return None if over_any or signalled else spent
 
     def _collect(self) -> list[Reading]:
@@ -307,7 +312,7 @@ class Trainer:
         """Continues with the precision in a checkpoint, unless the config names another one."""
         if self.config.train.precision != "auto":
             return
-        # None: an older version wrote it, which trained in the precision that scoring has.
+        # None is of an older version, which trained in the precision of scoring.
         kept = kept or scoring_precision(self.runtime.device)
         if kept not in get_args(Precision):
             raise ValueError(f"a precision of {kept!r}")
@@ -323,16 +328,23 @@ class Trainer:
         """Tokens trained on so far, by all ranks."""
         return int(self.batches.state_dict()["entry"]) * self.stream.sequence_length
 
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds of training in which the loop waited for a batch, also before a resume."""
+        return self.batches.wait_seconds - self._untimed_wait
+
     def _update_weights(self, share: float) -> None:
         with nullcontext() if self.runtime.is_cuda else autocast(self.runtime.device, self.precision):
             self.optimizer.step()  # Newton-Schulz on a CPU follows autocast
         # A graph needs the gradients at the addresses that were captured.
         self.model.zero_grad(set_to_none=not self.graphed)
+        if self.step < self.config.optim.warmup_steps:
+            share = 1.0  # the rise of the learning rate is not the tail of the run
         self.averages.update(share)
 
     def _record(self, loss: Tensor, share: float) -> None:
         mean = self.runtime.sum(loss / self.runtime.world)
-        last = self.optimizer.buffers  # as they are: `record` copies them, and the optimizer's properties would, too
+        last = self.optimizer.buffers  # not the optimizer's properties: they copy, and `record` copies, too
         self.telemetry.record(
             self.step, share, mean, last.grad_norm, last.skipped, last.skipped_in_a_row, tokens=self.tokens
         )
@@ -347,7 +359,7 @@ class Trainer:
             report(reading)
 
     def _note_stall(self, reading: Reading) -> None:
-        """Says so when a step took far longer than any other, as after SIGSTOP: a budget in minutes counts that time."""
+        """Warns if a step took far longer than any other, as after SIGSTOP: a budget in minutes counts that time."""
         if self.budget.limit is None or not self.budget.is_stall(reading.seconds):
             return
         self.stalled_seconds += reading.seconds
@@ -407,6 +419,8 @@ class Trainer:
             "step": self.step,
             "seconds": self.clock.seconds(),
             "skipped": self.skipped,
+            "stalled_seconds": self.stalled_seconds,
+            "wait_seconds": self.wait_seconds,
             "threads": self.threads.now,
             "precision": self.precision,
             "compiled": self.compiled,
@@ -420,27 +434,17 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.skipped = state["step"], state["skipped"]
         self.clock.set(state["seconds"])
+        # An older checkpoint does not have these two.
+        self.stalled_seconds = state.get("stalled_seconds", 0.0)
+        self._untimed_wait = self.batches.wait_seconds - state.get("wait_seconds", 0.0)
         self.threads.restore(state.get("threads"))
         self._restore_precision(state.get("precision"))
         self._restore_compiled(state.get("compiled", False))
         self.model.load_state_dict(state["model"])
-        self._load_optimizer(state["optimizer"], state.get("config"))
+        load_optimizer(self.optimizer, state["optimizer"], self.model, self.config.optim, state.get("config"))
         self.averages.load_state_dict(state["averages"])
         self.batches.rewind(state["data"])
         restore_random_state(state["random"])
-
-    def _load_optimizer(self, state: dict[str, Any], config: dict[str, Any] | None) -> None:
-        """Momenta come from the checkpoint; learning rates and decay from this run's config, which --set may have changed."""
-        groups = parameter_groups(self.model, self.config.optim)
-        if config is not None and sizes_of(state["param_groups"]) != sizes_of(groups):
-            state = regroup(state, parameter_groups(self.model, read_config(config).optim), groups)
-        for saved, wanted in zip(state["param_groups"], groups):
-            if saved.get("algorithm") not in (None, wanted["algorithm"]):
-                asked = f"the config asks for {wanted['algorithm']}; resume as it was started, or start again in another --out"
-                raise CheckpointError(f"the checkpoint was trained by {saved['algorithm']}, and {asked}")
-        self.optimizer.load_state_dict(state)
-        for group, wanted in zip(self.optimizer.param_groups, groups):
-            group.update({name: value for name, value in wanted.items() if name not in ("params", "lr")})
 
     def resume(self, state: dict[str, Any], path: Path) -> None:
         """Continues from a checkpoint of the same run. Another model or other data is refused before anything changes."""

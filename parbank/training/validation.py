@@ -69,7 +69,7 @@ class Validator:
 
 
 def spread(text: TokenSet, tokens: int, context: int) -> np.ndarray:
-    """About so many tokens of a text: whole windows of those that score it at the end, as far from each other as
+    """About `tokens` tokens of a text: some of the windows that score it at the end, as far from each other as
     possible. A text of less than one window is taken as it is."""
     there = len(text) // context
     if not there:

@@ -110,6 +110,19 @@ def test_curves_have_every_row(page: Page, folder: Path) -> None:
     assert page.chart("GPU power")["GPU power"][0][1] == pytest.approx(rows[0]["gpu_power_w"], rel=1e-5)
 
 
+def test_rates_that_were_carried_to_another_width_are_no_multiples(tmp_path: Path) -> None:
+    page = Page(write_run_page(make_run(tmp_path / "run", "optim.tuned_width=256")))
+    assert set(page.chart("Learning rates")) == {"matrices"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "whole", "tokens"), [(5000, 198_986, "4,096"), (100, 198_986, "2,048"), (65_536, 30_000, "30,000")]
+)
+def test_the_sample_is_named_by_the_tokens_that_it_has(tmp_path: Path, asked: int, whole: int, tokens: str) -> None:
+    run = make_run(tmp_path / "run", f"train.validate_tokens={asked}", val_tokens=whole)
+    assert f"sample of {tokens} tokens, during training" in Page(write_run_page(run)).chart("Validation by clock")
+
+
 def test_costs_of_tensors_share_their_decimals(tmp_path: Path) -> None:
     tensor = {"count": 4, "packed_bytes": 2.0, "levels": 3}
     costs = {"large": 1e-3, "small": 1e-6, "tiny": 1e-9, "free": 0.0}

@@ -1,5 +1,6 @@
 """A study from the first run to the table: on one process, on two, killed, stopped, and with runs that fail."""
 
+import functools
 import json
 import math
 import os
@@ -7,17 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch._dynamo
 from filelock import FileLock, Timeout
 
+from parbank.config import override
 from parbank.errors import CheckpointError, ConfigError
 from parbank.runtime import Runtime
 from parbank.study.engine import add_to_study, forget_failures, introduce, open_study, run_study
 from parbank.study.kinds.training import Training
-from parbank.study.queue import Queue
+from parbank.study.queue import Claim, Queue
 from parbank.study.report import make_report
 from parbank.study.ship import make_study
 from parbank.study.study import BASE, Arm, Job, Study, read_study
@@ -118,6 +123,22 @@ def test_two_workers_one_killed_end_with_the_same_table(complete: Path, study: S
     assert not list((folder / "failures").iterdir())
 
 
+def test_a_worker_stays_for_a_job_that_comes_back_as_it_looks(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim of a dead worker may expire just after this one looked for a job."""
+    fake(monkeypatch)
+    claim, looks = Queue.claim, []
+
+    def miss_once(queue: Queue, jobs: list[Job]) -> Claim | None:
+        looks.append(jobs)
+        return None if len(looks) == 1 else claim(queue, jobs)
+
+    monkeypatch.setattr(Queue, "claim", miss_once)
+    open_study(tmp_path / "s", study)
+    assert work(tmp_path / "s", device="cpu") == len(study.jobs())
+
+
 def test_ctrl_c_gives_the_job_back_and_the_same_command_goes_on(
     study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +166,25 @@ def test_ctrl_c_gives_the_job_back_and_the_same_command_goes_on(
     assert ran[4] == ran[5]
     assert len(ran) == 10
     assert make_report(tmp_path / "s").is_complete
+
+
+def test_every_run_is_compiled(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch gives up after so many models in one process. Then later arms would train more slowly than the first."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiles = functools.partial(torch.compile, dynamic=False, backend=note)
+    monkeypatch.setattr("parbank.training.trainer.find_compiler", lambda: "c++")
+    monkeypatch.setattr("parbank.training.trainer.compile_model", lambda model, threads: compiles(model))
+    arms = tuple(Arm(name=f"cap-{cap}", settings=(f"model.softcap={cap}",)) for cap in (20, 25, 40))
+    base = override(study.base, "train.compile=true", "budget.steps=1")
+    study = replace(study, base=base, arms=arms, seeds=(0,))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        report = run_study(study, tmp_path / "s", device="cpu", workers=0, quiet=True)
+    assert len(report.results) == len(graphs) == 4
 
 
 def test_a_study_may_score_by_streaming(study: Study, tmp_path: Path) -> None:

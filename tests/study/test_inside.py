@@ -1,17 +1,19 @@
 """A learning rate chosen inside the clock: the strategies spend the clock that they are given, and choose what is better."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from parbank.errors import ConfigError
+from parbank.errors import ConfigError, TrainingError
 from parbank.recipes import get_recipe
 from parbank.study.engine import run_study
 from parbank.study.kinds import KINDS
 from parbank.study.kinds.inside import Bandit, read_strategy, with_budget, with_rate
 from parbank.study.ship import make_study
 from parbank.study.study import BASE, Job, read_arm
+from parbank.training.trainer import Report, Trainer
 
 
 def test_strategies_on_a_small_run(text_spec: str, tmp_path: Path) -> None:
@@ -48,6 +50,47 @@ def test_a_bandit_takes_what_lowers_the_loss() -> None:
     bandit.learn(float("nan"))  # a skipped step says nothing
 
 
+def test_a_bandit_begins_with_a_window_that_was_skipped() -> None:
+    bandit = Bandit([0.5, 1.0, 2.0], window=1)
+    bandit._current = 1
+    bandit.learn(float("nan"))
+    assert bandit._current == 1
+    bandit.learn(5.0)
+    assert bandit._current == 0, "the first that was not tried"
+
+
+@pytest.mark.parametrize("end", ["an error", "no number"])
+def test_a_candidate_that_diverges_loses(
+    text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    train = Trainer.train
+
+    def diverge(trainer: Trainer, report: Report) -> None:
+        high = trainer.config.optim.matrix_lr > 1.5 * get_recipe("nano").optim.matrix_lr
+        if high and end == "an error":
+            raise TrainingError("loss or gradient was not finite for 10 steps in a row")
+        train(trainer, lambda reading: report(replace(reading, loss=math.nan) if high else reading))
+
+    monkeypatch.setattr(Trainer, "train", diverge)
+    arm = "halving:strategy=halving,rates=[2,0.0001,1]"
+    settings = ["train.warmup_steps=0"]
+    study = make_study(
+        "inside-clock",
+        recipe="nano",
+        data=text_spec,
+        budget="16steps",
+        seeds=1,
+        settings=settings,
+        arms=[],
+        extra=[arm],
+    )
+    report = run_study(replace(study, score_tokens=1000), tmp_path / "s", device="cpu", workers=0, quiet=True)
+    assert not report.failures
+    result = report.results[Job("halving", 0)]
+    assert result["rate"] == 1.0
+    assert result["losses"][0]["2.0"] is None
+
+
 def test_shares_of_a_budget() -> None:
     base = get_recipe("sprint")
     assert with_budget(base, 0.25).budget.minutes == pytest.approx(0.5)
@@ -64,3 +107,5 @@ def test_wrong_strategies_are_refused() -> None:
             read_strategy(read_arm(f"x:{wrong}"))
     with pytest.raises(ConfigError, match="not in tokens"):
         KINDS["inside"].check(make_study("inside-clock", budget="1e6tokens"))
+    with pytest.raises(ConfigError, match="--metric must be one of"):
+        KINDS["inside"].check(make_study("inside-clock", metric="ttt"))

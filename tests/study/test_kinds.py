@@ -233,7 +233,10 @@ def test_kernels_are_timed_beside_what_they_replace(tmp_path: Path, monkeypatch:
     assert found.mean == pytest.approx(101.5)
     assert {job.arm for job in report.failures} == {"fused-mlp-forward"}
     assert "a CPU does not have: it needs an NVIDIA GPU" in report.text()
-    assert "A difference is a share of the time of what the arm would replace, below zero is faster." in report.text()
+    assert (
+        "A difference is a share of the time of the code that the arm would replace, below zero is faster."
+        in report.text()
+    )
     assert all({"gpu", "recompilations"} <= set(result) for result in report.results.values())
     assert not any(job.arm == BASE for job in report.states)
 

@@ -84,12 +84,12 @@ def find(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             raise RuntimeError("diverged")
         return {"value": 1 + rate}
 
-    def run(trials: int) -> tuple[Any, list[str]]:
+    def run(trials: int, rungs: tuple[str, ...] = ("4steps",)) -> tuple[Any, list[str]]:
         said: list[str] = []
         base = make_study("seeds", recipe="nano", data=study.base.data)
         space = [read_range("optim.matrix_lr=0.01..0.1")]
         report = search(
-            base, tmp_path / "s", space=space, trials=trials, rungs=["4steps"], seeds=1, workers=0, device="cpu",
+            base, tmp_path / "s", space=space, trials=trials, rungs=rungs, seeds=1, workers=0, device="cpu",
             say=said.append,
         )  # fmt: skip
         return report, said
@@ -104,6 +104,17 @@ def test_a_continued_search_tries_other_values(find: Any) -> None:
     report, _ = find(7)
     settings = [arm.settings for arm in report.study.arms]
     assert len(settings) == len(set(settings)) == 7
+
+
+def test_more_trials_go_on_to_the_later_rungs(find: Any) -> None:
+    rungs = ("4steps", "8steps")
+    first, _ = find(3, rungs)
+    report, _ = find(9, rungs)
+    kept, now = ({arm.name for arm in found.study.arms} for found in (first, report))
+    assert kept < now, "a better trial came, and the rung keeps those that it had"
+    assert set(report.comparisons) == now
+    (added,) = report.study.added
+    assert set(added.arms) == now - kept
 
 
 def test_trials_that_failed_are_not_among_the_best(find: Any) -> None:

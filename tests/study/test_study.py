@@ -1,6 +1,8 @@
 """A study as data: arms, budgets, files, and what is shipped."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -10,7 +12,7 @@ from parbank.config import override, to_dict
 from parbank.errors import ConfigError
 from parbank.files import write_json
 from parbank.gpu import GpuProcess
-from parbank.recipes import get_recipe
+from parbank.recipes import find_recipe, get_recipe
 from parbank.study import machine
 from parbank.study.arms import ARMS, claim_of
 from parbank.study.kinds import KINDS
@@ -28,6 +30,7 @@ from parbank.study.study import (
     settings_between,
     write_study,
 )
+from parbank.training.configure import configure_run
 
 
 def test_every_shipped_study_can_be_made_and_stored(tmp_path: Path) -> None:
@@ -76,15 +79,26 @@ def test_arms_on_the_command_line_may_have_lists() -> None:
         read_arm("deep:model.depth=3", base)
 
 
+def test_the_base_is_the_config_that_train_takes() -> None:
+    """A batch that is given is that of the whole run, and tokens have a tokenizer of their own."""
+    assert make_study("seeds", recipe="demo").base.batch.stages
+    settings = ["batch.batch_tokens=8192"]
+    base = make_study("seeds", recipe="demo", settings=settings).base
+    assert base.batch == configure_run(find_recipe("demo"), *settings).batch
+    assert not base.batch.stages
+    assert make_study("seeds", recipe="demo").base.tokenizer.case_operators
+    assert not make_study("seeds", recipe="demo", data="fineweb").base.tokenizer.case_operators
+
+
 def test_budgets() -> None:
     base = get_recipe("sprint")
-    for text, seconds in (("30s", 30), ("2min", 120), ("1.5min", 90)):
+    for text, seconds in (("30s", 30), ("2min", 120), ("1.5min", 90), (".5min", 30), ("3_0.s", 30)):
         minutes = override(base, *read_budget(text)).budget.minutes
         assert minutes is not None
         assert 60 * minutes == pytest.approx(seconds)
     assert override(base, *read_budget("2_000steps")).budget.steps == 2000
     assert override(base, *read_budget("5e6tokens")).budget.tokens == 5_000_000
-    for wrong in ("30", "s", "30 hours", "-3s"):
+    for wrong in ("30", "s", "30 hours", "-3s", "1.2.3s", "_s", "1.5steps", "1e400steps"):
         with pytest.raises(ConfigError, match="write 60s, 2min, 2000steps"):
             read_budget(wrong)
 
@@ -155,6 +169,20 @@ def test_what_the_gpu_did_is_read_with_gaps() -> None:
         "clock_mhz": 1740.0, "power_w": 690.0, "temperature_c": 60.0, "lowest_clock_mhz": 1700.0,
     }  # fmt: skip
     assert summarise("No devices were found\n") == {}
+
+
+def test_samples_of_a_long_run_fill_no_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    samples = "yes '1500, 300.0, 40' | head -n 9000; echo '600, 300.0, 40'"  # more than the 64 kB of a pipe
+    tool.write_text(f'#!/bin/sh\n{samples}\ntouch "$0.end"\nexec sleep 60\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+    with machine.ClockWatch(torch.device("cuda")) as watch:
+        until = time.monotonic() + 20
+        while not (tmp_path / "nvidia-smi.end").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+    assert (watch.found["clock_mhz"], watch.found["lowest_clock_mhz"]) == (1500, 600)
 
 
 def test_processes_that_come_during_the_first_run_are_not_taken_for_our_own(monkeypatch: pytest.MonkeyPatch) -> None:

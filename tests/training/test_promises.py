@@ -18,6 +18,7 @@ from parbank.errors import CheckpointError
 from parbank.recipes import get_recipe
 from parbank.training.checkpoint import load_checkpoint
 from parbank.training.config import RunConfig
+from parbank.training.reports import train_with_reports
 from parbank.training.run import run
 from parbank.training.telemetry import Reading
 from parbank.training.trainer import Trainer
@@ -138,6 +139,32 @@ def test_skipped_steps_are_counted_across_a_resume(dataset: Dataset, tmp_path: P
     readings_of(second, 2)
     second.close()
     assert second.skipped == 5
+
+
+def test_rows_hold_the_rate_of_the_matrices_at_the_width_of_the_model(dataset: Dataset, tmp_path: Path) -> None:
+    """AdamW's rate for matrices falls with the width: that of a model half as wide is twice as high."""
+    settings = ("optim.tuned_width=64", "optim.matrix_algorithm=adamw", "optim.matrix_lr=0.001", "optim.warmdown=0")
+    trainer = Trainer(nano("budget.steps=1", *settings), CPU, dataset, tmp_path)
+    train_with_reports(trainer, Display(enabled=False))
+    trainer.close()
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert row["lr"] == trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.002)
+
+
+def test_waits_and_stalls_are_counted_across_a_resume(dataset: Dataset, tmp_path: Path) -> None:
+    first = Trainer(nano("train.warmup_steps=1"), CPU, dataset, tmp_path)
+    first.warm_up()
+    assert first.wait_seconds == 0, "waiting in the warm-up is not part of training"
+    readings_of(first, 4)
+    first.stalled_seconds = 3.0
+    assert (waited := first.wait_seconds) > 0
+    second = resumed(first)
+    second.warm_up()
+    assert second.wait_seconds == pytest.approx(waited)
+    assert second.stalled_seconds == 3
+    readings_of(second, 2)
+    second.close()
+    assert second.wait_seconds > waited
 
 
 def test_a_slow_stream_shows_in_the_metrics_and_in_the_summary(

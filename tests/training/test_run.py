@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from parbank.artifact.code import code_bytes
 from parbank.artifact.container import read_artifact
@@ -31,6 +32,8 @@ from parbank.training.folder import load_run_config
 from parbank.training.load import load_model
 from parbank.training.pack import pack_checkpoint
 from parbank.training.run import Result, run
+from parbank.training.trainer import Trainer
+from tests.distributed import run_distributed_test
 
 PLACE = Runtime(device=torch.device("cpu"))
 ROOT = Path(__file__).parents[2]
@@ -261,6 +264,27 @@ def test_a_read_only_folder_is_refused(text_spec: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="Permission denied; choose another --out"):
         run(nano(text_spec), PLACE, tmp_path / "out", display=quiet())
+
+
+def run_until_a_signal_while_saving(config: RunConfig, out: Path) -> Result:
+    """One rank. The signal reaches rank 0 alone, after its last step."""
+    place = Runtime(device=PLACE.device, rank=dist.get_rank(), world=dist.get_world_size())
+    save = Trainer.save
+
+    def save_and_stop(trainer: Trainer) -> Path | None:
+        if place.is_main:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return save(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "save", save_and_stop)
+        return run(config, place, out, quiet=True)
+
+
+def test_a_signal_while_one_rank_saves_stops_all(text_spec: str, tmp_path: Path) -> None:
+    config = nano(text_spec, "budget.steps=2", "train.warmup_steps=0")
+    results = run_distributed_test(run_until_a_signal_while_saving, 2, args=(config, tmp_path / "out"), timeout=120.0)
+    assert results == [Result(None, signal.SIGTERM)] * 2
 
 
 def test_nothing_to_resume(tmp_path: Path, finished: tuple[Path, Result]) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from parbank.errors import CheckpointError, ConfigError, TrainingError
 from parbank.optim.schedules import SCHEDULES
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
+from parbank.training import telemetry
 from parbank.training.checkpoint import find_checkpoint, load_checkpoint
 from parbank.training.config import RunConfig
 from parbank.training.telemetry import Reading
@@ -55,7 +57,7 @@ def run(config: RunConfig, dataset: Dataset, out: Path, warm: bool = False) -> t
 
 
 def assert_same_state(a: Trainer, b: Trainer) -> None:
-    """Everything a checkpoint holds but the clock, bit for bit."""
+    """Everything a checkpoint holds but times, bit for bit."""
 
     def compare(left: object, right: object, path: str) -> None:
         if isinstance(left, dict):
@@ -76,7 +78,7 @@ def assert_same_state(a: Trainer, b: Trainer) -> None:
 
     left, right = a.state_dict(), b.state_dict()
     for state in (left, right):
-        del state["seconds"]
+        del state["seconds"], state["wait_seconds"]
         for group in state["optimizer"]["param_groups"]:
             group.pop("differentiable", None)  # PyTorch adds it, always false, to every optimizer it loads
     compare(left, right, "state")
@@ -331,6 +333,44 @@ def test_a_slow_checkpoint_counts_towards_the_clock(dataset: Dataset, tmp_path: 
     assert seconds < 60
     assert readings[-1].seconds < 30
     assert 60 < trainer.clock.seconds() < 120
+
+
+def test_the_time_of_a_checkpoint_is_no_stalled_step(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("budget.steps=none", "budget.minutes=60", "budget.most_steps=5", "train.checkpoint_minutes=1e-9")
+    trainer = Trainer(override(nano(), *settings), CPU, dataset, tmp_path)
+    now = [0.0]
+    monkeypatch.setattr(telemetry, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    trainer.telemetry.restart()
+    saved: list[int] = []
+
+    def slow_save() -> None:
+        saved.append(trainer.step)
+        now[0] += 100
+
+    forward = trainer.passes._forward
+
+    def compute(*batch: torch.Tensor) -> torch.Tensor:
+        now[0] += 0.25  # twice a step
+        return forward(*batch)
+
+    trainer.passes._forward = compute
+    trainer.save = slow_save  # type: ignore[method-assign, assignment]
+    seconds = [reading.seconds for reading in readings_of(trainer)]
+    trainer.close()
+    assert saved == [0, 1, 2, 3, 4]
+    assert seconds == [0.5] * 5
+    assert trainer.stalled_seconds == 0
+
+
+def test_the_rise_of_the_learning_rate_is_no_tail(dataset: Dataset, tmp_path: Path) -> None:
+    """Its first steps have a low rate, too. Weights that are hardly trained must not enter the mean of the tail."""
+    swa = ("average.use=swa", "average.swa_every=1", "optim.warmup_steps=8")
+    _, trainer = run(nano(*swa, "optim.warmdown=0"), dataset, tmp_path / "no tail")
+    assert trainer.averages.state_dict()["snapshots"] == 0
+    _, trainer = run(nano(*swa, "optim.warmdown=0.5"), dataset, tmp_path / "tail")
+    assert trainer.averages.state_dict()["snapshots"] == 1, "the last of 12 steps has a sixth of the rate"
 
 
 def test_a_closed_terminal_is_a_signal_unless_nohup_said_otherwise(dataset: Dataset, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from parbank.training.compiled import count_kernels, count_lookups
 
 
 class Kind(ABC):
-    """Runs jobs in one process: what all jobs share, such as data and compiled kernels, is made once."""
+    """Runs jobs in one process: data, compiled kernels and all else that jobs share are made once."""
 
     name: ClassVar[str]
     unit: ClassVar[str] = "bits/byte"
@@ -29,7 +29,7 @@ class Kind(ABC):
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
-        """Fills its dict, after the block, with what every result has beside its value: clock and power of the GPU, and how
+        """Fills its dict, after the block, with entries that every result has: clock and power of the GPU, and how
         many kernels and graphs were compiled inside, where a clock runs."""
         found: dict[str, Any] = {}
         count_kernels()

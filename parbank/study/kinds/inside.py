@@ -17,13 +17,16 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from parbank.config import from_dict, override, require
+from parbank.config import choose, from_dict, override, require
 from parbank.display import Display
+from parbank.errors import TrainingError
 from parbank.runtime import check_seed
-from parbank.study.kinds.training import Parts, Training
+from parbank.study.kinds.training import METRICS, Training
 from parbank.study.study import Arm, Job, Study, parse_assignment
 from parbank.training.checks import check_size
 from parbank.training.config import BudgetConfig, RunConfig
+from parbank.training.laps import Laps
+from parbank.training.metrics import finite
 from parbank.training.telemetry import Reading
 from parbank.training.trainer import Trainer
 
@@ -55,6 +58,7 @@ class Inside(Training):
 
     @classmethod
     def check(cls, study: Study) -> None:
+        choose(METRICS, study.metric, "--metric")
         for seed in study.seeds:
             check_seed(seed)
         for arm in study.arms:
@@ -78,7 +82,7 @@ class Inside(Training):
         while len(left) > 1:
             share = chosen.explore / rounds / len(left)
             found = {rate: self._try(config, rate, share, job) for rate in left}
-            losses.append({str(rate): loss for rate, (loss, _) in found.items()})
+            losses.append(finite({str(rate): loss for rate, (loss, _) in found.items()}))
             tried = {name: value + sum(cost[name] for _, cost in found.values()) for name, value in tried.items()}
             left = sorted(left, key=lambda rate: found[rate][0])[: math.ceil(len(left) / 2)]
         spent = chosen.explore if len(chosen.rates) > 1 else 0.0
@@ -88,14 +92,18 @@ class Inside(Training):
         return result | whole | {"rate": left[0], "losses": losses}
 
     def _try(self, config: RunConfig, rate: float, share: float, job: Job) -> tuple[float, dict[str, float]]:
-        """The loss at the end of a complete short schedule, and what it took."""
+        """The loss at the end of a complete short schedule, infinite if it diverged; and its cost."""
         readings: list[float] = []
-        trainer = self.make_trainer(with_budget(with_rate(config, rate), share), job, Parts())
+        trainer = self.make_trainer(with_budget(with_rate(config, rate), share), job, Laps())
         try:
             trainer.warm_up()
-            trainer.train(lambda reading: readings.append(reading.loss))
+            try:
+                trainer.train(lambda reading: readings.append(reading.loss))
+                loss = fmean(readings[-max(3, len(readings) // 10) :])
+            except TrainingError:  # too many steps were skipped
+                loss = math.inf
             cost = {"seconds": trainer.clock.seconds(), "steps": trainer.step, "recompilations": trainer.recompilations}
-            return fmean(readings[-max(3, len(readings) // 10) :]), cost
+            return loss if math.isfinite(loss) else math.inf, cost
         finally:
             trainer.close()
             del trainer
@@ -104,9 +112,9 @@ class Inside(Training):
 
 class Bandit:
     """Chooses a factor every `window` steps: the one with the best forgetting mean of the loss's fall, plus a bonus for
-    those that were tried seldom."""
+    factors that were tried seldom."""
 
-    FORGET = 0.9  # the weight of the past at each choice: what paid early need not pay late
+    FORGET = 0.9  # the weight of the past at each choice: a factor that paid early need not pay late
     BONUS = 1.0
 
     def __init__(self, rates: Sequence[float], window: int) -> None:
@@ -147,8 +155,10 @@ class Bandit:
             self._weights[self._current] += 1
             self._sums[self._current] += self._before - loss
         self._before = loss if math.isfinite(loss) else self._before
+        if self._before is None:
+            return  # no window had a finite loss yet: the factor stays
         untried = [n for n, weight in enumerate(self._weights) if weight == 0]
-        self._current = untried[0] if untried and self._before is not None else self._best()
+        self._current = untried[0] if untried else self._best()
 
     def _best(self) -> int:
         means = [total / weight for total, weight in zip(self._sums, self._weights)]

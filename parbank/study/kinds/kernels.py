@@ -1,4 +1,4 @@
-"""Micro-benchmarks of kernels with the statistics of a study: each arm is timed beside what it would replace.
+"""Micro-benchmarks of kernels with the statistics of a study: each arm is timed beside the code that it would replace.
 
 Times are medians of single runs on random data. The two calls take turns, so that a card that warms up slows both.
 On a GPU each call is a CUDA graph, without its host code, and the L2 cache is overwritten before every run.

@@ -104,12 +104,12 @@ class Stored(Kind):
             raise
         write_json(path, about | {"parts": parts, "whole": scored.total(tokenizer).bpb})
 
-    def keep(self, make: Callable[[], Any], what: str, source: str, *more: str) -> Any:
-        """The result of `make`, cached for later jobs with the same key. Of each thing, only those of the last source are
-        kept: a checkpoint, or a tokenizer."""
-        key = (what, source, *more)
+    def keep(self, make: Callable[[], Any], kind: str, source: str, *more: str) -> Any:
+        """The result of `make`, cached for later jobs with the same key. Of each kind, only results of the last source, a
+        checkpoint or a tokenizer, are kept."""
+        key = (kind, source, *more)
         if key not in self.kept:
-            for other in [other for other in self.kept if other[0] == what and other[1] != source]:
+            for other in [other for other in self.kept if other[0] == kind and other[1] != source]:
                 del self.kept[other]
             self.kept[key] = make()
         return self.kept[key]

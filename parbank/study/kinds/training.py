@@ -6,9 +6,6 @@ checkpoint where the study keeps them.
 
 import gc
 import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,8 +22,9 @@ from parbank.runtime import check_seed, versions
 from parbank.study.kinds.base import Kind
 from parbank.study.study import BASE, Job, Study
 from parbank.training.checks import check_size
-from parbank.training.compiled import use_compile_cache
+from parbank.training.compiled import forget_compiled_graphs, use_compile_cache
 from parbank.training.config import RunConfig
+from parbank.training.laps import Laps
 from parbank.training.load import describe_run
 from parbank.training.pack import calibrate_model, pack_run
 from parbank.training.reports import Loop, train_plainly, train_with_reports
@@ -66,35 +64,36 @@ class Training(Kind):
 
     def run(self, study: Study, job: Job, config: RunConfig, train: Loop = train_plainly) -> dict[str, Any]:
         """Trains and scores. `train` runs the loop and hands on its readings."""
-        parts = Parts()
+        parts = Laps()
         trainer = self.make_trainer(config, job, parts)
         try:
             result = self._train(trainer, train, parts, study)
         finally:
-            with parts.time("freeing"):
-                trainer.close()
-                del trainer
-                self.free()
+            trainer.close()
+            del trainer
+            self.free()
+        parts.end("freeing")
         return result | {"parts": parts.seconds, "wall_seconds": parts.total}
 
-    def make_trainer(self, config: RunConfig, job: Job, parts: "Parts") -> Trainer:
+    def make_trainer(self, config: RunConfig, job: Job, parts: Laps) -> Trainer:
         config = override(config, *SETTINGS)
-        with parts.time("data"):
-            dataset = self._open(config)
+        dataset = self._open(config)
+        parts.end("data")
         config = override(config, f"model.bos_id={dataset.tokenizer.bos_id}")
         out = self.folder / "runs" / job.key
         shutil.rmtree(out, ignore_errors=True)  # what a killed worker left of this run
-        with parts.time("model"):
-            trainer = Trainer(config, self.runtime, dataset, out)
+        trainer = Trainer(config, self.runtime, dataset, out)
         trainer.say = self.display.say
+        parts.end("model")
         return trainer
 
-    def _train(self, trainer: Trainer, train: Loop, parts: "Parts", study: Study) -> dict[str, Any]:
+    def _train(self, trainer: Trainer, train: Loop, parts: Laps, study: Study) -> dict[str, Any]:
         dataset = trainer.dataset
-        with parts.time("warm-up"):
-            trainer.warm_up()
-        with parts.time("training"), self.watching() as seen:
+        trainer.warm_up()
+        parts.end("warm-up")
+        with self.watching() as seen:
             train_with_reports(trainer, self.bar, train)
+        parts.end("training")
         val = first_tokens(dataset.val, study.score_tokens)
         seconds, tokens = trainer.clock.seconds(), trainer.tokens
         result: dict[str, Any] = {
@@ -112,18 +111,18 @@ class Training(Kind):
             "versions": versions(),
         }
         with trainer.averages.applied():
-            with parts.time("scoring"):
-                result["value"] = result["bpb_before_packing"] = self._score(trainer, val, study.metric)
-                if study.metric != "chunked":
-                    result["bpb_chunked"] = self._score(trainer, val, "chunked")
+            result["value"] = result["bpb_before_packing"] = self._score(trainer, val, study.metric)
+            if study.metric != "chunked":
+                result["bpb_chunked"] = self._score(trainer, val, "chunked")
+            parts.end("scoring")
             if study.packed:
-                with parts.time("packing"):
-                    result["bytes"] = self._pack(trainer)
-                with parts.time("scoring the packed model"):
-                    result["value"] = self._score(trainer, val, study.metric)
+                result["bytes"] = self._pack(trainer)
+                parts.end("packing")
+                result["value"] = self._score(trainer, val, study.metric)
+                parts.end("scoring the packed model")
         if study.keep:
-            with parts.time("checkpoint"):
-                trainer.save()
+            trainer.save()
+            parts.end("checkpoint")
         return result
 
     def _open(self, config: RunConfig) -> Dataset:
@@ -156,29 +155,12 @@ class Training(Kind):
         return packed.size
 
     def free(self) -> None:
-        """Gives back the memory of the last run, the pools of its CUDA graphs included."""
+        """Gives back the memory of the last run, the pools of its CUDA graphs included, and its compiled graphs."""
+        forget_compiled_graphs()
         gc.collect()
         if self.runtime.is_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.runtime.device)
-
-
-class Parts:
-    """Seconds of each part of a run."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def time(self, part: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds[part] = time.perf_counter() - began
-
-    @property
-    def total(self) -> float:
-        return time.perf_counter() - self._began
 
 
 def first_tokens(tokens: TokenSet, count: int) -> TokenSet:

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 class Logger(Protocol):
     """Stores the rows of one run. Only the first rank writes.
 
-    A class names by `package` what it imports and parbank does not install by itself.
+    `package`, if a class has it, is a package that it imports and that parbank does not install by itself.
     """
 
     def __init__(self, out: Path, *, resume_step: int) -> None:
