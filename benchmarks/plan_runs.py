@@ -4,6 +4,8 @@
     python benchmarks/plan_runs.py --grid h200 --text corpus=text:train.jsonl.xz,holdout=dev --out runs.jsonl
     python benchmarks/texts.py --slice stdlib --out .texts/stdlib
     python benchmarks/plan_runs.py --grid tables --text stdlib=.texts/stdlib --out tables.jsonl     # or --grid epochs
+    python benchmarks/texts.py --slice stdlib --train-bytes 70000 --val-bytes 200000 --out .texts/stdlib-70k
+    python benchmarks/plan_runs.py --grid small --text stdlib-70k=.texts/stdlib-70k --out small.jsonl
     python -m parbank.plan.fit runs.jsonl
 
 Every run ends with its learning rate at zero, so that its score is that of a whole schedule. Its budget is in steps: a busy
@@ -33,7 +35,7 @@ from parbank.data.dataset import Dataset, open_dataset  # noqa: E402
 from parbank.data.shards import TokenSet  # noqa: E402
 from parbank.eval.windows import score_chunked  # noqa: E402
 from parbank.plan.candidates import make_model  # noqa: E402
-from parbank.plan.choose import average_decay  # noqa: E402
+from parbank.plan.choose import average_decay, decay_factor  # noqa: E402
 from parbank.plan.texts import read_text  # noqa: E402
 from parbank.recipes import get_recipe  # noqa: E402
 from parbank.runtime import Runtime, pick_device, versions  # noqa: E402
@@ -60,6 +62,10 @@ class Trial:
     """Of the bigram table; 0: those of the recipe."""
     channels: int = 0
     """Of the bigram table; 0: those of the recipe."""
+    window: int = 0
+    """Tokens of a window; 0: those of the recipe."""
+    decays: bool = False
+    """With the decay of weights that a plan has for so many epochs; otherwise that of the recipe."""
     extra: tuple[str, ...] = ()
     """Settings that the laws do not know: such a run is kept apart, beside the run without them."""
 
@@ -121,6 +127,20 @@ def epochs_grid() -> list[Trial]:
     return [*found, *(replace(longer, tokens=1_000_000 * epochs) for epochs in (1, 2, 4, 8)), *again]
 
 
+def small_grid() -> list[Trial]:
+    """What a plan makes of 30 to 500 kB, each seen 2 to 16 times or so: how long may a small text be repeated?"""
+    found = []
+    for size, layers, batch, window, tokens in (
+        ("30k", 2, 512, 32, 20_000), ("70k", 2, 512, 64, 45_000), ("200k", 3, 512, 128, 125_000), ("500k", 3, 1024, 256, 300_000)
+    ):  # fmt: skip
+        for text in ("stdlib", "corpus"):
+            once = Trial(f"{text}-{size}", 320, layers, 64, batch, tokens, rows=256, window=window, decays=True)
+            found += [
+                replace(once, tokens=epochs * tokens) for epochs in (2, 4, 8, 16) if size != "500k" or epochs != 2
+            ]
+    return [*found, *(replace(trial, seed=1) for trial in found)]
+
+
 ROWS = (1536, 12_288, 24_576, 49_152, 98_304, 196_608)
 
 
@@ -153,12 +173,13 @@ GRIDS = {
     "cpu": (cpu_grid, "demo"),
     "h200": (h200_grid, "sprint"),
     "epochs": (epochs_grid, "demo"),
+    "small": (small_grid, "demo"),
     "tables": (tables_grid, "demo"),
     "texts": (texts_grid, "demo"),
 }
 
 
-def configure(trial: Trial, recipe: str, spec: str) -> RunConfig:
+def configure(trial: Trial, recipe: str, spec: str, epochs: float) -> RunConfig:
     """The model is what a plan would make of the shape."""
     config = get_recipe(recipe)
     table = {"model.bigram_buckets": trial.rows, "model.bigram_width": trial.channels}
@@ -178,6 +199,11 @@ def configure(trial: Trial, recipe: str, spec: str) -> RunConfig:
         "train.validate_every": "off",
         "train.warmup_steps": 0,
     }
+    if trial.window:
+        changes |= {"batch.sequence_length": trial.window, "batch.stages": []}
+    if trial.decays:
+        decay = round(decay_factor(epochs, steps) * config.optim.matrix_weight_decay, 3)
+        changes |= {"optim.matrix_weight_decay": decay, "optim.adam_weight_decay": decay}
     settings = (f"{name}={json.dumps(value)}" for name, value in changes.items())
     return override(replace(config, model=model), *settings, *trial.extra)
 
@@ -248,7 +274,8 @@ def main() -> None:
             dataset = open_dataset(specs[trial.text], vocab_size=trial.vocab)
             opened[at] = dataset, read_text(specs[trial.text]).hardness
         dataset, hardness = opened[at]
-        config = configure(trial, recipe, specs[trial.text])
+        epochs = trial.tokens / (trial.train_share * len(dataset.train))
+        config = configure(trial, recipe, specs[trial.text], epochs)
         found = run(trial, config, dataset, arguments.score_share)
         about = {
             "key": trial.key,

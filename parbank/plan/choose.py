@@ -92,6 +92,7 @@ class Plan:
 
 def make_plan(request: Request, machine: Machine, laws: Laws) -> Plan:
     """Chooses, and says what twice the budget would bring."""
+    laws = laws if machine.cuda else laws.for_text_on_a_cpu(request.text.bytes)
     grid = make_grid(request, machine, laws)
     best, others, count = _search(request, machine, laws, grid)
     budgets: tuple[dict[str, Any], ...] = (

@@ -18,6 +18,9 @@ the epochs, and then rises. Lovelace et al. (2026) add a cost that grows with th
 is a factor of the cost of little data, 1 + O x: models of one and of two million parameters, and of 25 million, turn at about
 the same x then, and fit better than with a sum.
 
+R and O are fitted to runs with little weight decay. A plan has more of it where a text is repeated. Small texts on a CPU have an R
+and an O of their own, fitted to runs with the decay of a plan: fully up to SMALL_TEXT bytes, and in part up to LARGE_TEXT.
+
 While no text is repeated, a score never rises with more tokens, parameters, rows or bits per weight. A plan ends its clock where
 the score would rise, so a larger budget is never worse.
 """
@@ -67,6 +70,9 @@ NEAR = 0.2
 TABLE_WEIGHT = 0.25
 """Of a bigram table in the distance from a run: a table that gains nothing costs some bits per weight, and no more."""
 MOST_EPOCHS = 1000.0
+SMALL_TEXT, LARGE_TEXT = 100_000, 500_000
+"""Bytes of text up to which R and O on a CPU are those of small texts, and from which on they are those of all runs. Between, their
+logarithms change with that of the bytes: larger texts were measured too little to change their plans."""
 SHORT_WINDOWS, LONG_WINDOWS = 400, 1100
 """Steps of a run in which windows of 512 tokens gain nothing over 256 (in 400 they lost 0.02 by one seed,
 benchmarks/results/study_windows_cpu), and steps of the three runs in which they gained, with a larger batch."""
@@ -179,6 +185,18 @@ class TokenSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SmallTexts:
+    """What repeats of a small text are worth and cost on a CPU, with the weight decay of a plan."""
+
+    R: float
+    O: float  # noqa: E741 (the name in the law)
+    spread: float
+    """How far the score of a small text may be from what zlib says of it, as a share."""
+    bytes_per_token: float
+    """Over those of `TokenSizes`: a tokenizer of few tokens, trained on little text, has shorter ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Laws:
     """A fit: parameters, how certain they are, and the range of the runs behind them."""
 
@@ -206,6 +224,21 @@ class Laws:
     ranges: Mapping[str, tuple[float, float]]
     """Least and largest value of each field among the runs."""
     runs: int
+    small_texts: SmallTexts
+
+    def for_text_on_a_cpu(self, text_bytes: float) -> "Laws":
+        """With the R, the O, the spread and the tokens of a text of so many bytes: those of `small_texts`, or in part."""
+        share = math.log(LARGE_TEXT / text_bytes) / math.log(LARGE_TEXT / SMALL_TEXT)
+        share, small, logs = min(1.0, max(0.0, share)), self.small_texts, self.log_parameters.copy()
+        for name, value in (("R", small.R), ("O", small.O)):
+            at = NAMES.index(name)
+            logs[at] += share * (math.log(value) - logs[at])
+        return replace(
+            self,
+            log_parameters=logs,
+            text_spread=self.text_spread + share * (small.spread - self.text_spread),
+            token_sizes=replace(self.token_sizes, a=self.token_sizes.a + share * math.log(small.bytes_per_token)),
+        )
 
     def score(self, cases: Cases, text: str = "") -> Array:
         return predict_score(self.log_parameters, cases) * self.texts.get(text, 1.0)
@@ -287,4 +320,5 @@ def _read_laws(values: dict[str, Any]) -> Laws:
         tried=np.array(values["tried"]),
         ranges={name: (low, high) for name, (low, high) in values["ranges"].items()},
         runs=values["runs"],
+        small_texts=SmallTexts(**values["small_texts"]),
     )
