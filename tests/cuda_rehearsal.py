@@ -21,6 +21,7 @@ test asks for them; other threads see tensors on the CPU.
 """
 
 import gc
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -226,6 +227,8 @@ class StandIn:
         self._modes: list[Any] = []
 
     def __enter__(self) -> "StandIn":
+        # Dynamo keeps the functions of torch that it knows from its import on. Importing it later would keep the replaced ones.
+        importlib.import_module("torch._dynamo.variables.torch")
         Graph.gpu = self
         set_ = self._patch.setattr
         set_(torch.Tensor, "device", property(lambda t: GPU if is_on_gpu(t) else _true_device(t)), raising=False)
