@@ -15,8 +15,7 @@ from torch import Tensor
 from parbank.artifact.container import read_artifact
 from parbank.artifact.contents import StoredTensor, read_contents
 from parbank.quant.calibration import Calibration
-from parbank.quant.coders.base import entropy_bits
-from parbank.quant.integers import Quantised, dequantise
+from parbank.quant.integers import Quantised, dequantise_with_entropy
 
 _ROWS = 4096  # of an error, multiplied by the Hessian at a time: a bound on memory
 
@@ -30,7 +29,7 @@ def read_back(
     for stored in read_contents(artifact):
         name, content = stored.spec.name, stored.content
         if isinstance(content, Quantised):
-            values, entropy = dequantise(content), entropy_bits(content.values)
+            values, entropy = dequantise_with_entropy(content)
         else:
             values, entropy = content.astype(np.float32), 0.0
         tensors[name] = torch.from_numpy(values.reshape(stored.spec.shape))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from parbank.errors import ArtifactError
 from parbank.quant.coders.ans import coded_bits
-from parbank.quant.coders.base import Integers
+from parbank.quant.coders.base import Integers, entropy_bits
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]
@@ -72,6 +72,11 @@ def quantise_rows(
         better = tried_error < error
         values[better], scales[better], error[better] = tried[better], tried_scales[better], tried_error[better]
     return Quantised(values=values.reshape(shape), scales=scales.reshape(shape[0], groups), q=q)
+
+
+def dequantise_with_entropy(quantised: Quantised) -> tuple[Floats, float]:
+    """The same weights as `dequantise`, and the bits of their integers under their own histogram."""
+    return dequantise(quantised), entropy_bits(quantised.values)
 
 
 def dequantise(quantised: Quantised, out: Floats | None = None) -> Floats:

@@ -63,9 +63,8 @@ def test_a_folder_without_training_has_all_that_a_page_shows(
     page = Page(write_run_page(made.folder))
     assert "Not recorded" not in page.text
     assert len(page.chart("Loss by clock")["training loss"]) == 40
-    assert (
-        len(page.chart("Validation by clock")["sample of 65,536 tokens, during training"]) == 24
-    )  # every 5 of 120 seconds
+    (sample,) = [name for name in page.chart("Validation by clock") if name.startswith("sample of ")]
+    assert len(page.chart("Validation by clock")[sample]) == 24  # every 5 of 120 seconds
     for chart in ("GPU clock", "GPU power", "Score by position of the token"):
         assert page.chart(chart)
     assert "random weights and random rows" in page.text, "the page says that nothing was trained"

@@ -36,7 +36,7 @@ def test_costs_and_ends_as_stated() -> None:
     text = " ".join(DESIGN.read_text().split())
     assert "plain 10 p + 5; symmetric kernels 7.5 p + 2.5; the Gram iteration with symmetric kernels 3 p + 7" in text
     assert "from 1.5e-3 of the norm up end between 0.68 and 1.21" in text
-    assert "ends between 0.86 and 1.14 from 1e-3 up" in text
+    assert "end between 0.86 and 1.14, from 1e-3 up" in text
     for p in (1, 2, 4):
         assert count_products(64, 64 * p, 5, "plain", True) == 10 * p + 5
         assert count_products(64, 64 * p, 5, "symmetric", True) == 7.5 * p + 2.5

@@ -67,8 +67,9 @@ def test_decay_arrives(dataset: Dataset, tmp_path: Path) -> None:
 
 
 def test_the_tail_that_is_averaged_begins_by_the_learning_rate(trainer: Trainer) -> None:
+    """The rise at the beginning is no tail, however low the rate is there."""
     readings_of(trainer)
-    assert trainer.averages.state_dict()["snapshots"] == sum(share <= 0.7 for share in SHARES)
+    assert trainer.averages.state_dict()["snapshots"] == sum(share <= 0.7 for share in SHARES[3:])
 
 
 def test_the_optimizer_knows_which_matrices_lie_transposed(trainer: Trainer) -> None:
