@@ -60,7 +60,8 @@ OPTIONS, OPTIONS_SPREAD = ("auto", "windows-512"), 0.05
 # Runs of so many steps say which sizes of models were tried in earnest.
 LONG_STEPS = 800
 # How far a text's score is from what zlib says of it, as a logarithm: the prior of the factors of fitted texts, and the deviation
-# for a new text. The fitted factors lie within 0.1 of 1; over nine texts and two models it was 0.18 and 0.19 (docs/log/training.md).
+# for a new text. The fitted factors lie within 0.1 of 1. Over nine texts, two models deviated by 0.18 and 0.19
+# (docs/log/training.md).
 TEXT_SPREAD, NEW_TEXT_SPREAD = 0.08, 0.18
 # Runs of so many steps are left out of the fit, one at a time, to see how well it predicts them.
 PREDICTED_STEPS = 200
