@@ -329,6 +329,10 @@ def main() -> None:
             total += STEPS[name].seconds
             print(f"{name:20} group {STEPS[name].group}  {STEPS[name].seconds:5.0f} s  {total:6.0f} s in all")
         return
+    if missing := provenance.missing_packages():
+        parser.error(
+            f"{', '.join(missing)} cannot be imported: install parbank's dependencies, or add them to PYTHONPATH"
+        )
     ends = time.monotonic() + arguments.seconds
     queue = Queue(arguments.data, arguments.work.resolve(), arguments.out.resolve(), ends, STEPS)
     print(queue.describe_code(), flush=True)

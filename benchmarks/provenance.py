@@ -15,6 +15,7 @@ import argparse
 import datetime
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,14 @@ def describe() -> dict[str, Any]:
         "machine": machine(),
         "load": load_at_start(),
     }
+
+
+def missing_packages() -> list[str]:
+    """parbank's own dependencies that cannot be imported: a tree that was copied to another machine may run without them until,
+    minutes later, a run packs its model."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    names = [re.match(r"[\w-]+", line)[0] for line in listed]  # type: ignore[index]
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def hardware() -> str:

@@ -27,6 +27,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+sys.path[:0] = [str(HERE)]
+
+import provenance  # noqa: E402
+
 WORK = ROOT / "runs"  # git ignores it
 
 
@@ -242,6 +246,10 @@ def main() -> None:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
     if readers := [name for name in names if "{data}" in BENCHMARKS[name].command and not arguments.data]:
         parser.error(f"--data SPEC is needed for {', '.join(readers)}")
+    if missing := provenance.missing_packages():
+        parser.error(
+            f"{', '.join(missing)} cannot be imported: install parbank's dependencies, or add them to PYTHONPATH"
+        )
     began = time.monotonic()
     ends: dict[str, str] = {}
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """A result says which code made it, also where git is missing, and never calls changed code clean."""
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -117,3 +118,12 @@ def test_commands_keep_no_folders(provenance: ModuleType, monkeypatch: pytest.Mo
     words = [f"{root}/benchmarks/step.py", "--out", "/somewhere/deep/out", "--data", "text:train=/a/b.xz,val=c/d.xz"]
     monkeypatch.setattr(sys, "argv", words)
     assert provenance.command_line() == "python benchmarks/step.py --out .../out --data text:train=.../b.xz,val=c/d.xz"
+
+
+def test_packages_that_a_run_needs_at_its_end_are_looked_for_at_the_start(
+    provenance: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert provenance.missing_packages() == []
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "constriction" else find(name))
+    assert provenance.missing_packages() == ["constriction"]
