@@ -27,6 +27,7 @@ from parbank.study.report import make_report
 from parbank.study.ship import make_study
 from parbank.study.study import BASE, Arm, Job, Study, read_study
 from parbank.study.worker import DeviceLost, work
+from parbank.training.compiled import forget_compiled_graphs
 from tests.faults.frozen import freeze
 from tests.study.conftest import values_of
 
@@ -182,6 +183,7 @@ def test_every_run_is_compiled(study: Study, tmp_path: Path, monkeypatch: pytest
     arms = tuple(Arm(name=f"cap-{cap}", settings=(f"model.softcap={cap}",)) for cap in (20, 25, 40))
     base = override(study.base, "train.compile=true", "budget.steps=1")
     study = replace(study, base=base, arms=arms, seeds=(0,))
+    forget_compiled_graphs()  # those of other tests
     with torch._dynamo.config.patch(recompile_limit=2):
         report = run_study(study, tmp_path / "s", device="cpu", workers=0, quiet=True)
     assert len(report.results) == len(graphs) == 4

@@ -14,6 +14,7 @@ from parbank.cores import LoadMeter
 from parbank.data.dataset import Dataset
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
+from parbank.training.compiled import forget_compiled_graphs
 from parbank.training.config import RunConfig
 from parbank.training.inductor import find_compiler, wants_inductor
 from parbank.training.run import run
@@ -86,6 +87,7 @@ def test_every_run_of_a_process_is_compiled(text_spec: str, tmp_path: Path, monk
     monkeypatch.setattr("parbank.training.trainer.find_compiler", lambda: "c++")
     monkeypatch.setattr("parbank.training.trainer.compile_model", lambda model, threads: compiles(model))
     settings = ("train.compile=true", "budget.steps=1", "quant.method=rows", f"data={json.dumps(text_spec)}")
+    forget_compiled_graphs()  # those of other tests
     with torch._dynamo.config.patch(recompile_limit=1):
         for cap in (20, 25):
             run(nano(*settings, f"model.softcap={cap}"), CPU, tmp_path / str(cap), quiet=True)
