@@ -383,7 +383,7 @@ def describe(
     small, small_errors = fit_small_texts(small_rows, log_parameters, TokenSizes(**values["token_sizes"]))
     lines += [
         "",
-        f"For small texts on a CPU R is {small.R:.3g} and O {small.O:.3g}, fitted to these runs alone. Each text has a factor. "
+        f"For small texts on a CPU R is {small.R:.3g} and O {small.O:.3g}, fitted to these runs alone. Each text has a factor.",
         f"A token has {small.bytes_per_token:.2f} times the bytes.",
         "",
         "| run that repeats a small text | measured | log(measured / predicted) |",
