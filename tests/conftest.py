@@ -1,5 +1,6 @@
 """Read by pytest before it collects any room."""
 
+import functools
 import importlib
 import os
 import signal
@@ -79,3 +80,19 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     """Imports a script of benchmarks/ by its name, as the scripts import each other."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
     return importlib.import_module
+
+
+@pytest.fixture
+def compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """The graphs that trainers compile, by a compiler that runs them as they are. Graphs of other tests are forgotten."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiles = functools.partial(torch.compile, dynamic=False, backend=note)
+    monkeypatch.setattr("parbank.training.trainer.find_compiler", lambda: "c++")
+    monkeypatch.setattr("parbank.training.trainer.compile_model", lambda model, threads: compiles(model))
+    torch._dynamo.reset()
+    return graphs

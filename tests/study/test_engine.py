@@ -1,6 +1,5 @@
 """A study from the first run to the table: on one process, on two, killed, stopped, and with runs that fail."""
 
-import functools
 import json
 import math
 import os
@@ -8,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +25,6 @@ from parbank.study.report import make_report
 from parbank.study.ship import make_study
 from parbank.study.study import BASE, Arm, Job, Study, read_study
 from parbank.study.worker import DeviceLost, work
-from parbank.training.compiled import forget_compiled_graphs
 from tests.faults.frozen import freeze
 from tests.study.conftest import values_of
 
@@ -169,24 +166,14 @@ def test_ctrl_c_gives_the_job_back_and_the_same_command_goes_on(
     assert make_report(tmp_path / "s").is_complete
 
 
-def test_every_run_is_compiled(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_run_is_compiled(study: Study, tmp_path: Path, compiled_graphs: list[torch.fx.GraphModule]) -> None:
     """PyTorch gives up after so many models in one process. Then later arms would train more slowly than the first."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
-        graphs.append(graph)
-        return graph.forward
-
-    compiles = functools.partial(torch.compile, dynamic=False, backend=note)
-    monkeypatch.setattr("parbank.training.trainer.find_compiler", lambda: "c++")
-    monkeypatch.setattr("parbank.training.trainer.compile_model", lambda model, threads: compiles(model))
     arms = tuple(Arm(name=f"cap-{cap}", settings=(f"model.softcap={cap}",)) for cap in (20, 25, 40))
     base = override(study.base, "train.compile=true", "budget.steps=1")
     study = replace(study, base=base, arms=arms, seeds=(0,))
-    forget_compiled_graphs()  # those of other tests
     with torch._dynamo.config.patch(recompile_limit=2):
         report = run_study(study, tmp_path / "s", device="cpu", workers=0, quiet=True)
-    assert len(report.results) == len(graphs) == 4
+    assert len(report.results) == len(compiled_graphs) == 4
 
 
 def test_a_study_may_score_by_streaming(study: Study, tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Compiled passes on a CPU: where they pay, that a checkpoint keeps them, and that no compiler ends a run."""
 
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from parbank.cores import LoadMeter
 from parbank.data.dataset import Dataset
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
-from parbank.training.compiled import forget_compiled_graphs
 from parbank.training.config import RunConfig
 from parbank.training.inductor import find_compiler, wants_inductor
 from parbank.training.run import run
@@ -75,23 +72,15 @@ def test_a_resumed_run_goes_on_compiled(dataset: Dataset, tmp_path: Path, monkey
         one.close()
 
 
-def test_every_run_of_a_process_is_compiled(text_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_run_of_a_process_is_compiled(
+    text_spec: str, tmp_path: Path, compiled_graphs: list[torch.fx.GraphModule]
+) -> None:
     """PyTorch gives up after so many models in one process, and runs the next one as it is."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
-        graphs.append(graph)
-        return graph.forward
-
-    compiles = functools.partial(torch.compile, dynamic=False, backend=note)
-    monkeypatch.setattr("parbank.training.trainer.find_compiler", lambda: "c++")
-    monkeypatch.setattr("parbank.training.trainer.compile_model", lambda model, threads: compiles(model))
     settings = ("train.compile=true", "budget.steps=1", "quant.method=rows", f"data={json.dumps(text_spec)}")
-    forget_compiled_graphs()  # those of other tests
     with torch._dynamo.config.patch(recompile_limit=1):
         for cap in (20, 25):
             run(nano(*settings, f"model.softcap={cap}"), CPU, tmp_path / str(cap), quiet=True)
-    assert len(graphs) == 2
+    assert len(compiled_graphs) == 2
 
 
 def test_without_a_compiler_training_runs_as_plain_pytorch(
