@@ -5,6 +5,11 @@
     python benchmarks/screen.py show benchmarks/studies/screen50-factors.toml runs/screen50    # or the study's result.json
     python benchmarks/screen.py best benchmarks/studies/screen50-factors.toml runs/screen50    # settings, for `--set`
 
+A change that fails would cost half of the runs. So each can be tried alone first, in a few steps:
+
+    python benchmarks/screen.py singles FACTORS.toml singles.toml     # then `parbank study run singles.toml --budget 20steps`
+    python benchmarks/screen.py write FACTORS.toml STUDY.toml --tried runs/study-singles    # without those that failed
+
 The design is that of Plackett and Burman (1946): 12 runs, up to 11 factors of two levels, any two of which occur together
 equally often. An effect is the mean of the six runs with the change minus the mean of the other six. With a deviation s of one
 run, its deviation is 0.58 s; one change at a time, in as many runs, has 1.41 s. The price: an effect is an average over the
@@ -50,6 +55,21 @@ class Screen:
         low = {name: factor.get("low", []) for name, factor in factors.items()}
         return cls(values, low, {name: factor["high"] for name, factor in factors.items()}, joint)
 
+    def only(self, names: set[str]) -> "Screen":
+        """The screen of these changes; of the others, the low setting becomes one of the base."""
+        head = self.head | {
+            "settings": [
+                *self.head.get("settings", []),
+                *(s for name, low in self.low.items() if name not in names for s in low),
+            ]
+        }
+        return Screen(
+            head,
+            {name: low for name, low in self.low.items() if name in names},
+            {name: high for name, high in self.high.items() if name in names},
+            [rule for rule in self.joint if set(rule["factors"]) <= names],
+        )
+
     def settings(self, levels: dict[str, bool]) -> list[str]:
         """Later settings replace earlier ones of the same name, so that a study's arm names each once."""
         found = [setting for name, high in levels.items() for setting in (self.high if high else self.low)[name]]
@@ -76,6 +96,19 @@ def study_of(screen: Screen, source: str) -> str:
     for number, levels in enumerate(rest, 1):
         names = " ".join(name for name, high in levels.items() if high)
         lines += ["", f"[arm.run-{number:02}]", f"settings = {_toml(screen.settings(levels))}", f'claim = "{names}"']
+    return "\n".join(lines) + "\n"
+
+
+def singles_of(screen: Screen, source: str) -> str:
+    """A study with each change alone, to see which of them run."""
+    head = dict(screen.head)
+    low = dict.fromkeys(screen.high, False)
+    base = head.pop("settings", []) + screen.settings(low)
+    lines = [f"# Written by `python benchmarks/screen.py singles {source}`. Each arm has one of the changes."]
+    lines += [f"{name} = {_toml(value)}" for name, value in head.items()]
+    lines.append(f"settings = {_toml(base)}")
+    for name in screen.high:
+        lines += ["", f"[arm.{name}]", f"settings = {_toml(screen.settings(low | {name: True}))}"]
     return "\n".join(lines) + "\n"
 
 
@@ -127,18 +160,22 @@ def show(screen: Screen, source: Path, noise: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("write", "show", "best"))
+    parser.add_argument("what", choices=("write", "singles", "show", "best"))
     parser.add_argument("factors", type=Path)
     parser.add_argument("study", type=Path, nargs="?", help="the study's folder or result, or the file to write")
     parser.add_argument("--noise", type=float, default=NOISE, help="deviation of one run")
     parser.add_argument("--least", type=float, default=0.0, help="best: changes that gain less are left out")
+    parser.add_argument("--tried", type=Path, help="only changes with a run in this folder of a study of `singles`")
     arguments = parser.parse_args()
     screen = Screen.read(arguments.factors)
-    if arguments.what == "write":
+    if arguments.tried is not None:
+        screen = screen.only(set(read_runs(arguments.tried)))
+    if arguments.what in ("write", "singles"):
         path = arguments.study or arguments.factors.with_name(arguments.factors.name.replace("-factors", ""))
         if path == arguments.factors:
             parser.error("name the file to write: the factors' file would be overwritten")
-        path.write_text(study_of(screen, arguments.factors.as_posix()), encoding="utf-8")
+        text = study_of if arguments.what == "write" else singles_of
+        path.write_text(text(screen, arguments.factors.as_posix()), encoding="utf-8")
         print(f"written: {path}")
     elif arguments.study is None:
         parser.error("name the folder of the study, or its result.json")

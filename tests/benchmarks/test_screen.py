@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -99,3 +101,28 @@ def test_the_command_shows_effects_and_writes_no_factors_file(
         screen.main()
     assert "name the file to write" in capsys.readouterr().err
     assert own.read_text() == FACTORS.read_text()
+
+
+def test_singles_and_what_failed_alone(tmp_path: Path) -> None:
+    """Each change alone is an arm; what has no run among them is left out of the screen, at its low setting."""
+    factors = tmp_path / "a-factors.toml"
+    factors.write_text(
+        'recipe = "nano"\nbudget = "20steps"\nseeds = 1\nsettings = ["model.layers=2"]\n'
+        '[factor.a]\nlow = ["optim.clip=0.3"]\nhigh = ["optim.clip=1.0"]\n'
+        '[factor.b]\nlow = ["optim.warmdown=0.5"]\nhigh = ["optim.warmdown=0.7"]\n'
+        '[[joint]]\nfactors = ["a", "b"]\nsettings = ["optim.clip=0.5"]\n'
+    )
+    command = [sys.executable, str(ROOT / "benchmarks/screen.py")]
+    subprocess.run([*command, "singles", factors, tmp_path / "singles.toml"], check=True)
+    singles = tomllib.loads((tmp_path / "singles.toml").read_text())
+    assert singles["arm"]["b"]["settings"] == ["optim.clip=0.3", "optim.warmdown=0.7"]
+    tried = tmp_path / "tried" / "results"
+    tried.mkdir(parents=True)
+    for arm in ("base", "b"):
+        (tried / f"{arm}.json").write_text(json.dumps({"arm": arm, "value": 1.0}))
+    subprocess.run([*command, "write", factors, tmp_path / "a.toml", "--tried", tried.parent], check=True)
+    written = tomllib.loads((tmp_path / "a.toml").read_text())
+    assert written["settings"] == ["model.layers=2", "optim.clip=0.3", "optim.warmdown=0.5"]
+    found = [arm["settings"] for arm in written["arm"].values()]
+    assert found.count(["optim.warmdown=0.7"]) == 6
+    assert found.count(["optim.warmdown=0.5"]) == 5
