@@ -29,8 +29,9 @@ considered for it. `benchmarks/levers.py` writes this page from `benchmarks/leve
 
 A difference is arm minus base in bits per byte; below zero is better. Each study has its own base, so differences of
 two studies do not compare. **With one seed, a difference under 0.003 says little.** In a screen of 12 runs, where half
-of the runs have a change, a difference under 0.0012 says little. Every number is computed from a committed result.
-*log* links an experiment without a result. An empty cell under "measured" means that nothing was tried.
+of the runs have a change, a difference under 0.003 says little: each holds some of what pairs of changes do together.
+Every number is computed from a committed result. *log* links an experiment without a result. An empty cell under
+"measured" means that nothing was tried.
 
 | lever | arm | in `auto` | measured | verdict |
 | --- | --- | --- | --- | --- |
