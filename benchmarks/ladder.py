@@ -8,7 +8,8 @@
 A rung is a clock in seconds and a cap in megabytes, with the code counted. Each config of a rung is one `parbank train` in a
 process of its own. Scores are chunked, of the packed file, on dev documents (choices are made here) unless --holdout val is given.
 Configs but `sprint` are plans with their shape, vocabulary, batch and table fixed, so all other options are equal. The
-prediction of each plan is that of `parbank plan` before its run.
+prediction of each plan is that of `parbank plan` before its run, by the laws alone: as for a text that no plan was trained on,
+whichever rungs came before. What earlier runs on the text made of it is `with_history`, beside it.
 
 --seconds is a limit: a run that would not fit is left for the next call, and a run that --runs holds is not repeated. All 63 runs
 take about 90 minutes on an H200; one rung has a clock of 300 s. Bound: the best config chosen by hand. Each call writes
@@ -126,7 +127,7 @@ def make_jobs(rungs: list[Rung], only: list[str], seeds: list[int]) -> list[Job]
 
 
 def predict(job: Job, data: str) -> dict[str, Any]:
-    """What `parbank plan` expects."""
+    """What `parbank plan` expects by the laws alone, and with the runs on this text that this machine remembers."""
     settings = [word for word in job.options if word not in ("--recipe", "auto")]
     command = [*PARBANK, "plan", *job.words(data), *settings, "--json"]
     said = subprocess.run(command, check=True, cwd=HERE.parent, stdout=subprocess.PIPE, text=True).stdout
@@ -142,7 +143,12 @@ def predict(job: Job, data: str) -> dict[str, Any]:
         "vocab_size",
         "batch_tokens",
     )
-    return {name: found["expected"][name] for name in names} | {"notes": found["notes"]}
+    predicted = {name: found["expected"][name] for name in names} | {"notes": found["notes"]}
+    if (known := found["known"]) is not None:
+        predicted["with_history"] = known | {name: predicted[name] for name in ("score", "deviation", "packing")}
+        predicted |= {"score": known["score"], "deviation": known["deviation"]}
+        predicted["packing"] /= known["factor"]
+    return predicted
 
 
 def climb(job: Job, data: str, folder: Path) -> dict[str, Any]:

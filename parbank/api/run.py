@@ -19,7 +19,8 @@ from parbank.config import parse_json
 from parbank.data.sources import read_data
 from parbank.display import Display
 from parbank.errors import CheckpointError, ConfigError, reason
-from parbank.plan.choose import NAME
+from parbank.plan.choose import NAME, Plan
+from parbank.plan.history import remember
 from parbank.plan.plan import introduce, plan_run
 from parbank.recipes import demo, find_recipe
 from parbank.report.write import leave_run_page, write_run_page
@@ -84,6 +85,7 @@ def train(
         (4, True)
     """
     given = None if out is None else read_path(out)
+    plans: list[Plan] = []  # of the first rank
 
     def read_options() -> RunConfig | None:
         text = _read_spec(data)
@@ -96,7 +98,8 @@ def train(
         )
         resume_from = _resumed(given, recipe) if resume else None
         if resume_from is None and _is_planned(recipe, changes):
-            return _plan(changes, place, threads, quiet) if place.is_main else None
+            plans.extend([_plan(changes, place, threads, quiet)] if place.is_main else [])
+            return plans[0].best.config if plans else None
         return configure(recipe, changes, resume_from)
 
     with runtime.start(device) as place:
@@ -116,6 +119,8 @@ def train(
         if place.is_main:
             leave_run_page(folder)
         _exit_as_stopped(result)
+    for plan in plans:
+        remember(plan, result.summary)
     return Run(folder=folder, summary=result.summary, device=str(place.device))
 
 
@@ -184,11 +189,11 @@ def _is_planned(recipe: str | None, changes: Sequence[str]) -> bool:
     return budget.minutes is not None
 
 
-def _plan(changes: Sequence[str], place: Runtime, threads: int | None, quiet: bool) -> RunConfig:
+def _plan(changes: Sequence[str], place: Runtime, threads: int | None, quiet: bool) -> Plan:
     display = Display(enabled=place.is_main and not quiet)
     plan = plan_run(changes, place, threads=threads, say=display.say)
     display.say(introduce(plan))
-    return plan.best.config
+    return plan
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -51,7 +51,8 @@ def plan(
       parbank plan --data text:my_folder --json
 
     Nothing is trained. `parbank train` without --recipe trains the plan. The expected score comes from laws fitted to measured
-    runs, and from a probe of this machine that takes some seconds, once. Notes name sizes outside those runs.
+    runs, and from a probe of this machine that takes some seconds, once. For a text that a plan was trained on before, it comes
+    from that run, too. Notes name sizes outside those runs.
     """
     ahead.begin(device)
     from parbank import runtime

@@ -5,6 +5,7 @@ never makes a plan worse. Settings that were given are fixed, and the rest of th
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -115,12 +116,11 @@ def make_grid(request: Request, machine: Machine, laws: Laws) -> Grid:
             "batch.batch_tokens that is a multiple of batch.sequence_length and of the ranks, or leave both to the plan"
         )
     sizes = np.array([float(model.vocab_size) for model in models])
-    spelt = laws.token_sizes.predict(sizes, text.hardness) if text.bytes_per_token is None else text.bytes_per_token
+    spelt = count_token_bytes(text, laws, sizes)
     matrices = np.array([float(count_parameters(model).matrices) for model in models])
     batch_tokens = np.array([float(batch) for batch, _ in batches])
     bigrams = np.array([float(model.bigram_buckets) for model in models])
-    distances = laws.distances(matrices[:, None], sizes[:, None], batch_tokens)
-    tables = laws.table_distances(bigrams[:, None])
+    untried, correction = compare_with_runs(laws, matrices[:, None], sizes[:, None], batch_tokens, bigrams[:, None])
     costs, lengths = Costs.of(models), np.array([float(length) for _, length in batches])
     spelt = np.broadcast_to(spelt, sizes.shape)
     cases = Cases.of(
@@ -141,13 +141,33 @@ def make_grid(request: Request, machine: Machine, laws: Laws) -> Grid:
         cases=cases,
         turn=turn,
         most_tokens=np.maximum(turn, _least_end(costs, spelt, text)[:, None]) if machine.cuda else turn,
-        untried=UNTRIED * np.hypot(distances, tables).min(axis=0),
-        correction=laws.correct(distances),
+        untried=untried,
+        correction=correction,
         vocab=sizes,
         bytes_per_token=spelt,
         batches=batch_tokens,
         lengths=lengths,
     )
+
+
+def count_token_bytes(text: PlanText, laws: Laws, vocab: Array) -> Any:
+    """Bytes per token, for each vocabulary, or measured."""
+    return laws.token_sizes.predict(vocab, text.hardness) if text.bytes_per_token is None else text.bytes_per_token
+
+
+def compare_with_runs(
+    laws: Laws, matrices: Array, vocab: Array, batch_tokens: Array, bigrams: Array
+) -> tuple[Array, Array]:
+    """What is added to a score for sizes that no long run has tried, and what long runs nearby were above the law."""
+    distances, tables = laws.distances(matrices, vocab, batch_tokens), laws.table_distances(bigrams)
+    untried: Array = UNTRIED * np.hypot(distances, tables).min(axis=0)
+    return untried, laws.correct(distances)
+
+
+def are_usual(matrices: float, ranges: Mapping[str, tuple[float, float]]) -> bool:
+    """Whether a plan takes a model with so many parameters in matrices, if no shape is fixed."""
+    low, high = ranges["matrices"]
+    return low / _BEYOND**2 <= matrices <= high * _BEYOND
 
 
 def _least_end(costs: Costs, bytes_per_token: Array, text: PlanText) -> Array:
@@ -159,7 +179,7 @@ def _least_end(costs: Costs, bytes_per_token: Array, text: PlanText) -> Array:
 
 def _make_models(request: Request, machine: Machine, laws: Laws) -> list[ModelConfig]:
     """The models of all shapes, vocabularies and tables. Where settings leave none, the reason is that of the last one."""
-    fixed, (low, high) = request.fixed, laws.ranges["matrices"]
+    fixed = request.fixed
     anywhere = "model.layers" in fixed or "model.width" in fixed
     tables = [rows for rows in TABLES if rows <= GPU_ROWS or not machine.cuda]
     if "model.bigram_buckets" in fixed:
@@ -172,7 +192,7 @@ def _make_models(request: Request, machine: Machine, laws: Laws) -> list[ModelCo
             except ConfigError as error:
                 reason = error
                 continue
-            if anywhere or low / _BEYOND**2 <= count_parameters(model).matrices <= high * _BEYOND:
+            if anywhere or are_usual(count_parameters(model).matrices, laws.ranges):
                 found += [replace(model, bigram_buckets=rows) for rows in tables]
     if not found:
         raise ConfigError(

@@ -13,7 +13,7 @@ from parbank.data.tokenizer import USUAL_BYTES, TokenizerConfig
 from parbank.errors import ConfigError
 from parbank.model.config import ModelConfig
 from parbank.plan.candidates import Grid, Request, large, make_grid, small
-from parbank.plan.laws import Cases, Laws
+from parbank.plan.laws import Array, Cases, Laws
 from parbank.plan.machine import Costs, Machine
 from parbank.plan.texts import PlanText
 from parbank.training.config import BudgetConfig, RunConfig
@@ -68,6 +68,21 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Known:
+    """The run on this text by which a plan expects its scores, and what it would expect without that run; see `history`."""
+
+    on: str
+    """The date of the run."""
+    bpb: float
+    """Its bits per byte before packing."""
+    factor: float
+    """That over what the laws say of it, and of every score of the plan over what they say."""
+    score: float
+    """Of the best candidate, by the laws alone."""
+    deviation: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The best candidate, those it was compared with, and what lies outside the runs behind the laws."""
 
@@ -88,6 +103,7 @@ class Plan:
     """That were fixed."""
     ranges: Mapping[str, tuple[float, float]]
     """Of the runs behind the laws."""
+    known: Known | None = None
 
 
 def make_plan(request: Request, machine: Machine, laws: Laws) -> Plan:
@@ -147,9 +163,8 @@ def _search(
     bits = np.clip(bits, -1.0, MOST_BITS)[:, None]
     packing = np.broadcast_to(laws.packing.predict(bits, grid.vocab[:, None]), tokens.shape)
     windows = laws.count_windows(np.zeros_like(grid.lengths) if machine.cuda else grid.lengths, tokens / grid.batches)
-    options = laws.gpu_options if machine.cuda else laws.cpu_windows**windows
-    if _tokenizer(request, machine).case_operators and fixed.get("tokenizer.case_operators", True):
-        options = (CASE_OPERATORS_GPU if machine.cuda else CASE_OPERATORS) * options
+    case_operators = _tokenizer(request, machine).case_operators and fixed.get("tokenizer.case_operators", True)
+    options = find_options(laws, windows, cuda=machine.cuda, case_operators=case_operators)
     scores = options * laws.score(cases, request.text.name) + packing + grid.untried + grid.correction
     scores = np.minimum(scores, WORST)
     fits = (bits >= LEAST_BITS) & (share / passes >= grid.lengths) & (most >= grid.lengths)
@@ -183,6 +198,14 @@ def _search(
 
     others = _distinct(order, scores.shape, grid) if compare else []
     return choice(order[0]), tuple(choice(index) for index in others), int(usable.sum())
+
+
+def find_options(laws: Laws, windows: Array, *, cuda: bool, case_operators: bool) -> Array | float:
+    """The factor on the law's score of what a plan sets beyond the runs of the laws."""
+    options = laws.gpu_options if cuda else laws.cpu_windows**windows
+    if case_operators:
+        options = (CASE_OPERATORS_GPU if cuda else CASE_OPERATORS) * options
+    return options
 
 
 def _distinct(order: NDArray[Any], shape: tuple[int, ...], grid: Grid) -> list[Any]:

@@ -59,6 +59,7 @@ def plan_table(plan: Plan) -> dict[str, Any]:
             "twice_the_bytes": plan.more_bytes,
             "half_the_minutes": plan.less_minutes,
         },
+        "known": None if plan.known is None else vars(plan.known),
         "considered": plan.candidates,
         "others": [_choice_table(other) for other in plan.others],
         "text": vars(plan.text),

@@ -23,6 +23,7 @@ from parbank.files import write_file
 from parbank.plan.laws import (
     DATA,
     FIELDS,
+    LEAST_STEPS,
     NAMES,
     PRIORS,
     Array,
@@ -44,7 +45,6 @@ LEAST_TEXT = 500_000
 REPEATED_ERROR, SMALL_TEXT_SPREAD = 0.03, 0.3
 # How far a plan may be from the score of a small text, as a share: those that were measured lie within 0.4 of what it expects.
 PLANNED_SPREAD = 0.2
-LEAST_STEPS = 64  # of a run that counts: a shorter one has hardly a schedule
 RUNS = (DATA / "runs.json", DATA / "packing.json")
 SMALL_RUNS = DATA / "small.json"
 """Runs of the grid `small`: texts of 30 to 500 kB with the settings of a plan for a CPU."""

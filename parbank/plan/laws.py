@@ -76,6 +76,11 @@ logarithms change with that of the bytes: larger texts were measured too little 
 SHORT_WINDOWS, LONG_WINDOWS = 400, 1100
 """Steps of a run in which windows of 512 tokens gain nothing over 256 (in 400 they lost 0.02 by one seed,
 benchmarks/results/study_windows_cpu), and steps of the three runs in which they gained, with a larger batch."""
+LEAST_STEPS = 64  # of a run that counts: a shorter one has hardly a schedule
+TEXT_CURVES = 0.04
+"""How differently two texts learn: what a run says of another run on its text is off by this share for each factor of e between
+their tokens, matrices and vocabularies. From 291 to 573 thousand tokens, and from 0.3 to 1 million parameters in matrices, twelve
+texts were off by 0.053 (benchmarks/results/text_difficulty)."""
 FIELDS = (
     "matrices",
     "params",
@@ -271,14 +276,35 @@ class Laws:
         """The standard deviation of a prediction: of the parameters and factors, carried over by the derivative, of a new
         text, and of one run. `options`: the prediction has the factor `gpu_options`. `windows`: the exponent of the factor
         `cpu_windows` in it."""
+        scores, slopes = self._slopes(cases, text, options=options, windows=windows)
+        spread = np.einsum("np,pq,nq->n", slopes, self.covariance, slopes)
+        unknown = 0.0 if text in self.texts else self.text_spread
+        found: Array = np.sqrt(self.inflation**2 * (spread + self._scatter(cases) ** 2) + (unknown * scores) ** 2)
+        return found
+
+    def transfer(self, cases: Cases, past: Cases, *, options: bool, windows: float, past_windows: float) -> Array:
+        """The standard deviation, as a share, of predictions from the score of a past run on the same text: of the ratio that
+        the laws expect, of both runs, and of what texts differ in how they learn."""
+        scores, slopes = self._slopes(cases, "", options=options, windows=windows)
+        past_scores, past_slopes = self._slopes(past, "", options=options, windows=past_windows)
+        change = slopes / scores[:, None] - past_slopes / past_scores[:, None]
+        spread = np.einsum("np,pq,nq->n", change, self.covariance, change)
+        runs = (self._scatter(cases) / scores) ** 2 + (self._scatter(past) / past_scores) ** 2
+        pairs = ((cases.tokens, past.tokens), (cases.matrices, past.matrices), (cases.vocab, past.vocab))
+        distance = sum(np.log(here / there) ** 2 for here, there in pairs)
+        found: Array = np.sqrt(self.inflation**2 * (spread + runs) + TEXT_CURVES**2 * distance)
+        return found
+
+    def _slopes(self, cases: Cases, text: str, *, options: bool, windows: float) -> tuple[Array, Array]:
+        """The scores, and their derivatives by everything that `covariance` has."""
         scores = self.score(cases, text)
         slopes = differentiate(lambda log: predict_score(log, cases), self.log_parameters) * self.texts.get(text, 1.0)
         chosen = [float(name == text) for name in self.texts] + [float(options), windows]
-        slopes = np.concatenate([slopes, scores[:, None] * chosen], axis=1)
-        spread = np.einsum("np,pq,nq->n", slopes, self.covariance, slopes)
-        run = self.scatter * (1 + self.short_steps * cases.batch_tokens / cases.tokens)
-        unknown = 0.0 if text in self.texts else self.text_spread
-        found: Array = np.sqrt(self.inflation**2 * (spread + run**2) + (unknown * scores) ** 2)
+        return scores, np.concatenate([slopes, scores[:, None] * chosen], axis=1)
+
+    def _scatter(self, cases: Cases) -> Array:
+        """The standard deviation of a run about the law."""
+        found: Array = self.scatter * (1 + self.short_steps * cases.batch_tokens / cases.tokens)
         return found
 
 

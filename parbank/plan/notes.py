@@ -1,6 +1,6 @@
 """What a plan says of itself: where it leaves the runs behind the laws, what the laws do not know, and what to change."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from parbank.display import plural
 from parbank.plan.choose import Plan
@@ -20,7 +20,21 @@ KNOWN = (
 
 def find_notes(plan: Plan) -> tuple[str, ...]:
     """The notes of a plan, each a sentence."""
-    return (*_extrapolations(plan), *_end(plan), *_ignored(plan), *_load(plan))
+    return (*_known(plan), *_extrapolations(plan), *_end(plan), *_ignored(plan), *_load(plan))
+
+
+def find_ignored(settings: Sequence[str]) -> list[str]:
+    """The names of settings that change the score, and are in no law."""
+    names = dict.fromkeys(setting.partition("=")[0].strip() for setting in settings)
+    return [name for name in names if not name.startswith(KNOWN)]
+
+
+def _known(plan: Plan) -> Iterator[str]:
+    if (known := plan.known) is not None:
+        yield (
+            f"this text was trained on before, on {known.on}: that run scored {known.bpb:.3f} bits per byte before packing, "
+            f"{known.factor:.2f} times what the laws expect, and every expected score here has this factor"
+        )
 
 
 def _extrapolations(plan: Plan) -> Iterator[str]:
@@ -59,10 +73,7 @@ def _end(plan: Plan) -> Iterator[str]:
 
 
 def _ignored(plan: Plan) -> Iterator[str]:
-    """Settings that were given, change the score, and are in no law."""
-    names = dict.fromkeys(setting.partition("=")[0].strip() for setting in plan.settings)
-    unknown = [name for name in names if not name.startswith(KNOWN)]
-    if unknown:
+    if unknown := find_ignored(plan.settings):
         yield f"the expected score does not know {', '.join(unknown)}: it is that of the usual values"
 
 

@@ -15,6 +15,7 @@ from parbank.errors import ConfigError
 from parbank.plan.apart import compile_probe
 from parbank.plan.candidates import Request
 from parbank.plan.choose import NAME, Plan, make_plan
+from parbank.plan.history import recall
 from parbank.plan.laws import load_laws
 from parbank.plan.notes import find_notes
 from parbank.plan.probe import look_at
@@ -62,7 +63,7 @@ def plan_run(settings: Sequence[str], place: Runtime, *, threads: int | None = N
     if compiles and not wants_inductor(plan.best.config, place, plan.best.parameters):  # the text ends the clock early
         plan = make_plan(replace(request, compile_minutes=math.inf), machine, laws)
     check_size(plan.best.config, Display(enabled=False))
-    return plan
+    return recall(plan, laws)
 
 
 def _compile_minutes(wish: bool | None, place: Runtime) -> float:

@@ -4,6 +4,7 @@ Hard means bits per byte of zlib on each document by itself. A compressor of the
 documents share: by xz, manual pages are easier than Python, and models find them harder.
 """
 
+import hashlib
 import lzma
 import os
 import zlib
@@ -41,6 +42,8 @@ class PlanText:
     """The vocabulary of text that is tokens already."""
     bytes_per_token: float | None = None
     """Measured, for text that is tokens already."""
+    digest: str = ""
+    """Tells one text from another, wherever it lies, by the sample, the sizes of the files, and what is scored."""
 
 
 def read_text(spec: str, say: Callable[[str], None] = lambda line: None) -> PlanText:
@@ -59,15 +62,34 @@ def measure_hardness(documents: Sequence[bytes]) -> float:
 
 def _describe_files(corpus: Corpus) -> PlanText:
     files = corpus.train
-    chosen = files[:: max(1, len(files) // _FILES)]
-    each = SAMPLE_BYTES // max(len(chosen), 1) + 1
-    stride = min(_STRIDE, max(1, sum(path.stat().st_size for path in files) // (2 * SAMPLE_BYTES)))
-    documents = [piece for path in chosen for piece in _read_some(corpus, path, each, stride)]
+    documents = _read_sample(corpus, files)
     hardness = measure_hardness(documents)
     packed = 8 * len(lzma.compress(b"".join(documents), preset=6)) / sum(map(len, documents))
     total = sum(_text_bytes(path, packed) for path in files)
     share = 1.0 if corpus.val else _SPLIT
-    return PlanText(name=corpus.name, bytes=max(1.0, share * total), hardness=hardness)
+    return PlanText(
+        name=corpus.name, bytes=max(1.0, share * total), hardness=hardness, digest=_digest(corpus, documents)
+    )
+
+
+def _digest(corpus: Corpus, documents: Sequence[bytes]) -> str:
+    """sha256 of a sample of the training text, and of the text that is scored where it lies in files of its own. With
+    `holdout=dev` another part of the training text is scored, which may be harder or easier."""
+    scored = () if corpus.holdout else corpus.val
+    digest = hashlib.sha256(corpus.holdout.encode())
+    for files, sample in ((corpus.train, documents), (scored, _read_sample(corpus, scored))):
+        digest.update(f"{sum(path.stat().st_size for path in files)} {len(sample)}\n".encode())
+        for document in sample:
+            digest.update(f"{len(document)}\n".encode() + document)
+    return digest.hexdigest()
+
+
+def _read_sample(corpus: Corpus, files: Sequence[Path]) -> list[bytes]:
+    """Beginnings of documents from all over the files."""
+    chosen = files[:: max(1, len(files) // _FILES)]
+    each = SAMPLE_BYTES // max(len(chosen), 1) + 1
+    stride = min(_STRIDE, max(1, sum(path.stat().st_size for path in files) // (2 * SAMPLE_BYTES)))
+    return [piece for path in chosen for piece in _read_some(corpus, path, each, stride)]
 
 
 def _read_some(corpus: Corpus, path: Path, most: int, stride: int) -> Iterator[bytes]:
@@ -139,4 +161,5 @@ def _describe_shards(folder: Path, spec: str) -> PlanText:
         hardness=measure_hardness([sample[at : at + _DOCUMENT] for at in range(0, len(sample), _DOCUMENT)]),
         vocab=dataset.tokenizer.vocab_size,
         bytes_per_token=max(size, 0.1),
+        digest=dataset.fingerprint,
     )

@@ -99,3 +99,26 @@ def test_a_run_that_was_cut_off_is_begun_anew(
     (out / "summary.json").unlink()
     found = ladder.climb(job, "text:a", tmp_path)
     assert found["failed"] == "1 kernels or graphs were compiled while its clock ran", "and the other runs go on"
+
+
+@pytest.mark.parametrize("factor", [None, 1.25])
+def test_a_prediction_is_that_of_the_laws_alone(
+    ladder: ModuleType, monkeypatch: pytest.MonkeyPatch, factor: float | None
+) -> None:
+    """Whatever ran before: a rung must not profit from the rungs above it."""
+    (job,) = ladder.make_jobs([ladder.Rung(20, 4)], ["auto"], [0])
+    names = ("tokens", "tokens_per_second", "layers", "width", "vocab_size", "batch_tokens")
+    plain = {"score": 1.2, "deviation": 0.2, "packing": 0.04}
+    said = {"expected": plain | dict.fromkeys(names, 1), "notes": [], "known": None}
+    if factor is not None:
+        said["known"] = {"on": "2026-11-19", "bpb": 1.3, "factor": factor, "score": 1.2, "deviation": 0.2}
+        said["expected"] = said["expected"] | {"score": factor * 1.2, "deviation": 0.01, "packing": factor * 0.04}
+    done = subprocess.CompletedProcess([], 0, stdout=json.dumps(said))
+    monkeypatch.setattr(subprocess, "run", lambda *command, **given: done)
+    found = ladder.predict(job, "text:a")
+    assert {name: found[name] for name in plain} == pytest.approx(plain)
+    if factor is not None:
+        assert found["with_history"]["score"] == pytest.approx(1.5)
+        assert found["with_history"]["on"] == "2026-11-19"
+    else:
+        assert "with_history" not in found
