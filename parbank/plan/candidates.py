@@ -50,6 +50,8 @@ GPU_ROWS = 16_384
 """Of a bigram table on a GPU, at most. 49,152 gained 0.002 before packing (benchmarks/results/study_screen50), where the law, which
 knows large tables from small models on a CPU, says 0.020; and their bytes cost the other weights half of that gain."""
 TABLE_WIDTH = 64
+GPU_QK_GAIN = 3.0
+"""1.5 on a CPU. 3 gained 0.0031 by a screen (benchmarks/results/study_screen50b), which mixes up to 0.003 of others' effects in."""
 UNTRIED = 0.02
 """Bits per byte, for each factor of e by which matrices, vocabulary or batch are away from the nearest long run, and for four by
 which a bigram table is: a law is worth less there. Neither minutes nor bytes change it, so more of them is still never worse."""
@@ -178,12 +180,14 @@ def _least_end(costs: Costs, bytes_per_token: Array, text: PlanText) -> Array:
 
 
 def _make_models(request: Request, machine: Machine, laws: Laws) -> list[ModelConfig]:
-    """The models of all shapes, vocabularies and tables. Where settings leave none, the reason is that of the last one."""
+    """The models of all shapes, vocabularies and tables, on a GPU also with a head of their own. Where settings leave none, the
+    reason is that of the last one."""
     fixed = request.fixed
     anywhere = "model.layers" in fixed or "model.width" in fixed
     tables = [rows for rows in TABLES if rows <= GPU_ROWS or not machine.cuda]
     if "model.bigram_buckets" in fixed:
         tables = [fixed["model.bigram_buckets"]]
+    ties = (True, False) if machine.cuda and "model.tied" not in fixed else (bool(fixed.get("model.tied", True)),)
     found, reason = [], ConfigError("no shape is near enough to the runs behind the laws")
     for layers, width in _shapes(fixed, cuda=machine.cuda):
         for vocab in _vocabularies(fixed, request.text, laws, width):
@@ -193,7 +197,7 @@ def _make_models(request: Request, machine: Machine, laws: Laws) -> list[ModelCo
                 reason = error
                 continue
             if anywhere or are_usual(count_parameters(model).matrices, laws.ranges):
-                found += [replace(model, bigram_buckets=rows) for rows in tables]
+                found += [replace(model, bigram_buckets=rows, tied=tied) for rows in tables for tied in ties]
     if not found:
         raise ConfigError(
             f"no model fits {_show(request, 'model.')}: {reason}; change one of these settings, or leave one out"
@@ -230,6 +234,7 @@ def make_model(layers: int, width: int, vocab: int, fixed: dict[str, Any], *, cu
         "bigram_buckets": base.bigram_buckets,
         "bigram_width": min(TABLE_WIDTH, width),
         "xsa_layers": min(base.xsa_layers, layers),
+        "qk_gain": GPU_QK_GAIN if cuda else base.qk_gain,
     }
     own = {name.removeprefix("model."): value for name, value in fixed.items() if name.startswith("model.")}
     own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}

@@ -32,13 +32,18 @@ there, so more tokens are read (docs/log/training.md)."""
 CASE_OPERATORS, CASE_OPERATORS_GPU = 0.983, 0.987
 """The factor on the score of case operators in the tokenizer. On a CPU the median of three seeds, 0.985, 0.983 and 0.970
 (benchmarks/results/study_demo); on a GPU that of a screen of twelve runs (benchmarks/results/study_screen50)."""
+UNTIED_GPU = 0.9969
+"""The factor on the score of a head of its own, apart from the embedding of the tokens, on a GPU. A screen of 50 s says 0.9937
+(benchmarks/results/study_screen50b); of the effects of the screen before it, half arrived in a run of two minutes."""
+FINAL_LR_GPU = 0.05
+"""The learning rate at the end, as a share of its peak: gained 0.0013 by that screen (benchmarks/results/study_screen50b)."""
 DECAY_EPOCHS, DECAY_EPOCHS_GPU, DECAY_STEPS, MOST_DECAY = 5, 2.25, 4080, 4.0
 """Weight decay grows up to MOST_DECAY times where a text is repeated: fully from DECAY_EPOCHS on, and by DECAY_STEPS / steps, since
 decay acts through the sum over all steps. On a CPU 4 times the decay gained 0.019 in 1,020 steps over 5 epochs, by 4 seeds
 (benchmarks/results/study_repeats_decay), changed nothing over 2 epochs, and lost 0.022 within one. On a GPU 2.5 times the decay
 gained 0.0036 in 1,500 steps over 2.25 epochs (benchmarks/results/study_screen50)."""
-SHOWN = (3, 3, 2, 2)
-"""Of other shapes, vocabularies, tables and batches, so many are compared with the winner."""
+SHOWN = (3, 3, 2, 2, 1)
+"""Of other shapes, vocabularies, tables, batches and heads, so many are compared with the winner."""
 _DECAY_STEPS = (
     20  # the averages of `demo` and `sprint` (0.98 in 1,000 steps) and of `golf` (0.997 in 7,000): 2% or less
 )
@@ -164,7 +169,8 @@ def _search(
     packing = np.broadcast_to(laws.packing.predict(bits, grid.vocab[:, None]), tokens.shape)
     windows = laws.count_windows(np.zeros_like(grid.lengths) if machine.cuda else grid.lengths, tokens / grid.batches)
     case_operators = _tokenizer(request, machine).case_operators and fixed.get("tokenizer.case_operators", True)
-    options = find_options(laws, windows, cuda=machine.cuda, case_operators=case_operators)
+    tied = np.array([model.tied for model in grid.models])[:, None]
+    options = find_options(laws, windows, cuda=machine.cuda, case_operators=case_operators, tied=tied)
     scores = options * laws.score(cases, request.text.name) + packing + grid.untried + grid.correction
     scores = np.minimum(scores, WORST)
     fits = (bits >= LEAST_BITS) & (share / passes >= grid.lengths) & (most >= grid.lengths)
@@ -200,21 +206,22 @@ def _search(
     return choice(order[0]), tuple(choice(index) for index in others), int(usable.sum())
 
 
-def find_options(laws: Laws, windows: Array, *, cuda: bool, case_operators: bool) -> Array | float:
+def find_options(laws: Laws, windows: Array, *, cuda: bool, case_operators: bool, tied: NDArray[np.bool_]) -> Array:
     """The factor on the law's score of what a plan sets beyond the runs of the laws."""
-    options = laws.gpu_options if cuda else laws.cpu_windows**windows
+    options = laws.gpu_options * np.where(tied, 1.0, UNTIED_GPU) if cuda else laws.cpu_windows**windows
     if case_operators:
         options = (CASE_OPERATORS_GPU if cuda else CASE_OPERATORS) * options
-    return options
+    return np.asarray(options, np.float64)
 
 
 def _distinct(order: NDArray[Any], shape: tuple[int, ...], grid: Grid) -> list[Any]:
-    """The best that differ from the winner in one way only: in the shape, the vocabulary, the table or the batch."""
+    """The best that differ from the winner in one way only: in the shape, the vocabulary, the table, the batch or the head."""
 
     def ways(index: Any) -> tuple[Any, ...]:
         row, at = np.unravel_index(index, shape)
         model = grid.models[int(row)]
-        return ((model.layers, model.width), model.vocab_size, model.bigram_buckets, int(grid.batches[at]))
+        sides, batch = (model.layers, model.width), int(grid.batches[at])
+        return (sides, model.vocab_size, model.bigram_buckets, batch, model.tied)
 
     first, found = ways(order[0]), []
     seen: list[set[Any]] = [{own} for own in first]
@@ -273,6 +280,7 @@ def configure(
         optim=replace(
             optim,
             normuon=machine.cuda,
+            final_lr=FINAL_LR_GPU if machine.cuda else optim.final_lr,
             matrix_weight_decay=round(decay * optim.matrix_weight_decay, 3),
             adam_weight_decay=round(decay * optim.adam_weight_decay, 3),
         ),

@@ -20,7 +20,7 @@ def describe_plan(plan: Plan) -> str:
         "machine": f"{plan.machine.name}{f', {plan.machine.ranks} ranks' if plan.machine.ranks > 1 else ''}",
         "vocabulary": f"{model.vocab_size:,} tokens",
         "model": f"{model.layers} layers of {model.width}; query heads: {model.heads}, key-value heads: {model.kv_heads}; "
-        f"MLP {model.mlp_multiple:g}x; {best.parameters:,} parameters",
+        f"MLP {model.mlp_multiple:g}x; {'' if model.tied else 'a head of its own; '}{best.parameters:,} parameters",
         "tables": f"{model.bigram_buckets:,} x {model.bigram_width} for bigrams; value embeddings of width "
         f"{model.value_width} in layers {', '.join(map(str, model.value_layers)) or '-'}",
         "batch": f"{batch.batch_tokens:,} tokens in windows of {main.describe_lengths()}, "
@@ -83,6 +83,8 @@ def _compare(other: Choice, best: Choice) -> str:
         name = f"{model.vocab_size:,} tokens"
     elif model.bigram_buckets != own.bigram_buckets:
         name = f"{model.bigram_buckets:,} rows of bigrams"
+    elif model.tied != own.tied:
+        name = "embedding as the head" if model.tied else "a head of its own"
     elif batch != best.config.batch.batch_tokens:
         name = f"batches of {batch:,}"
     reasons = [

@@ -38,6 +38,7 @@ from parbank.training.config import RunConfig
 
 VERSION = 1
 """Of the file that runs are kept in: an older one is not read."""
+_SWITCHES = ("case_operators", "tied")
 KEPT = 32
 """Runs of one text; the oldest are forgotten."""
 MOST_FACTOR = 3.0
@@ -58,6 +59,8 @@ class Sizes:
     length: float
     """Tokens of a window."""
     case_operators: bool
+    tied: bool
+    """Whether the embedding of tokens is the head, too."""
 
     @classmethod
     def of(cls, config: RunConfig, tokens: float) -> "Sizes":
@@ -71,6 +74,7 @@ class Sizes:
             batch_tokens=config.batch.batch_tokens,
             length=config.batch.sequence_length,
             case_operators=config.tokenizer.case_operators,
+            tied=config.model.tied,
         )
 
 
@@ -177,7 +181,8 @@ def _expect(sizes: Sizes, plan: Plan, laws: Laws) -> _Expected:
     cases = replace(cases, tokens=np.minimum(sizes.tokens, turn))
     length = np.array([0.0 if cuda else sizes.length])
     windows = laws.count_windows(length, np.array([sizes.tokens / sizes.batch_tokens]))
-    options = find_options(laws, windows, cuda=cuda, case_operators=sizes.case_operators)
+    tied = np.array([sizes.tied])
+    options = find_options(laws, windows, cuda=cuda, case_operators=sizes.case_operators, tied=tied)
     untried, correction = compare_with_runs(laws, matrices, vocab, batch_tokens, bigrams)
     (score,) = options * laws.score(cases, text.name) + untried + correction
     return _Expected(cases=cases, windows=float(windows[0]), score=float(score))
@@ -197,16 +202,14 @@ def _read(path: Path) -> list[PastRun]:
 
 
 def _parse(entry: Any) -> PastRun:
-    sizes, operators = dict(entry["sizes"]), entry["sizes"]["case_operators"]
-    numbers = {field.name: sizes[field.name] for field in fields(Sizes) if field.name != "case_operators"}
+    sizes: dict[str, Any] = {field.name: entry["sizes"][field.name] for field in fields(Sizes)}
     least = {"bigrams": -1, "bpb": 0}  # a model may have no table of bigrams
-    for name, value in (*numbers.items(), ("bpb", entry["bpb"])):
-        if type(value) not in (int, float) or not least.get(name, 0.99) < value < 1e18:
+    for name, value in (*sizes.items(), ("bpb", entry["bpb"])):
+        if name in _SWITCHES:
+            if type(value) is not bool:
+                raise ValueError(f"{name} is {value!r}")
+        elif type(value) not in (int, float) or not least.get(name, 0.99) < value < 1e18:
             raise ValueError(f"{name} is {value!r}")
-    if type(operators) is not bool or not math.isfinite(entry["bpb"]) or entry["bpb"] >= WORST:
+    if not math.isfinite(entry["bpb"]) or entry["bpb"] >= WORST:
         raise ValueError("no run")
-    return PastRun(
-        on=date.fromisoformat(entry["on"]).isoformat(),
-        bpb=float(entry["bpb"]),
-        sizes=Sizes(**{name: float(value) for name, value in numbers.items()}, case_operators=operators),
-    )
+    return PastRun(on=date.fromisoformat(entry["on"]).isoformat(), bpb=float(entry["bpb"]), sizes=Sizes(**sizes))

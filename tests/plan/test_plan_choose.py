@@ -397,6 +397,29 @@ def test_a_plan_for_a_gpu_counts_on_case_operators() -> None:
     assert make_plan(without, GPU, LAWS).best.score > plan.score + 0.005
 
 
+def test_a_head_of_its_own_where_a_gpu_has_bytes_for_it() -> None:
+    """benchmarks/results/study_screen50b."""
+    request = Request(minutes=2, max_bytes=64_000_000, text=replace(STDLIB, bytes=200e6))
+    plan = make_plan(request, GPU, LAWS)
+    assert not plan.best.config.model.tied
+    assert "a head of its own; " in describe_plan(plan)
+    assert "embedding as the head" in describe_plan(plan)
+    fixed = make_plan(replace(request, settings=("model.tied=true",)), GPU, LAWS).best
+    assert fixed.config.model.tied
+    assert fixed.score > plan.best.score
+    small = replace(request, max_bytes=1_000_000)
+    assert make_plan(small, GPU, LAWS).best.config.model.tied
+    assert not make_plan(replace(small, settings=("model.tied=false",)), GPU, LAWS).best.config.model.tied
+    assert make_plan(replace(request, text=STDLIB), CPU, LAWS).best.config.model.tied, "measured on a GPU alone"
+
+
+def test_what_else_the_second_screen_found_is_planned_on_a_gpu_alone() -> None:
+    request = Request(minutes=2, max_bytes=4_000_000, text=STDLIB)
+    gpu, cpu = (make_plan(request, machine, LAWS).best.config for machine in (GPU, CPU))
+    assert (gpu.model.qk_gain, gpu.optim.final_lr) == (3.0, 0.05)
+    assert (cpu.model.qk_gain, cpu.optim.final_lr) == (demo().model.qk_gain, demo().optim.final_lr) == (1.5, 0.0)
+
+
 def test_heads_of_a_gpu_rotate_a_quarter_of_their_channels() -> None:
     shapes = {width: make_model(6, width, 4096, {}, cuda=True) for width in (320, 384, 512, 1024)}
     assert {model.head_width: model.rope_dims for model in shapes.values()} == {64: 16, 128: 32}
