@@ -19,6 +19,11 @@ diag(c) D_v^T with c_k = mean_t d_tk^2. A tied table is read as a table and as t
 f_v diag(c) + g_v H. Both f_v and g_v follow the token's frequency, so all rows share rho diag(c) + H, with rho the
 ratio of their sums, and a row's weight keeps the trace of its own sum.
 
+A head makes logits: the gradient of a token's logits is below zero for one of them at most, the token that came. So a head shows
+itself. Its d_tr is p_tr, the probability of r, and p_tr - 1 where r came. A token that is rare, or does not come in this text, has
+a mean square far below p (1 - p), what the Fisher matrix has for it, and its row would be rounded without care. The mean of the
+positive d_tr estimates p (1 - p) for every row. So a head's g_r have the shares of these means, and the sum of the squares.
+
 The model is not modified: a torch function mode sees every F.linear and F.embedding of a forward pass, and identifies
 weights by their memory, through views, transposes and the casts of mixed precision.
 """
@@ -133,6 +138,10 @@ class Probe(TorchFunctionMode):
         self.shared: dict[str, str] = {}
         self.counts: dict[str, Tensor] = {}
         self.squares: dict[tuple[str, str], Tensor] = {}
+        self.likely: dict[str, Tensor] = {}
+        """The sums of the positive gradients, by output, of each weight that is read as a linear layer."""
+        self.mixed: dict[str, Tensor] = {}
+        """How many of its outputs' gradients were negative twice or more, so that they are no logits."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -169,7 +178,7 @@ class Probe(TorchFunctionMode):
 
     def zero_sums(self) -> None:
         """Keeps the names and shapes of all sums, and no number."""
-        for sums in (self.inputs, self.counts, self.squares):
+        for sums in (self.inputs, self.counts, self.squares, self.likely, self.mixed):
             for total in sums.values():
                 total.zero_()
 
@@ -178,16 +187,21 @@ class Probe(TorchFunctionMode):
         inputs = {name: runtime.sum(self.inputs[name].double()) / tokens for name in sorted(self.inputs)}
         counts = {name: runtime.sum(self.counts[name].double()) / tokens for name in sorted(self.counts)}
         squares = {key: runtime.sum(self.squares[key].double()) / tokens for key in sorted(self.squares)}
+        likely = {name: runtime.sum(self.likely[name].double()) for name in sorted(self.likely)}
+        mixed = {name: runtime.sum(self.mixed[name].double()) for name in sorted(self.mixed)}
+        logits = frozenset(name for name, count in mixed.items() if not count and likely[name].any())
         hessians, sensitivity = {}, {}
         for name in sorted(self.shapes):
             hessian = inputs.get(self.shared.get(name, name))
             head, table = squares.get(("linear", name)), squares.get(("embedding", name))
+            if head is not None and name in logits:
+                head = likely[name] * (head.sum() / likely[name].sum())
             if table is not None:
                 share = counts[name] + 0.5 / tokens  # a row that this text does not look up may be looked up in another
                 hessian, head = _join_table(share, table, hessian, head)
             if hessian is not None and head is not None:
                 hessians[name], sensitivity[name] = hessian.float(), head.float()
-        return Calibration(hessians=hessians, sensitivity=sensitivity, tokens=tokens)
+        return Calibration(hessians=hessians, sensitivity=sensitivity, logits=logits & hessians.keys(), tokens=tokens)
 
     def _find_name(self, weight: Tensor) -> str | None:
         """The name of the weight at this address. None if a part or a transpose is read: its moments have another shape."""
@@ -216,7 +230,11 @@ class Probe(TorchFunctionMode):
 
     def _watch(self, kind: str, name: str, out: Tensor) -> None:
         def add(gradient: Tensor) -> None:
-            _add(self.squares, (kind, name), gradient.reshape(-1, gradient.shape[-1]).float().square().sum(0))
+            rows = gradient.reshape(-1, gradient.shape[-1]).float()
+            _add(self.squares, (kind, name), rows.square().sum(0))
+            if kind == "linear" and not self.mixed.get(name, 0):  # most are no logits by the first pass
+                _add(self.mixed, name, ((rows < 0).sum(1) > 1).sum())
+                _add(self.likely, name, rows.relu().sum(0))
 
         if out.requires_grad:
             out.register_hook(add)

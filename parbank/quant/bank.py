@@ -1,4 +1,11 @@
-"""Tensors of one shape, rounded together at one price of a bit. parbank.quant.solver derives the steps."""
+"""Tensors of one shape, rounded together at one price of a bit. parbank.quant.solver derives the steps.
+
+**Rows of logits.** The cost of an error is quadratic only while it is small. A logit enters the loss through its exponential: an
+error of variance v raises the sum of the exponentials by the row's share p times e^(v/2) - 1 (for Gaussian errors). The second
+order, p v / 2, allows the rows of rare tokens any error, and such a row at zero is a token that is suddenly likely. Where a bit
+has the price lambda, the v of a row of n weights that costs least in all solves u e^u = a with v = 2 u and a = n lambda / (2 ln 2
+p). The second order says u = a. So such a row is treated as if its sensitivity were a / u times as high.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -52,6 +59,8 @@ class QuantBank:
     """(N, rows, r) and (N, r, cols), float16: already taken out of the weights."""
     pruning: float = 1.0
     """The price of a bit in rounding, over the price in choosing steps; 0 rounds to nearest."""
+    logits: Tensor | None = None
+    """(N,): whether the outputs of a tensor are logits; None where none are."""
 
     @classmethod
     def stack(
@@ -73,7 +82,7 @@ class QuantBank:
         block = block_size(self.weights.shape[2])
         weights, hessians = rotate(self.weights, block), rotate_hessian(self.hessians, block)
         turned = QuantBank.stack(self.names, weights, hessians, self.sensitivity, damping, activation_order)
-        return replace(turned, rotation=block, low_rank=self.low_rank, pruning=self.pruning)
+        return replace(turned, rotation=block, low_rank=self.low_rank, pruning=self.pruning, logits=self.logits)
 
     def lowered(self, rank: int) -> "QuantBank":
         """The same tensors with their strongest directions removed as factors: the rest has less to code.
@@ -97,12 +106,21 @@ class QuantBank:
             sensitivity=self.sensitivity[index],
             factors=HessianFactors(self.factors.order[index], self.factors.upper[index], self.factors.curvature[index]),
             low_rank=None if self.low_rank is None else (self.low_rank[0][index], self.low_rank[1][index]),
+            logits=None if self.logits is None else self.logits[index],
         )
 
     @property
     def stiffness(self) -> Tensor:
         """(N, rows): each row's sensitivity times the mean curvature of its columns."""
         return self.sensitivity * self.factors.curvature.mean(1)[:, None]
+
+    def sensitivity_at(self, multiplier: float) -> Tensor:
+        """(N, rows): the sensitivities; those of logits as the top of this file says."""
+        if self.logits is None:
+            return self.sensitivity
+        allowed = self.weights.shape[2] * multiplier / (2 * math.log(2)) / self.sensitivity.double()
+        raised = self.sensitivity * (allowed / solve_exponential(allowed)).to(self.sensitivity.dtype)
+        return torch.where(self.logits[:, None], raised, self.sensitivity)
 
     @property
     def largest(self) -> Tensor:
@@ -120,7 +138,8 @@ class QuantBank:
         """(N, rows, 1), float16 on the log grid: parbank.quant.solver derives them."""
         unit = math.sqrt(12 * multiplier / math.log(2))
         largest = self.largest.double()
-        exponent = torch.round(-GRID / 2 * torch.log2(self.stiffness.double()))
+        stiffness = self.sensitivity_at(multiplier).double() * self.factors.curvature.double().mean(1)[:, None]
+        exponent = torch.round(-GRID / 2 * torch.log2(stiffness))
         finest = torch.ceil(GRID * torch.log2(largest / (MAX_Q * unit)))
         # A row whose step would be four times its largest weight is dropped. Rounding alone would give zeros, but the errors that
         # GPTQ moves from column to column add up beyond any weight, and would be stored in useless steps.
@@ -145,7 +164,8 @@ class QuantBank:
         thresholds = None
         if self.pruning:
             rate = measure(self._guess(multiplier))
-            thresholds = prices(rate, scales, self.sensitivity, self.pruning * multiplier, MAX_Q)
+            sensitivity = self.sensitivity_at(multiplier)
+            thresholds = prices(rate, scales, sensitivity, self.pruning * multiplier, MAX_Q)
         values, error = round_bank(self.weights, scales, MAX_Q, self.factors, thresholds)
         distortion = 0.5 * (self.sensitivity.double() * error.double()).sum(1)
         return Rounded(values, scales, distortion, self._with_factors(measure(values).bits))
@@ -172,3 +192,12 @@ class QuantBank:
             q = max(1, int(abs(integers.astype("int16")).max(initial=0)))
             found[name] = Quantised(integers, halves, q, self.rotation, low_rank)
         return found
+
+
+def solve_exponential(a: Tensor) -> Tensor:
+    """u with u e^u = a, for positive a: Lambert's W, by Newton's method on u + ln u = ln a."""
+    log_a = torch.log(a)
+    u = torch.log1p(a)
+    for _ in range(6):
+        u = u * (1 + log_a - torch.log(u)) / (1 + u)
+    return u

@@ -13,5 +13,7 @@ class Calibration:
     """H (cols, cols) by name: the mean of x x^T over the tensor's inputs."""
     sensitivity: dict[str, Tensor] = field(default_factory=dict)
     """g (rows,) by name: the mean square of the loss's gradient by each output."""
+    logits: frozenset[str] = frozenset()
+    """The tensors whose outputs are logits: large errors of them cost more than their square; see `parbank.quant.bank`."""
     tokens: int = 0
     """Tokens it was measured on; 0: nothing was measured."""

@@ -17,7 +17,7 @@ lambda is found by bisection: first on predicted sizes (plain rounding, entropie
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,18 +105,23 @@ class Solver:
 
     def solve(self, build: Callable[[Contents], bytes], max_bytes: int) -> Solved:
         """The best file of at most `max_bytes`: within `config.tolerance` under it, unless all weights are at their finest."""
-        self._use(self.plain)
-        try:
-            return _MultiplierSearch(self, build, max_bytes).run()
-        except CannotFit as failure:
-            if self.banks is self.plain:
-                raise
-            first = failure
-        self._use(self.plain)  # factors and rotations take bytes that a very small file does not have
-        try:
-            return _MultiplierSearch(self, build, max_bytes).run(choose=False)
-        except CannotFit as failure:
-            raise min(first, failure, key=lambda error: error.smallest) from None
+        failures = []
+        for banks, choose in self._attempts():
+            self._use(banks)
+            try:
+                return _MultiplierSearch(self, build, max_bytes).run(choose=choose)
+            except CannotFit as failure:
+                failures.append(failure)
+        raise min(failures, key=lambda error: error.smallest) from None
+
+    def _attempts(self) -> Iterator[tuple[list[QuantBank], bool]]:
+        """Banks, and whether rotation and low rank are chosen for them. Factors and rotations take bytes that a very small file
+        does not have, and so do rows of logits, none of which is ever dropped for its own sake."""
+        yield self.plain, True
+        if self.banks is not self.plain:
+            yield self.plain, False
+        if any(bank.logits is not None for bank in self.plain):
+            yield [replace(bank, logits=None) for bank in self.plain], False
 
     def _use(self, banks: list[QuantBank]) -> None:
         self.banks = banks
@@ -273,7 +278,8 @@ def _stack_banks(
         hessians = torch.stack([calibration.hessians.get(name, eye).to(device) for name in names])
         sensitivity = torch.stack([calibration.sensitivity.get(name, ones).to(device) for name in names])
         bank = QuantBank.stack(tuple(names), weights, hessians, sensitivity, config.damping, config.activation_order)
-        banks.append(replace(bank, pruning=config.pruning))
+        logits = torch.tensor([name in calibration.logits for name in names], device=device)
+        banks.append(replace(bank, pruning=config.pruning, logits=logits if logits.any() else None))
     return banks
 
 

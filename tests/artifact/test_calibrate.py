@@ -58,12 +58,36 @@ def test_one_token_gives_the_squared_gradient_of_every_weight(activation: str) -
     for name in names:
         product = torch.outer(found.sensitivity[name], found.hessians[name].diagonal())
         actual = expected[name].square()
-        if name.endswith("embedding.weight"):
+        if name in found.logits:  # its rows' shares: the next test
+            torch.testing.assert_close(product.sum(0), actual.sum(0), rtol=1e-3, atol=1e-12)
+        elif name.endswith("embedding.weight"):
             row = actual.sum(1).argmax()
             torch.testing.assert_close(product[row] / 1.5, actual[row], rtol=1e-3, atol=1e-12)  # 1 + the half count
         else:
             torch.testing.assert_close(product, actual, rtol=1e-3, atol=1e-12)
     assert found.tokens == 1
+    assert found.logits == {"head.weight"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_row_of_logits_has_the_share_of_its_probability(tied: bool) -> None:
+    """p (1 - p) from the model, not from which tokens came: also where a token never came."""
+    model, ids = make_model(tied=tied, softcap=1000.0), [7, 9, 11, 7, 7, 9, 30]
+    found = measure(model, ids, context=len(ids) - 1, count=len(ids) - 1)
+    tokens = torch.tensor(ids)[None]
+    with torch.no_grad():
+        likely = torch.softmax(model(tokens[:, :-1])[0].float(), -1)
+    name = "token_embedding.weight" if tied else "head.weight"
+    assert found.logits == {name}
+    never = [token for token in range(model.config.vocab_size) if token not in ids]
+    expected = likely[:, never].mean(0)  # no target: p of every position, up to the square
+    measured = found.sensitivity[name][never]
+    if tied:  # the lookups of the table add the same to each of these rows
+        expected, measured = expected - expected[0], measured - measured[0]
+        scale = float(measured.norm() / expected.norm())
+    else:
+        scale = float(measured.sum() / expected.sum())
+    torch.testing.assert_close(measured / scale, expected, rtol=2e-3, atol=1e-6)
 
 
 def test_windows_add_up() -> None:

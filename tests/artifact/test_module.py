@@ -59,6 +59,7 @@ def test_the_moments_are_those_of_inputs_and_gradients() -> None:
     torch.testing.assert_close(found.hessians["hidden.weight"], x.mT @ x / 108)
     torch.testing.assert_close(found.sensitivity["hidden.weight"], d.square().sum(0) / 108)
     assert set(found.hessians) == {"table.weight", "hidden.weight", "head.weight"}, "x @ bare reads its transpose"
+    assert found.logits == {"head.weight"}
 
 
 def test_batches_come_as_ids_as_arguments_or_by_name() -> None:
@@ -103,6 +104,7 @@ def test_a_module_of_numbers_is_calibrated_too() -> None:
     torch.testing.assert_close(found.sensitivity["2.weight"], module(x).detach().square().mean(0))
     assert not x.requires_grad
     assert set(found.sensitivity) == {"0.weight", "2.weight"}
+    assert not found.logits
 
 
 def test_the_module_is_left_as_it_was() -> None:
