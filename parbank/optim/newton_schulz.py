@@ -14,12 +14,17 @@ Three ways to the same result, for matrices of r x c with r <= c, in products of
   4 products of r^3 and none with X. All these matrices are polynomials in R, so they commute and every product is
   symmetric. But it is less stable: rounding makes eigenvalues of R that should be 0 slightly negative, and z(x)^2 x
   grows them as fast as the positive ones, without the polynomial's bound for x > 0. A restart (X <- Q X, R <- X X^T,
-  Q <- I) makes R non-negative again; RESTART says how often.
+  Q <- I) makes R non-negative again; RESTART says how often. Rounding Q is the other limit. Q has the factors of all
+  singular values: a large one for those near 0, a small one for the largest. In 16 bits both get an error in proportion
+  to the large one, the more so as rounded factors do not quite commute and our kernels copy half of each product to
+  the other half. GROWTH bounds the large factor. Polynomials that grow faster restart at every step, so that all
+  symmetric products are of a matrix with itself.
 
 Our kernels cost the host far more a launch than cuBLAS (docs/log/optimizer.md), and a replayed launch costs nothing. So
 outside of graphs the kernels run where a product is large enough to hide the launch (LAUNCH_FLOP), and cuBLAS elsewhere.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +38,10 @@ from parbank.precision import as_they_are
 
 METHODS = ("auto", "plain", "symmetric", "gram")
 RESTART = 3  # in float16, 3 steps are as accurate as 2 on every spectrum tried, and 5 lose digits even in float32
+# The largest factor that Q of RESTART steps may have in 16 bits: quintic's, 3.4445^3. With the 128 of Polar Express the
+# errors of Q moved the largest singular value out of the next polynomial's interval. It is measured in float16; bfloat16
+# needs a lower limit, which would change the runs of CPUs (docs/log/optimizer.md).
+GROWTH = 41
 # The FLOP of a GPU in the time the host takes to launch one of our kernels: 15 launches of a few GFLOP each took 3.0 ms on an
 # H200 (docs/log/optimizer.md), which does 600 TFLOP/s of these products.
 LAUNCH_FLOP = 1e11
@@ -128,12 +137,13 @@ def iterate(
     if method not in METHODS:
         raise ConfigError(f"unknown method {method!r}; use one of {', '.join(METHODS)}")
     kernels = use_triton(X)
+    restart = find_restart(triples, X.dtype)
     if method == "auto":
         kernels = kernels and (graphed or hides_launch(*X.shape))
-        method = choose_method(X.shape[-2], X.shape[-1], len(triples), kernels)
+        method = choose_method(X.shape[-2], X.shape[-1], len(triples), kernels, restart)
     with as_they_are(X.device):
         if method == "gram":
-            return _gram(X, triples, kernels, overwrite)
+            return _gram(X, triples, kernels, overwrite, restart)
         return _plain(X, triples, overwrite) if method == "plain" else _symmetric(X, triples)
 
 
@@ -147,11 +157,21 @@ def hides_launch(batch: int, rows: int, cols: int) -> bool:
     return 2.0 * batch * rows * rows * cols >= LAUNCH_FLOP
 
 
-def choose_method(rows: int, cols: int, steps: int, kernels: bool) -> str:
+def find_restart(triples: Sequence[Triple], dtype: torch.dtype) -> int:
+    """Steps of the Gram iteration between restarts: RESTART, or 1 where 16 bits cannot carry the product of RESTART steps."""
+    if dtype.itemsize > 2:
+        return RESTART
+    parts = (triples[first : first + RESTART] for first in range(0, len(triples), RESTART))
+    return RESTART if all(math.prod(a for a, _, _ in part) <= GROWTH for part in parts) else 1
+
+
+def choose_method(rows: int, cols: int, steps: int, kernels: bool, restart: int = RESTART) -> str:
     """The method with the fewest FLOP for this shape. Symmetric results cost half only where the kernels run."""
     costs = {name: count_products(rows, cols, steps, name, kernels) for name in ("plain", "symmetric", "gram")}
     if not kernels:
         del costs["symmetric"]  # the same work as plain, in more calls
+    if restart == 1:
+        del costs["gram"]  # the same work as the others, with one rounding more
     return min(costs, key=lambda name: costs[name])
 
 
@@ -185,9 +205,9 @@ def _symmetric(X: Tensor, triples: Sequence[Triple]) -> Tensor:
     return X
 
 
-def _gram(X: Tensor, triples: Sequence[Triple], kernels: bool, overwrite: bool) -> Tensor:
-    for first in range(0, len(triples), RESTART):
-        product = torch.bmm(_multiply_polynomials(X, triples[first : first + RESTART], kernels), X)
+def _gram(X: Tensor, triples: Sequence[Triple], kernels: bool, overwrite: bool, restart: int) -> Tensor:
+    for first in range(0, len(triples), restart):
+        product = torch.bmm(_multiply_polynomials(X, triples[first : first + restart], kernels), X)
         if overwrite and X.untyped_storage().nbytes() == X.nbytes:
             X.untyped_storage().resize_(0)  # callers still hold the tensor; its memory is for the next segment
         X = product

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from parbank.ops.backend import use_backend
 from parbank.optim import ParallelMuon, orthogonalize
 from tests.optim.definition import ADAM_TOLERANCE, TOLERANCE, Settings, define, train, worst_error
+from tests.optim.spectra import check_ends, leading, structured
+from tests.optim.test_optim_newton_schulz import ENDS
 
 pytestmark = pytest.mark.gpu
 
@@ -87,6 +89,19 @@ def test_orthogonalize_in_sixteen_bits(method: str, shape: tuple[int, ...]) -> N
     expected = orthogonalize(G.double().cpu(), method="plain")
     found = orthogonalize(G, method=method).double().cpu()
     assert (found - expected).norm() / expected.norm() < 6e-3
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("shape", [(16, 32), (64, 128), (512, 512), (256, 512), (512, 2048), (2048, 512)])
+@pytest.mark.parametrize("coefficients", ["quintic", "polar_express"])
+@pytest.mark.parametrize("method", ["auto", "plain", "symmetric", "gram"])
+def test_orthogonalize_uneven_spectra(method: str, coefficients: str, shape: tuple[int, int], graphed: bool) -> None:
+    """Inputs of tests/optim/test_optim_newton_schulz.py, through the kernels, in the shapes of a planned model too."""
+    rows, cols = sorted(shape)
+    count = 56 if rows < 256 else 14
+    G = torch.cat([leading(count, rows, cols), structured(rows, cols)]).cuda()
+    found = orthogonalize(G.mT if shape[0] > shape[1] else G, 5, coefficients, method, graphed=graphed)
+    check_ends(found, ENDS[coefficients], full=count)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

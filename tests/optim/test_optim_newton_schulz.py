@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parbank.errors import ConfigError
+from parbank.ops.backend import INTERPRETED, use_backend
 from parbank.optim import orthogonalize
 from parbank.optim.coefficients import QUINTIC, derive_minimax, resolve_coefficients
-from parbank.optim.newton_schulz import METHODS, choose_method, count_products, hides_launch
+from parbank.optim.newton_schulz import METHODS, RESTART, choose_method, count_products, find_restart, hides_launch
+from tests.optim.spectra import check_ends, leading, structured
 
 NAMED = ("quintic", "polar_express")
 # Where singular values of at least 1e-3 (of the Frobenius norm) end up after five steps; test_where_values_end holds it.
@@ -138,6 +140,39 @@ def test_sixteen_bits(method: str) -> None:
     }
     assert errors[torch.float16] < 5e-3
     assert errors[torch.float16] < errors[torch.bfloat16] / 2
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 128), (64, 256), (256, 64)])
+@pytest.mark.parametrize("coefficients", NAMED)
+@pytest.mark.parametrize("method", METHODS)
+def test_sixteen_bits_on_uneven_spectra(method: str, coefficients: str, shape: tuple[int, int]) -> None:
+    rows, cols = sorted(shape)
+    G = torch.cat([leading(28, rows, cols), structured(rows, cols)])
+    found = orthogonalize(G.mT if shape[0] > shape[1] else G, 5, coefficients, method, torch.float16)
+    check_ends(found, ENDS[coefficients], full=28)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="interprets the kernels; set TRITON_INTERPRET=1")
+@pytest.mark.parametrize(
+    ("method", "coefficients"), [("auto", "quintic"), ("auto", "polar_express"), ("gram", "polar_express")]
+)
+def test_kernels_on_uneven_spectra(method: str, coefficients: str) -> None:
+    """The path of a CUDA graph. The kernels copy half of a product to the other half. In float16 its factors do not quite
+    commute, so the copy adds an error that plain PyTorch does not have."""
+    G = torch.cat([leading(42, 16, 32), structured(16, 32)])
+    with use_backend("triton"):
+        found = orthogonalize(G, 5, coefficients, method, torch.float16, graphed=True)
+    check_ends(found, ENDS[coefficients], full=42)
+
+
+def test_growth_decides_the_restarts() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert find_restart(resolve_coefficients("quintic", 5), dtype) == RESTART
+    polar = resolve_coefficients("polar_express", 5)
+    assert find_restart(polar, torch.float16) == find_restart(polar, torch.bfloat16) == 1
+    assert find_restart(polar, torch.float32) == RESTART
+    assert choose_method(512, 2048, 5, kernels=True, restart=1) == "symmetric"
+    assert choose_method(512, 2048, 5, kernels=False, restart=1) == "plain"
 
 
 @settings(max_examples=40, deadline=None)
