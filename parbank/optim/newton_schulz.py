@@ -39,8 +39,8 @@ from parbank.precision import as_they_are
 METHODS = ("auto", "plain", "symmetric", "gram")
 RESTART = 3  # in float16, 3 steps are as accurate as 2 on every spectrum tried, and 5 lose digits even in float32
 # The largest factor that Q of RESTART steps may have in 16 bits: quintic's, 3.4445^3. With the 128 of Polar Express the
-# errors of Q moved the largest singular value out of the next polynomial's interval. It is measured in float16; bfloat16
-# needs a lower limit, which would change the runs of CPUs (docs/log/optimizer.md).
+# errors of Q moved the largest singular value out of the next polynomial's interval. bfloat16 cannot carry any such product:
+# quintic's left its interval, too (docs/log/optimizer.md).
 GROWTH = 41
 # The FLOP of a GPU in the time the host takes to launch one of our kernels: 15 launches of a few GFLOP each took 3.0 ms on an
 # H200 (docs/log/optimizer.md), which does 600 TFLOP/s of these products.
@@ -161,6 +161,8 @@ def find_restart(triples: Sequence[Triple], dtype: torch.dtype) -> int:
     """Steps of the Gram iteration between restarts: RESTART, or 1 where 16 bits cannot carry the product of RESTART steps."""
     if dtype.itemsize > 2:
         return RESTART
+    if dtype == torch.bfloat16:
+        return 1
     parts = (triples[first : first + RESTART] for first in range(0, len(triples), RESTART))
     return RESTART if all(math.prod(a for a, _, _ in part) <= GROWTH for part in parts) else 1
 
