@@ -141,6 +141,19 @@ def small_grid() -> list[Trial]:
     return [*found, *(replace(trial, seed=1) for trial in found)]
 
 
+def middle_grid() -> list[Trial]:
+    """Texts of 500 kB and 1 MB with the decay of a plan: vocabularies and shapes that take a minute on two cores, and for how many
+    epochs each still gains."""
+    once = Trial("corpus-500k", 1024, 2, 128, 1024, 1_200_000, rows=256, window=256, decays=True)
+    large = replace(once, text="corpus-1000k", tokens=1_600_000)
+    small = replace(once, vocab=320, layers=3, width=64, tokens=1_400_000)
+    found = [once, replace(once, tokens=600_000), replace(once, tokens=2_400_000), small]
+    found += [replace(small, text=large.text, batch=4096, window=512, tokens=3_400_000), large]
+    found += [replace(once, vocab=512, tokens=1_800_000), replace(once, width=192), replace(small, tokens=4_800_000)]
+    found += [replace(large, tokens=3_200_000), replace(large, width=192, tokens=1_200_000)]
+    return [*found, *(replace(trial, text=trial.text.replace("corpus", "stdlib")) for trial in found)]
+
+
 ROWS = (1536, 12_288, 24_576, 49_152, 98_304, 196_608)
 
 
@@ -174,6 +187,7 @@ GRIDS = {
     "h200": (h200_grid, "sprint"),
     "epochs": (epochs_grid, "demo"),
     "small": (small_grid, "demo"),
+    "middle": (middle_grid, "demo"),
     "tables": (tables_grid, "demo"),
     "texts": (texts_grid, "demo"),
 }
