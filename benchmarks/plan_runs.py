@@ -142,7 +142,7 @@ def small_grid() -> list[Trial]:
 
 
 def middle_grid() -> list[Trial]:
-    """Texts of 500 kB and 1 MB with the decay of a plan: vocabularies and shapes that take a minute on two cores, and for how many
+    """Texts of 500 kB to 2 MB with the decay of a plan: vocabularies and shapes that take a minute on two cores, and for how many
     epochs each still gains."""
     once = Trial("corpus-500k", 1024, 2, 128, 1024, 1_200_000, rows=256, window=256, decays=True)
     large = replace(once, text="corpus-1000k", tokens=1_600_000)
@@ -151,7 +151,19 @@ def middle_grid() -> list[Trial]:
     found += [replace(small, text=large.text, batch=4096, window=512, tokens=3_400_000), large]
     found += [replace(once, vocab=512, tokens=1_800_000), replace(once, width=192), replace(small, tokens=4_800_000)]
     found += [replace(large, tokens=3_200_000), replace(large, width=192, tokens=1_200_000)]
-    return [*found, *(replace(trial, text=trial.text.replace("corpus", "stdlib")) for trial in found)]
+    found += [replace(trial, text=trial.text.replace("corpus", "stdlib")) for trial in found]
+    found += [
+        replace(once, vocab=1536),
+        replace(large, vocab=1536, tokens=1_400_000),
+        replace(large, batch=2048, tokens=1_800_000),
+    ]
+    found += [replace(once, layers=3, width=64, tokens=tokens) for tokens in (1_200_000, 2_000_000)]
+    found += [replace(once, extra=("optim.matrix_weight_decay=0.3", "optim.adam_weight_decay=0.3"))]
+    found += [replace(small, text=large.text, tokens=2_600_000)]
+    two = replace(large, text="corpus-2000k")
+    found += [replace(two, width=192, tokens=1_200_000), replace(two, batch=2048, tokens=1_800_000)]
+    found += [replace(two, vocab=320, batch=4096, window=512, tokens=2_600_000)]
+    return found
 
 
 ROWS = (1536, 12_288, 24_576, 49_152, 98_304, 196_608)
