@@ -158,7 +158,9 @@ def middle_grid() -> list[Trial]:
         replace(large, batch=2048, tokens=1_800_000),
     ]
     found += [replace(once, layers=3, width=64, tokens=tokens) for tokens in (1_200_000, 2_000_000)]
-    found += [replace(once, extra=("optim.matrix_weight_decay=0.3", "optim.adam_weight_decay=0.3"))]
+    for tokens, decay in ((1_200_000, 0.3), (2_400_000, 0.16)):
+        extra = tuple(f"optim.{kind}_weight_decay={decay}" for kind in ("matrix", "adam"))
+        found += [replace(once, tokens=tokens, extra=extra)]
     found += [replace(small, text=large.text, tokens=2_600_000)]
     two = replace(large, text="corpus-2000k")
     found += [replace(two, width=192, tokens=1_200_000), replace(two, batch=2048, tokens=1_800_000)]
