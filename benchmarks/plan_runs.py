@@ -152,19 +152,15 @@ def middle_grid() -> list[Trial]:
     found += [replace(once, vocab=512, tokens=1_800_000), replace(once, width=192), replace(small, tokens=4_800_000)]
     found += [replace(large, tokens=3_200_000), replace(large, width=192, tokens=1_200_000)]
     found += [replace(trial, text=trial.text.replace("corpus", "stdlib")) for trial in found]
-    found += [
-        replace(once, vocab=1536),
-        replace(large, vocab=1536, tokens=1_400_000),
-        replace(large, batch=2048, tokens=1_800_000),
+    decayed = [
+        replace(once, tokens=tokens, extra=tuple(f"optim.{kind}_weight_decay={decay}" for kind in ("matrix", "adam")))
+        for tokens, decay in ((2_400_000, 0.16), (1_200_000, 0.3))
     ]
-    found += [replace(once, layers=3, width=64, tokens=tokens) for tokens in (1_200_000, 2_000_000)]
-    for tokens, decay in ((1_200_000, 0.3), (2_400_000, 0.16)):
-        extra = tuple(f"optim.{kind}_weight_decay={decay}" for kind in ("matrix", "adam"))
-        found += [replace(once, tokens=tokens, extra=extra)]
-    found += [replace(small, text=large.text, tokens=2_600_000)]
     two = replace(large, text="corpus-2000k")
-    found += [replace(two, width=192, tokens=1_200_000), replace(two, batch=2048, tokens=1_800_000)]
-    found += [replace(two, vocab=320, batch=4096, window=512, tokens=2_600_000)]
+    found += [decayed[0], replace(small, text=large.text, tokens=2_600_000), replace(two, width=192, tokens=1_200_000)]
+    found += [replace(two, vocab=320, batch=4096, window=512, tokens=2_600_000), decayed[1]]
+    found += [replace(two, batch=2048, tokens=1_800_000), replace(large, vocab=1536, tokens=1_400_000)]
+    found += [replace(once, layers=3, width=64, tokens=tokens) for tokens in (1_200_000, 2_000_000)]
     return found
 
 
