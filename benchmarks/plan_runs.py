@@ -159,6 +159,8 @@ def middle_grid() -> list[Trial]:
     two = replace(large, text="corpus-2000k")
     found += [decayed[0], replace(small, text=large.text, tokens=2_600_000), replace(two, width=192, tokens=1_200_000)]
     found += [replace(two, vocab=320, batch=4096, window=512, tokens=2_600_000), decayed[1]]
+    long = replace(large, batch=4096, window=512, tokens=1_900_000)
+    found += [replace(long, text="stdlib-1000k"), long, replace(small, text="stdlib-1000k", tokens=2_600_000)]
     found += [replace(two, batch=2048, tokens=1_800_000), replace(large, vocab=1536, tokens=1_400_000)]
     found += [replace(once, layers=3, width=64, tokens=tokens) for tokens in (1_200_000, 2_000_000)]
     return found
