@@ -154,10 +154,11 @@ def middle_grid() -> list[Trial]:
     found += [replace(trial, text=trial.text.replace("corpus", "stdlib")) for trial in found]
     decayed = [
         replace(once, tokens=tokens, extra=tuple(f"optim.{kind}_weight_decay={decay}" for kind in ("matrix", "adam")))
-        for tokens, decay in ((2_400_000, 0.16), (1_200_000, 0.3))
+        for tokens, decay in ((2_400_000, 0.3), (1_200_000, 0.3))
     ]
     two = replace(large, text="corpus-2000k")
-    found += [decayed[0], replace(small, text=large.text, tokens=2_600_000), replace(two, width=192, tokens=1_200_000)]
+    found += [replace(once, tokens=4_800_000), decayed[0]]
+    found += [replace(small, text=large.text, tokens=2_600_000), replace(two, width=192, tokens=1_200_000)]
     found += [replace(two, vocab=320, batch=4096, window=512, tokens=2_600_000), decayed[1]]
     long = replace(large, batch=4096, window=512, tokens=1_900_000)
     found += [replace(long, text="stdlib-1000k"), long, replace(small, text="stdlib-1000k", tokens=2_600_000)]
@@ -228,7 +229,7 @@ def configure(trial: Trial, recipe: str, spec: str, epochs: float) -> RunConfig:
     if trial.window:
         changes |= {"batch.sequence_length": trial.window, "batch.stages": []}
     if trial.decays:
-        decay = round(decay_factor(epochs, steps) * config.optim.matrix_weight_decay, 3)
+        decay = round(decay_factor(epochs, steps, cuda=recipe != "demo") * config.optim.matrix_weight_decay, 3)
         changes |= {"optim.matrix_weight_decay": decay, "optim.adam_weight_decay": decay}
     settings = (f"{name}={json.dumps(value)}" for name, value in changes.items())
     return override(replace(config, model=model), *settings, *trial.extra)
