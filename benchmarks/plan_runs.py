@@ -162,6 +162,8 @@ def middle_grid() -> list[Trial]:
     found += [replace(two, vocab=320, batch=4096, window=512, tokens=2_600_000), decayed[1]]
     long = replace(large, batch=4096, window=512, tokens=1_900_000)
     found += [replace(long, text="stdlib-1000k"), long, replace(small, text="stdlib-1000k", tokens=2_600_000)]
+    deep = replace(small, batch=4096, window=512, tokens=4_600_000)
+    found += [replace(deep, layers=2), replace(deep, vocab=1024, layers=2, width=128, tokens=2_000_000)]
     found += [replace(two, batch=2048, tokens=1_800_000), replace(large, vocab=1536, tokens=1_400_000)]
     found += [replace(once, layers=3, width=64, tokens=tokens) for tokens in (1_200_000, 2_000_000)]
     return found
