@@ -142,7 +142,7 @@ def small_grid() -> list[Trial]:
 
 
 def middle_grid() -> list[Trial]:
-    """Texts of 500 kB to 2 MB with the decay of a plan: vocabularies and shapes that take a minute on two cores, and for how many
+    """Texts of 500 kB and 1 MB with the decay of a plan: vocabularies and shapes that take a minute on two cores, and for how many
     epochs each still gains."""
     once = Trial("corpus-500k", 1024, 2, 128, 1024, 1_200_000, rows=256, window=256, decays=True)
     large = replace(once, text="corpus-1000k", tokens=1_600_000)
@@ -152,20 +152,10 @@ def middle_grid() -> list[Trial]:
     found += [replace(once, vocab=512, tokens=1_800_000), replace(once, width=192), replace(small, tokens=4_800_000)]
     found += [replace(large, tokens=3_200_000), replace(large, width=192, tokens=1_200_000)]
     found += [replace(trial, text=trial.text.replace("corpus", "stdlib")) for trial in found]
-    decayed = [
-        replace(once, tokens=tokens, extra=tuple(f"optim.{kind}_weight_decay={decay}" for kind in ("matrix", "adam")))
-        for tokens, decay in ((2_400_000, 0.3), (1_200_000, 0.3))
-    ]
-    two = replace(large, text="corpus-2000k")
-    found += [replace(once, tokens=4_800_000), decayed[0]]
-    found += [replace(small, text=large.text, tokens=2_600_000), replace(two, width=192, tokens=1_200_000)]
-    found += [replace(two, vocab=320, batch=4096, window=512, tokens=2_600_000), decayed[1]]
     long = replace(large, batch=4096, window=512, tokens=1_900_000)
-    found += [replace(long, text="stdlib-1000k"), long, replace(small, text="stdlib-1000k", tokens=2_600_000)]
-    deep = replace(small, batch=4096, window=512, tokens=4_600_000)
-    found += [replace(deep, layers=2), replace(deep, vocab=1024, layers=2, width=128, tokens=2_000_000)]
-    found += [replace(two, batch=2048, tokens=1_800_000), replace(large, vocab=1536, tokens=1_400_000)]
-    found += [replace(once, layers=3, width=64, tokens=tokens) for tokens in (1_200_000, 2_000_000)]
+    found += [long, replace(long, text="stdlib-1000k"), replace(small, text=large.text, tokens=2_600_000)]
+    more = tuple(f"optim.{kind}_weight_decay=0.3" for kind in ("matrix", "adam"))
+    found += [replace(once, tokens=2_400_000, extra=more)]
     return found
 
 
@@ -208,7 +198,7 @@ GRIDS = {
 }
 
 
-def configure(trial: Trial, recipe: str, spec: str, epochs: float) -> RunConfig:
+def configure(trial: Trial, recipe: str, spec: str, epochs: float, text_bytes: float) -> RunConfig:
     """The model is what a plan would make of the shape."""
     config = get_recipe(recipe)
     table = {"model.bigram_buckets": trial.rows, "model.bigram_width": trial.channels}
@@ -231,7 +221,9 @@ def configure(trial: Trial, recipe: str, spec: str, epochs: float) -> RunConfig:
     if trial.window:
         changes |= {"batch.sequence_length": trial.window, "batch.stages": []}
     if trial.decays:
-        decay = round(decay_factor(epochs, steps, cuda=recipe != "demo") * config.optim.matrix_weight_decay, 3)
+        decay = round(
+            decay_factor(epochs, steps, text_bytes, cuda=recipe != "demo") * config.optim.matrix_weight_decay, 3
+        )
         changes |= {"optim.matrix_weight_decay": decay, "optim.adam_weight_decay": decay}
     settings = (f"{name}={json.dumps(value)}" for name, value in changes.items())
     return override(replace(config, model=model), *settings, *trial.extra)
@@ -304,7 +296,7 @@ def main() -> None:
             opened[at] = dataset, read_text(specs[trial.text]).hardness
         dataset, hardness = opened[at]
         epochs = trial.tokens / (trial.train_share * len(dataset.train))
-        config = configure(trial, recipe, specs[trial.text], epochs)
+        config = configure(trial, recipe, specs[trial.text], epochs, trial.train_share * dataset.train_bytes)
         found = run(trial, config, dataset, arguments.score_share)
         about = {
             "key": trial.key,

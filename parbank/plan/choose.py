@@ -13,7 +13,7 @@ from parbank.data.tokenizer import USUAL_BYTES, TokenizerConfig
 from parbank.errors import ConfigError
 from parbank.model.config import ModelConfig
 from parbank.plan.candidates import Grid, Request, large, make_grid, small
-from parbank.plan.laws import Cases, Laws
+from parbank.plan.laws import Cases, Laws, large_share
 from parbank.plan.machine import Costs, Machine
 from parbank.plan.texts import PlanText
 from parbank.training.config import BudgetConfig, RunConfig
@@ -33,11 +33,12 @@ CASE_OPERATORS, CASE_OPERATORS_GPU = 0.983, 0.987
 """The factor on the score of case operators in the tokenizer. On a CPU the median of three seeds, 0.985, 0.983 and 0.970
 (benchmarks/results/study_demo); on a GPU that of a screen of twelve runs (benchmarks/results/study_screen50)."""
 DECAY_EPOCHS, DECAY_EPOCHS_GPU, DECAY_STEPS, MOST_DECAY = 5, 2.25, 4080, 4.0
-"""Weight decay grows up to MOST_DECAY times where a text is repeated: fully from DECAY_EPOCHS on, and on a GPU up to DECAY_STEPS /
-steps, as if decay acted through the sum over all steps. On a CPU 4 times the decay gained 0.019 in 1,020 steps over 5 epochs, by 4
-seeds (benchmarks/results/study_repeats_decay), changed nothing over 2 epochs, and lost 0.022 within one. In 2,343 steps over 12
-epochs of 500 kB, 4 times the decay scored 0.25 better than 1.7 times (docs/log/training.md). On a GPU 2.5 times the decay gained
-0.0036 in 1,500 steps over 2.25 epochs (benchmarks/results/study_screen50)."""
+"""Weight decay grows up to MOST_DECAY times where a text is repeated: fully from DECAY_EPOCHS on. On a GPU, and for a large text on
+a CPU, it grows up to DECAY_STEPS / steps times, as if it acted through the sum over all steps. On a CPU 4 times the decay gained
+0.019 in 1,020 steps over 5 epochs, by 4 seeds (benchmarks/results/study_repeats_decay), changed nothing over 2 epochs, and lost
+0.022 within one. In 2,343 steps over 12 epochs of 500 kB, 4 times the decay scored 0.25 better than 1.7 times
+(docs/log/training.md). On a GPU 2.5 times the decay gained 0.0036 in 1,500 steps over 2.25 epochs
+(benchmarks/results/study_screen50)."""
 SHOWN = (3, 3, 2, 2)
 """Of other shapes, vocabularies, tables and batches, so many are compared with the winner."""
 _DECAY_STEPS = (
@@ -232,7 +233,7 @@ def configure(
     base = large() if batch >= LARGE_BATCH else small()
     near = large() if machine.cuda else small()
     steps = max(tokens / batch, 1.0)
-    decay = decay_factor(epochs, steps, cuda=machine.cuda)
+    decay = decay_factor(epochs, steps, request.text.bytes, cuda=machine.cuda)
     optim = small().optim
     shortest = SHORT_LENGTH if machine.cuda else SHORT_LENGTH_CPU
     config = replace(
@@ -272,11 +273,10 @@ def _tokenizer(request: Request, machine: Machine) -> TokenizerConfig:
     return TokenizerConfig() if request.text.vocab is not None else small().tokenizer
 
 
-def decay_factor(epochs: float, steps: float, *, cuda: bool) -> float:
+def decay_factor(epochs: float, steps: float, text_bytes: float, *, cuda: bool) -> float:
     """The factor on weight decay for a text that is repeated; from DECAY_EPOCHS on, it is as large as it gets."""
-    most, full = MOST_DECAY, DECAY_EPOCHS
-    if cuda:
-        most, full = min(MOST_DECAY, max(1.0, DECAY_STEPS / steps)), DECAY_EPOCHS_GPU
+    share, full = (1.0, DECAY_EPOCHS_GPU) if cuda else (large_share(text_bytes), DECAY_EPOCHS)
+    most = min(MOST_DECAY, max(1.0, MOST_DECAY ** (1 - share) * (DECAY_STEPS / steps) ** share))
     return float(most ** min(1.0, max(0.0, (epochs - 1) / (full - 1))))
 
 
