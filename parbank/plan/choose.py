@@ -1,5 +1,6 @@
 """The best of the candidates by the laws, its whole config, and what twice the budget would bring."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,12 +34,14 @@ CASE_OPERATORS, CASE_OPERATORS_GPU = 0.983, 0.987
 """The factor on the score of case operators in the tokenizer. On a CPU the median of three seeds, 0.985, 0.983 and 0.970
 (benchmarks/results/study_demo); on a GPU that of a screen of twelve runs (benchmarks/results/study_screen50)."""
 DECAY_EPOCHS, DECAY_EPOCHS_GPU, DECAY_STEPS, MOST_DECAY = 5, 2.25, 4080, 4.0
-"""Weight decay grows up to MOST_DECAY times where a text is repeated: fully from DECAY_EPOCHS on. On a GPU, and for a large text on
-a CPU, it grows up to DECAY_STEPS / steps times, as if it acted through the sum over all steps. On a CPU 4 times the decay gained
-0.019 in 1,020 steps over 5 epochs, by 4 seeds (benchmarks/results/study_repeats_decay), changed nothing over 2 epochs, and lost
-0.022 within one. In 2,343 steps over 12 epochs of 500 kB, 4 times the decay scored 0.25 better than 1.7 times
-(docs/log/training.md). On a GPU 2.5 times the decay gained 0.0036 in 1,500 steps over 2.25 epochs
-(benchmarks/results/study_screen50)."""
+"""Weight decay grows up to MOST_DECAY times where a text is repeated: fully from DECAY_EPOCHS on, and by DECAY_STEPS / steps, as if
+decay acted through the sum over all steps. On a CPU 4 times the decay gained 0.019 in 1,020 steps over 5 epochs, by 4 seeds
+(benchmarks/results/study_repeats_decay), changed nothing over 2 epochs, and lost 0.022 within one. On a GPU 2.5 times the decay
+gained 0.0036 in 1,500 steps over 2.25 epochs (benchmarks/results/study_screen50)."""
+DECAY_BY_EPOCHS = ((1, DECAY_EPOCHS, 6, 9), (1.0, MOST_DECAY, MOST_DECAY, 8.0))
+"""Epochs, and the factor on weight decay after so many of them, for a text on a CPU that is not large, however many steps it takes.
+After 12 epochs of 500 kB the factors 1.7, 4 and 7.5 scored 2.534, 2.288 and 2.226 (docs/log/training.md). After 5 the factor 8 lost
+0.03 against 4."""
 SHOWN = (3, 3, 2, 2)
 """Of other shapes, vocabularies, tables and batches, so many are compared with the winner."""
 _DECAY_STEPS = (
@@ -274,10 +277,15 @@ def _tokenizer(request: Request, machine: Machine) -> TokenizerConfig:
 
 
 def decay_factor(epochs: float, steps: float, text_bytes: float, *, cuda: bool) -> float:
-    """The factor on weight decay for a text that is repeated; from DECAY_EPOCHS on, it is as large as it gets."""
-    share, full = (1.0, DECAY_EPOCHS_GPU) if cuda else (large_share(text_bytes), DECAY_EPOCHS)
-    most = min(MOST_DECAY, max(1.0, MOST_DECAY ** (1 - share) * (DECAY_STEPS / steps) ** share))
-    return float(most ** min(1.0, max(0.0, (epochs - 1) / (full - 1))))
+    """The factor on weight decay for a text that is repeated."""
+    full = DECAY_EPOCHS_GPU if cuda else DECAY_EPOCHS
+    most = min(MOST_DECAY, max(1.0, DECAY_STEPS / steps))
+    by_steps = float(most ** min(1.0, max(0.0, (epochs - 1) / (full - 1))))
+    if cuda:
+        return by_steps
+    known, factors = DECAY_BY_EPOCHS
+    share, by_epochs = large_share(text_bytes), math.exp(np.interp(epochs, known, np.log(factors)))
+    return by_epochs ** (1 - share) * by_steps**share
 
 
 def average_decay(steps: float) -> float:
