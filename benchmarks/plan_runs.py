@@ -141,6 +141,24 @@ def small_grid() -> list[Trial]:
     return [*found, *(replace(trial, seed=1) for trial in found)]
 
 
+def middle_grid() -> list[Trial]:
+    """Texts of 500 kB and 1 MB with the decay of a plan: vocabularies and shapes that take a minute on two cores, and for how many
+    epochs each still gains."""
+    once = Trial("corpus-500k", 1024, 2, 128, 1024, 1_200_000, rows=256, window=256, decays=True)
+    large = replace(once, text="corpus-1000k", tokens=1_600_000)
+    small = replace(once, vocab=320, layers=3, width=64, tokens=1_400_000)
+    found = [once, replace(once, tokens=600_000), replace(once, tokens=2_400_000), small]
+    found += [replace(small, text=large.text, batch=4096, window=512, tokens=3_400_000), large]
+    found += [replace(once, vocab=512, tokens=1_800_000), replace(once, width=192), replace(small, tokens=4_800_000)]
+    found += [replace(large, tokens=3_200_000), replace(large, width=192, tokens=1_200_000)]
+    found += [replace(trial, text=trial.text.replace("corpus", "stdlib")) for trial in found]
+    long = replace(large, batch=4096, window=512, tokens=1_900_000)
+    found += [long, replace(long, text="stdlib-1000k"), replace(small, text=large.text, tokens=2_600_000)]
+    more = tuple(f"optim.{kind}_weight_decay=0.3" for kind in ("matrix", "adam"))
+    found += [replace(once, tokens=2_400_000, extra=more)]
+    return found
+
+
 ROWS = (1536, 12_288, 24_576, 49_152, 98_304, 196_608)
 
 
@@ -174,12 +192,13 @@ GRIDS = {
     "h200": (h200_grid, "sprint"),
     "epochs": (epochs_grid, "demo"),
     "small": (small_grid, "demo"),
+    "middle": (middle_grid, "demo"),
     "tables": (tables_grid, "demo"),
     "texts": (texts_grid, "demo"),
 }
 
 
-def configure(trial: Trial, recipe: str, spec: str, epochs: float) -> RunConfig:
+def configure(trial: Trial, recipe: str, spec: str, epochs: float, text_bytes: float) -> RunConfig:
     """The model is what a plan would make of the shape."""
     config = get_recipe(recipe)
     table = {"model.bigram_buckets": trial.rows, "model.bigram_width": trial.channels}
@@ -202,7 +221,9 @@ def configure(trial: Trial, recipe: str, spec: str, epochs: float) -> RunConfig:
     if trial.window:
         changes |= {"batch.sequence_length": trial.window, "batch.stages": []}
     if trial.decays:
-        decay = round(decay_factor(epochs, steps) * config.optim.matrix_weight_decay, 3)
+        decay = round(
+            decay_factor(epochs, steps, text_bytes, cuda=recipe != "demo") * config.optim.matrix_weight_decay, 3
+        )
         changes |= {"optim.matrix_weight_decay": decay, "optim.adam_weight_decay": decay}
     settings = (f"{name}={json.dumps(value)}" for name, value in changes.items())
     return override(replace(config, model=model), *settings, *trial.extra)
@@ -275,7 +296,7 @@ def main() -> None:
             opened[at] = dataset, read_text(specs[trial.text]).hardness
         dataset, hardness = opened[at]
         epochs = trial.tokens / (trial.train_share * len(dataset.train))
-        config = configure(trial, recipe, specs[trial.text], epochs)
+        config = configure(trial, recipe, specs[trial.text], epochs, trial.train_share * dataset.train_bytes)
         found = run(trial, config, dataset, arguments.score_share)
         about = {
             "key": trial.key,

@@ -1,5 +1,6 @@
 """The best of the candidates by the laws, its whole config, and what twice the budget would bring."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from parbank.data.tokenizer import USUAL_BYTES, TokenizerConfig
 from parbank.errors import ConfigError
 from parbank.model.config import ModelConfig
 from parbank.plan.candidates import Grid, Request, large, make_grid, small
-from parbank.plan.laws import Array, Cases, Laws
+from parbank.plan.laws import Array, Cases, Laws, large_share
 from parbank.plan.machine import Costs, Machine
 from parbank.plan.texts import PlanText
 from parbank.training.config import BudgetConfig, RunConfig
@@ -38,10 +39,14 @@ UNTIED_GPU = 0.9969
 FINAL_LR_GPU = 0.05
 """The learning rate at the end, as a share of its peak: gained 0.0013 by that screen (benchmarks/results/study_screen50b)."""
 DECAY_EPOCHS, DECAY_EPOCHS_GPU, DECAY_STEPS, MOST_DECAY = 5, 2.25, 4080, 4.0
-"""Weight decay grows up to MOST_DECAY times where a text is repeated: fully from DECAY_EPOCHS on, and by DECAY_STEPS / steps, since
-decay acts through the sum over all steps. On a CPU 4 times the decay gained 0.019 in 1,020 steps over 5 epochs, by 4 seeds
+"""Weight decay grows up to MOST_DECAY times where a text is repeated: fully from DECAY_EPOCHS on, and by DECAY_STEPS / steps, as if
+decay acted through the sum over all steps. On a CPU 4 times the decay gained 0.019 in 1,020 steps over 5 epochs, by 4 seeds
 (benchmarks/results/study_repeats_decay), changed nothing over 2 epochs, and lost 0.022 within one. On a GPU 2.5 times the decay
 gained 0.0036 in 1,500 steps over 2.25 epochs (benchmarks/results/study_screen50)."""
+DECAY_BY_EPOCHS = ((1, DECAY_EPOCHS, 6, 9), (1.0, MOST_DECAY, MOST_DECAY, 8.0))
+"""Epochs, and the factor on weight decay after so many of them, for a text on a CPU that is not large, however many steps it takes.
+After 12 epochs of 500 kB the factors 1.7, 4 and 7.5 scored 2.534, 2.288 and 2.226 (docs/log/training.md). After 5 the factor 8 lost
+0.03 against 4."""
 SHOWN = (3, 3, 2, 2, 1)
 """Of other shapes, vocabularies, tables, batches and heads, so many are compared with the winner."""
 _DECAY_STEPS = (
@@ -261,7 +266,7 @@ def configure(
     base = large() if batch >= LARGE_BATCH else small()
     near = large() if machine.cuda else small()
     steps = max(tokens / batch, 1.0)
-    decay = decay_factor(epochs, steps, full=DECAY_EPOCHS_GPU if machine.cuda else DECAY_EPOCHS)
+    decay = decay_factor(epochs, steps, request.text.bytes, cuda=machine.cuda)
     optim = small().optim
     shortest = SHORT_LENGTH if machine.cuda else SHORT_LENGTH_CPU
     config = replace(
@@ -302,10 +307,16 @@ def _tokenizer(request: Request, machine: Machine) -> TokenizerConfig:
     return TokenizerConfig() if request.text.vocab is not None else small().tokenizer
 
 
-def decay_factor(epochs: float, steps: float, full: float = DECAY_EPOCHS) -> float:
-    """The factor on weight decay for a text that is repeated; from `full` epochs on it is as large as the steps allow."""
+def decay_factor(epochs: float, steps: float, text_bytes: float, *, cuda: bool) -> float:
+    """The factor on weight decay for a text that is repeated."""
+    full = DECAY_EPOCHS_GPU if cuda else DECAY_EPOCHS
     most = min(MOST_DECAY, max(1.0, DECAY_STEPS / steps))
-    return float(most ** min(1.0, max(0.0, (epochs - 1) / (full - 1))))
+    by_steps = float(most ** min(1.0, max(0.0, (epochs - 1) / (full - 1))))
+    if cuda:
+        return by_steps
+    known, factors = DECAY_BY_EPOCHS
+    share, by_epochs = large_share(text_bytes), math.exp(np.interp(epochs, known, np.log(factors)))
+    return by_epochs ** (1 - share) * by_steps**share
 
 
 def average_decay(steps: float) -> float:

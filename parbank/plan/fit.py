@@ -22,16 +22,18 @@ from parbank.errors import ConfigError, ParbankError, reason
 from parbank.files import write_file
 from parbank.plan.laws import (
     DATA,
+    FEW_TOKENS,
     FIELDS,
     LEAST_STEPS,
     NAMES,
     PRIORS,
     Array,
     Cases,
+    CpuTexts,
     PackingLaw,
-    SmallTexts,
     TokenSizes,
     differentiate,
+    longer_tokens,
     predict_score,
 )
 from parbank.plan.studies import read_study_rows
@@ -46,8 +48,8 @@ REPEATED_ERROR, SMALL_TEXT_SPREAD = 0.03, 0.3
 # How far a plan may be from the score of a small text, as a share: those that were measured lie within 0.4 of what it expects.
 PLANNED_SPREAD = 0.2
 RUNS = (DATA / "runs.json", DATA / "packing.json")
-SMALL_RUNS = DATA / "small.json"
-"""Runs of the grid `small`: texts of 30 to 500 kB with the settings of a plan for a CPU."""
+SMALL_RUNS, MIDDLE_RUNS = DATA / "small.json", DATA / "middle.json"
+"""Runs of the grids `small` and `middle`, with the weight decay of a plan for a CPU, on texts of 30 kB to 2 MB."""
 # The scatter to expect about a law with so few parameters, in runs of very many steps; seeds alone differ by as much.
 SCATTER = 0.001
 # A run of so many steps counts with twice that scatter, one of 2,000 with 0.0035, one of 128 with 0.04: short runs end while
@@ -282,9 +284,9 @@ def fit_token_sizes(rows: Sequence[Row]) -> TokenSizes:
     return TokenSizes(a=float(a), b=float(b), d=float(d))
 
 
-def fit_small_texts(rows: Sequence[Row], log_parameters: Array, sizes: TokenSizes) -> tuple[SmallTexts, Array]:
-    """R and O for small texts, each of which has a factor of its own, with all other parameters as they are. Residuals are logs
-    of ratios."""
+def fit_repeats(rows: Sequence[Row], log_parameters: Array) -> tuple[float, float, Array]:
+    """R and O for texts that are repeated with the decay of a plan, with all other parameters as they are. Each text has a factor
+    of its own. Residuals are logs of ratios."""
     cases, measured = make_cases(rows), np.log([row["bpb"] for row in rows])
     names = sorted({row["scored"] for row in rows})
     own = np.array([names.index(row["scored"]) for row in rows])
@@ -300,14 +302,22 @@ def fit_small_texts(rows: Sequence[Row], log_parameters: Array, sizes: TokenSize
         return found
 
     at, _ = _minimise(lambda at: np.concatenate([(predict(at) - measured) / REPEATED_ERROR, (at - mean) / width]), mean)
-    shorter = [math.log(row["bytes_per_token"] / sizes.predict(row["vocab"], row["hardness"])) for row in rows]
-    found = SmallTexts(
-        R=float(np.exp(at[0])),
-        O=float(np.exp(at[1])),
-        spread=PLANNED_SPREAD,
-        bytes_per_token=math.exp(float(np.mean(shorter))),
-    )
-    return found, measured - predict(at)
+    worth, cost = np.exp(at[:2])
+    return float(worth), float(cost), measured - predict(at)
+
+
+def fit_cpu_texts(log_parameters: Array, sizes: TokenSizes) -> CpuTexts:
+    """What the runs of the grids `small` and `middle` say, each grid by itself."""
+    small, middle = (_read_file(path) for path in (SMALL_RUNS, MIDDLE_RUNS))
+    small_R, small_O, _ = fit_repeats(small, log_parameters)
+    middle_R, middle_O, _ = fit_repeats(middle, log_parameters)
+    few = [row for row in small if row["vocab"] < FEW_TOKENS]
+    shorter = [math.log(row["bytes_per_token"] / sizes.predict(row["vocab"], row["hardness"])) for row in few]
+    share = [math.log(longer_tokens(row["vocab"])) for row in few]
+    return CpuTexts(
+        small_R=small_R, small_O=small_O, middle_R=middle_R, middle_O=middle_O, spread=PLANNED_SPREAD,
+        few=float(np.mean(shorter) / np.mean(share)),
+    )  # fmt: skip
 
 
 def fit(
@@ -324,7 +334,7 @@ def fit(
     ]
     packing, packing_residuals = fit_packing(packing_rows)
     token_sizes = fit_token_sizes(rows)
-    small, _ = fit_small_texts(_read_file(SMALL_RUNS), score.logs[: len(NAMES)], token_sizes)
+    cpu_texts = fit_cpu_texts(score.logs[: len(NAMES)], token_sizes)
     cases = make_cases(rows)
     epochs = cases.tokens * cases.bytes_per_token / cases.text_bytes
     ranges = {name: [float(getattr(cases, name).min()), float(getattr(cases, name).max())] for name in FIELDS}
@@ -347,7 +357,7 @@ def fit(
         "tried": [[*(float(row[name]) for name in TRIED), round(float(errors[row["key"]]), 6)] for row in tried],
         "ranges": ranges | {"bits_per_weight": [min(bits), max(bits)], "epochs": [0.0, max(1.0, float(epochs.max()))]},
         "runs": len(rows),
-        "small_texts": asdict(small),
+        "cpu_texts": asdict(cpu_texts),
     }
     return values, residuals, packing_residuals
 
@@ -378,18 +388,17 @@ def describe(
         if errors.size:
             rms, worst = np.sqrt(np.mean(errors**2)), np.abs(errors).max()
             lines.append(f"Residuals of {errors.size} {kind}: {rms:.4f} bits per byte RMS, {worst:.4f} at worst.")
-    small_rows = _read_file(SMALL_RUNS)
-    log_parameters = np.log([values["parameters"][name] for name in NAMES])
-    small, small_errors = fit_small_texts(small_rows, log_parameters, TokenSizes(**values["token_sizes"]))
-    lines += [
-        "",
-        f"For small texts on a CPU R is {small.R:.3g} and O {small.O:.3g}, fitted to these runs alone. Each text has a factor.",
-        f"A token has {small.bytes_per_token:.2f} times the bytes.",
-        "",
-        "| run that repeats a small text | measured | log(measured / predicted) |",
-        "| --- | --- | --- |",
-    ]
-    lines += [f"| {row['key']} | {row['bpb']:.4f} | {found:+.3f} |" for row, found in zip(small_rows, small_errors)]
+    for kind, path in (("small", SMALL_RUNS), ("middle", MIDDLE_RUNS)):
+        repeats = _read_file(path)
+        worth, cost, errors = fit_repeats(repeats, np.log([values["parameters"][name] for name in NAMES]))
+        lines += [
+            "",
+            f"For {kind} texts on a CPU R is {worth:.3g} and O {cost:.3g}, fitted to these runs alone. Each text has a factor.",
+            "",
+            f"| run of a {kind} text | measured | log(measured / predicted) |",
+            "| --- | --- | --- |",
+        ]
+        lines += [f"| {row['key']} | {row['bpb']:.4f} | {found:+.3f} |" for row, found in zip(repeats, errors)]
     lines += [""]
     lines += ["| run | measured | measured - predicted |", "| --- | --- | --- |"]
     lines += [f"| {row['key']} | {row['bpb']:.4f} | {found:+.4f} |" for row, found in zip(rows, scores)]

@@ -18,8 +18,8 @@ the epochs, and then rises. Lovelace et al. (2026) add a cost that grows with th
 is a factor of the cost of little data, 1 + O x: models of one and of two million parameters, and of 25 million, turn at about
 the same x then, and fit better than with a sum.
 
-R and O are fitted to runs with little weight decay. A plan has more of it where a text is repeated. Small texts on a CPU have an R
-and an O of their own, fitted to runs with the decay of a plan: fully up to SMALL_TEXT bytes, and in part up to LARGE_TEXT.
+R and O are fitted to runs with little weight decay. A plan has more of it where a text is repeated. On a CPU small texts have an R
+and an O of their own, fitted to runs with the decay of a plan, and texts of 500 kB to 2 MB have another: see TEXT_SIZES.
 
 While no text is repeated, a score never rises with more tokens, parameters, rows or bits per weight. A plan ends its clock where
 the score would rise, so a larger budget is never worse.
@@ -70,9 +70,12 @@ NEAR = 0.2
 TABLE_WEIGHT = 0.25
 """Of a bigram table in the distance from a run: a table that gains nothing costs some bits per weight, and no more."""
 MOST_EPOCHS = 1000.0
-SMALL_TEXT, LARGE_TEXT = 100_000, 500_000
-"""Bytes of text up to which R and O on a CPU are those of small texts, and from which on they are those of all runs. Between, their
-logarithms change with that of the bytes: larger texts were measured too little to change their plans."""
+TEXT_SIZES = (100_000, 500_000, 2_000_000, 10_000_000)
+"""Bytes of text. Up to the first R and O on a CPU are those of small texts, from the second to the third those of middle ones, and
+from the last on those of all runs. Between, their logarithms change with that of the bytes. No run on a CPU between the last two
+has the decay of a plan."""
+SPELT, FEW_TOKENS = 256, 1024
+"""Tokens that are single bytes, and those of the smallest vocabulary of the runs behind the law of token sizes."""
 SHORT_WINDOWS, LONG_WINDOWS = 400, 1100
 """Steps of a run in which windows of 512 tokens gain nothing over 256 (in 400 they lost 0.02 by one seed,
 benchmarks/results/study_windows_cpu), and steps of the three runs in which they gained, with a larger batch."""
@@ -178,27 +181,43 @@ class PackingLaw:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSizes:
-    """Bytes per token: exp(a) * vocab^b * hardness^-d."""
+    """Bytes per token: exp(a) * vocab^b * hardness^-d, and below FEW_TOKENS less, since tokens of one byte are a larger share."""
 
     a: float
     b: float
     d: float
+    few: float = 0.0
+    """The exponent of the share of longer tokens, over that of FEW_TOKENS."""
 
     def predict(self, vocab: Any, hardness: float) -> Array:
-        found: Array = np.exp(self.a) * np.asarray(vocab, np.float64) ** self.b * hardness**-self.d
+        vocab = np.asarray(vocab, np.float64)
+        found: Array = np.exp(self.a) * vocab**self.b * hardness**-self.d * longer_tokens(vocab) ** self.few
         return np.maximum(found, 1.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SmallTexts:
-    """What repeats of a small text are worth and cost on a CPU, with the weight decay of a plan."""
+def large_share(text_bytes: float) -> float:
+    """How much a text on a CPU is like those of all runs: 0 up to the third of TEXT_SIZES, 1 from the last on."""
+    return float(np.interp(math.log(text_bytes), np.log(TEXT_SIZES[2:]), (0, 1)))
 
-    R: float
-    O: float  # noqa: E741 (the name in the law)
+
+def longer_tokens(vocab: Any) -> Array:
+    """The share of tokens that are not single bytes, over that of FEW_TOKENS; 1 from there on."""
+    found: Array = (1 - SPELT / np.minimum(np.maximum(vocab, SPELT + 1), FEW_TOKENS)) / (1 - SPELT / FEW_TOKENS)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuTexts:
+    """What repeats of a text are worth and cost on a CPU, with the weight decay of a plan."""
+
+    small_R: float
+    small_O: float
+    middle_R: float
+    middle_O: float
     spread: float
     """How far the score of a small text may be from what zlib says of it, as a share."""
-    bytes_per_token: float
-    """Over those of `TokenSizes`: a tokenizer of few tokens, trained on little text, has shorter ones."""
+    few: float
+    """That of `TokenSizes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,20 +248,20 @@ class Laws:
     ranges: Mapping[str, tuple[float, float]]
     """Least and largest value of each field among the runs."""
     runs: int
-    small_texts: SmallTexts
+    cpu_texts: CpuTexts
 
     def for_text_on_a_cpu(self, text_bytes: float) -> "Laws":
-        """With the R, the O, the spread and the tokens of a text of so many bytes: those of `small_texts`, or in part."""
-        share = math.log(LARGE_TEXT / text_bytes) / math.log(LARGE_TEXT / SMALL_TEXT)
-        share, small, logs = min(1.0, max(0.0, share)), self.small_texts, self.log_parameters.copy()
-        for name, value in (("R", small.R), ("O", small.O)):
+        """With the R, the O, the spread and the tokens of a text of so many bytes."""
+        texts, logs, size, sizes = self.cpu_texts, self.log_parameters.copy(), math.log(text_bytes), np.log(TEXT_SIZES)
+        for name, small, middle in (("R", texts.small_R, texts.middle_R), ("O", texts.small_O, texts.middle_O)):
             at = NAMES.index(name)
-            logs[at] += share * (math.log(value) - logs[at])
+            logs[at] = np.interp(size, sizes, (math.log(small), math.log(middle), math.log(middle), logs[at]))
         return replace(
             self,
             log_parameters=logs,
-            text_spread=self.text_spread + share * (small.spread - self.text_spread),
-            token_sizes=replace(self.token_sizes, a=self.token_sizes.a + share * math.log(small.bytes_per_token)),
+            text_spread=float(np.interp(size, sizes[:2], (texts.spread, self.text_spread))),
+            token_sizes=replace(self.token_sizes, few=texts.few),
+            cpu_windows=self.cpu_windows ** large_share(text_bytes),
         )
 
     def score(self, cases: Cases, text: str = "") -> Array:
@@ -346,5 +365,5 @@ def _read_laws(values: dict[str, Any]) -> Laws:
         tried=np.array(values["tried"]),
         ranges={name: (low, high) for name, (low, high) in values["ranges"].items()},
         runs=values["runs"],
-        small_texts=SmallTexts(**values["small_texts"]),
+        cpu_texts=CpuTexts(**values["cpu_texts"]),
     )

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from parbank.data.tokenizer import TokenizerConfig
 from parbank.display import Display
 from parbank.errors import ConfigError, DataError
 from parbank.plan.candidates import LEAST_TEXT, TABLES, Request, make_model
-from parbank.plan.choose import DECAY_EPOCHS_GPU, LEAST_BITS, decay_factor, make_plan
+from parbank.plan.choose import LEAST_BITS, decay_factor, make_plan
 from parbank.plan.describe import describe_plan, plan_table
 from parbank.plan.laws import load_laws
 from parbank.plan.machine import Machine
@@ -59,7 +60,7 @@ def test_every_plan_is_valid_and_more_is_never_worse(
     assert best.bits_per_weight >= LEAST_BITS
     assert config.budget.minutes == request.minutes
     assert config.budget.most_steps is None or config.budget.most_steps >= 1
-    assert (best.epochs - 1) * best.parameters / request.text.bytes <= 4 or best.steps <= 1
+    assert (best.epochs - 1) * best.parameters / request.text.bytes <= (4 if machine.cuda else 9) or best.steps <= 1
     assert config.budget.max_bytes == request.max_bytes
     assert config.batch.micro_sequences(ranks) >= 1
     passes = config.batch.batch_tokens // (ranks * config.batch.micro_batch_tokens)
@@ -302,8 +303,23 @@ def test_a_plan_for_a_cpu_repeats_a_small_text(size: float, epochs: float) -> No
     assert epochs < best.epochs < 2 * epochs
     assert best.config.optim.matrix_weight_decay > 0.1
     assert best.deviation > 0.15 * best.score, "small texts are unlike each other"
-    other = replace(LAWS, small_texts=replace(LAWS.small_texts, R=1.0, O=1.0, spread=1.0))
+    other = replace(
+        LAWS,
+        cpu_texts=replace(LAWS.cpu_texts, small_R=1.0, small_O=1.0, middle_R=1.0, middle_O=1.0, spread=1.0, few=9.0),
+    )
     assert make_plan(request, GPU, LAWS) == make_plan(request, GPU, other)
+
+
+@pytest.mark.parametrize(("size", "epochs"), [(5e5, 6), (1e6, 4), (2e6, 1.5)])
+def test_a_minute_on_two_cores_is_used_for_a_middle_text(size: float, epochs: float) -> None:
+    """docs/log/training.md: a plan ended 500 kB after half of its minute, and took the smallest vocabulary for all three texts. It
+    thought the tokens half as long again as they are."""
+    two_cores = replace(CPU, rates=(1.3e-3, 1.1e-12, 5.7e-8, 1.0e-8, 1.9e-12, 2.7e-9))
+    request = Request(minutes=1, max_bytes=16_000_000, text=PlanText(name="text", bytes=size, hardness=3.15))
+    best = make_plan(request, two_cores, LAWS).best
+    assert best.config.budget.most_steps is None
+    assert best.config.model.vocab_size >= 512
+    assert epochs < best.epochs < 2 * epochs
 
 
 def test_demo_is_still_what_a_plan_would_choose() -> None:
@@ -318,18 +334,20 @@ def test_demo_is_still_what_a_plan_would_choose() -> None:
 
 def test_decay_of_a_gpu_is_full_after_few_epochs() -> None:
     """benchmarks/results/study_screen50: 0.1 against 0.04 in 1,500 steps over 2.25 epochs."""
-    assert 0.04 * decay_factor(2.25, 1500, DECAY_EPOCHS_GPU) == pytest.approx(0.1, abs=0.01)
-    assert decay_factor(1.0, 1500, DECAY_EPOCHS_GPU) == 1.0
+    assert 0.04 * decay_factor(2.25, 1500, 183e6, cuda=True) == pytest.approx(0.1, abs=0.01)
+    assert decay_factor(1.0, 1500, 183e6, cuda=True) == 1.0
 
 
-def test_decay_grows_with_the_epochs_of_a_short_run() -> None:
-    """benchmarks/results/study_repeats_decay: 0.16 against 0.04 in 1,020 steps over 5 epochs."""
-    assert decay_factor(5.0, 1020) == pytest.approx(4.0)
-    assert decay_factor(0.7, 1020) == decay_factor(1.0, 300) == 1.0
-    assert decay_factor(5.2, 4080) == pytest.approx(1.0), "a long run has as much decay in all"
-    grows = [decay_factor(epochs, 1020) for epochs in (1, 2, 3, 4, 5, 9)]
-    assert grows == sorted(grows)
-    assert decay_factor(9.0, 100) == 4.0
+def test_decay_for_a_small_text_grows_with_the_epochs_alone() -> None:
+    """benchmarks/results/study_repeats_decay: 0.16 against 0.04 in 1,020 steps over 5 epochs. docs/log/training.md: 0.16 and 0.3
+    against 0.07 in 2,343 steps over 12 epochs. On a GPU, and for a large text, decay falls with the steps, as before."""
+    assert decay_factor(5.0, 1020, 4e5, cuda=False) == pytest.approx(4.0)
+    assert decay_factor(12.2, 2343, 5e5, cuda=False) == decay_factor(9.0, 100, 5e5, cuda=False) == pytest.approx(8.0)
+    assert decay_factor(0.7, 1020, 5e5, cuda=False) == decay_factor(1.0, 300, 5e5, cuda=False) == 1.0
+    assert decay_factor(5.2, 4080, 5e5, cuda=True) == decay_factor(5.2, 4080, 1e7, cuda=False) == 1.0
+    assert decay_factor(9.0, 1020, 5e5, cuda=True) == decay_factor(9.0, 1020, 1e7, cuda=False) == 4.0
+    grows = [decay_factor(epochs, 1020, 5e5, cuda=False) for epochs in (1, 2, 3, 4, 5, 7, 8, 9)]
+    assert all(before < after for before, after in pairwise(grows))
 
 
 def test_decay_of_a_plan_follows_the_repeats() -> None:
@@ -343,12 +361,12 @@ def test_decay_of_a_plan_follows_the_repeats() -> None:
     decays = {at: best.config.optim.matrix_weight_decay for at, best in plans.items()}
     few = plans[False, 1e6]
     assert few.epochs > 2
-    assert decays[False, 1e6] == pytest.approx(0.04 * decay_factor(few.epochs, few.steps), abs=0.001)
+    assert decays[False, 1e6] == pytest.approx(0.04 * decay_factor(few.epochs, few.steps, 1e6, cuda=False), abs=0.001)
     assert decays[False, 1e6] > 0.06
     assert few.config.optim.adam_weight_decay == decays[False, 1e6]
     assert decays[False, 1e9] == decays[True, 1e9] == 0.04, "a text that is seen once"
     repeated = plans[True, 1e6]
-    expected = 0.04 * decay_factor(repeated.epochs, repeated.steps, DECAY_EPOCHS_GPU)
+    expected = 0.04 * decay_factor(repeated.epochs, repeated.steps, 1e6, cuda=True)
     assert decays[True, 1e6] == pytest.approx(expected, abs=0.001)
     fixed = Request(
         minutes=10, max_bytes=2_000_000, text=replace(STDLIB, bytes=1e6), settings=("optim.matrix_weight_decay=0.01",)

@@ -40,12 +40,12 @@ def test_the_committed_fit_is_the_fit_of_the_committed_runs() -> None:
     shares = residuals[repeated] / [row["bpb"] for row in rows if row.get("grid") == "epochs"]
     assert np.abs(shares).max() < 0.06, "of scores between 1.6 and 5.1"
     assert kept["runs"] == len(rows)
-    assert values["small_texts"] == pytest.approx(kept["small_texts"], rel=0.02)
+    assert values["cpu_texts"] == pytest.approx(kept["cpu_texts"], rel=0.02)
 
 
 def test_every_run_says_where_it_comes_from() -> None:
     """A result or a page of the log, or the script that made it with its commit."""
-    for path in (*fitting.RUNS, fitting.SMALL_RUNS):
+    for path in (*fitting.RUNS, fitting.SMALL_RUNS, fitting.MIDDLE_RUNS):
         text = path.read_text()
         rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines()]
         for row in rows:
@@ -63,14 +63,18 @@ def test_every_run_names_a_commit_that_can_be_found() -> None:
         pytest.skip("no git repository: nothing can be known of commits")
     known = {commit[:9] for commit in done.stdout.split()}
     published = tomllib.loads((ROOT / "benchmarks" / "claims.toml").read_text())["published"]
-    rows = [row for path in (fitting.RUNS[0], fitting.SMALL_RUNS) for row in json.loads(path.read_text())]
+    rows = [
+        row
+        for path in (fitting.RUNS[0], fitting.SMALL_RUNS, fitting.MIDDLE_RUNS)
+        for row in json.loads(path.read_text())
+    ]
     named = {row["commit"][:9] for row in rows if "commit" in row}
     assert named <= known | set(published)
 
 
 def test_a_run_of_the_log_has_its_figures() -> None:
     """The page that a row names as its source has the row's score, or what packing lost."""
-    for name in ("runs", "small", "packing"):
+    for name in ("runs", "small", "middle", "packing"):
         rows = [row for row in json.loads((DATA / f"{name}.json").read_text()) if row["source"].startswith("docs/log/")]
         assert len(rows) > 5
         for row in rows:
@@ -203,25 +207,49 @@ def test_small_texts_on_a_cpu_end_near_the_epochs_that_were_best() -> None:
     assert {"stdlib-30k", "corpus-30k", "stdlib-70k", "corpus-70k"} <= seen
 
 
-@pytest.mark.parametrize("text", [5e5, 2e6, 3e7])
-def test_a_text_that_is_not_small_has_the_law_of_all_runs(text: float) -> None:
+def test_middle_texts_have_the_law_of_their_runs() -> None:
+    """docs/log/training.md: 500 kB and 1 MB, with the decay of a plan. The law of all runs is 0.16 from the worst of them.
+    It still ends the runs of 500 kB early, but not where that of all runs does."""
+    rows = json.loads(fitting.MIDDLE_RUNS.read_text())
+    laws = load_laws()
+    own = laws.for_text_on_a_cpu(1e6).log_parameters
+    *_, errors = fitting.fit_repeats(rows, laws.log_parameters)
+    assert np.abs(errors).max() < 0.04
+    for text in (5e5, 2e6):
+        assert laws.for_text_on_a_cpu(text).log_parameters == pytest.approx(own)
+        assert laws.for_text_on_a_cpu(text).cpu_windows == 1, "windows of 512 gained on one text and lost on the other"
+    same = [row for row in rows if row["key"].startswith("corpus-500k-v1024-2x128")]
+    same.sort(key=lambda row: row["tokens"])
+    assert len(same) == 3
+    cases = fitting.make_cases(same[-1:])
+    turn = laws.for_text_on_a_cpu(5e5).most_tokens(cases)[0]
+    reached = np.interp(turn, [row["tokens"] for row in same], [row["bpb"] for row in same])
+    assert reached < min(row["bpb"] for row in same) + 0.08
+    assert turn > 2 * laws.most_tokens(cases)[0]
+
+
+@pytest.mark.parametrize("text", [1e7, 3e7])
+def test_a_large_text_has_the_law_of_all_runs(text: float) -> None:
     laws = load_laws()
     found = laws.for_text_on_a_cpu(text)
-    assert (found.log_parameters == laws.log_parameters).all()
-    assert (found.text_spread, found.token_sizes) == (laws.text_spread, laws.token_sizes)
+    assert found.log_parameters == pytest.approx(laws.log_parameters)
+    assert found.text_spread == laws.text_spread
+    many = np.array([1024.0, 8192.0])
+    assert (found.token_sizes.predict(many, 2.1) == laws.token_sizes.predict(many, 2.1)).all()
 
 
-def test_tokens_of_a_small_text_are_as_long_as_was_measured() -> None:
-    """The law of larger texts says 1.7 to 1.9 bytes where 1.4 are: a plan would see its text a third less often than it says."""
-    for row in json.loads(fitting.SMALL_RUNS.read_text()):
-        if row["text_bytes"] <= 100_000:
+def test_tokens_of_a_small_vocabulary_are_as_long_as_was_measured() -> None:
+    """The law of larger ones says 2 bytes where 1.4 are, whatever the text: a plan would see its text a third less often than it
+    says."""
+    for path in (fitting.SMALL_RUNS, fitting.MIDDLE_RUNS):
+        for row in json.loads(path.read_text()):
             sizes = load_laws().for_text_on_a_cpu(row["text_bytes"]).token_sizes
             assert sizes.predict(row["vocab"], row["hardness"]) == pytest.approx(row["bytes_per_token"], rel=0.15)
 
 
 def test_the_law_of_small_texts_ends_by_degrees() -> None:
     """Four per cent more text change the end of a run by a tenth at most."""
-    texts = np.geomspace(1e5, 4e6, 100)
+    texts = np.geomspace(1e5, 2e7, 140)
     ends = [
         load_laws().for_text_on_a_cpu(text).most_tokens(Cases.of(**{**USUAL, "params": 2e5, "text_bytes": text}))[0]
         for text in texts
