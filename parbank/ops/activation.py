@@ -16,6 +16,7 @@ from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
 from parbank.ops.checks import fake, refuse_double_backward, takes_kernel
 from parbank.ops.configs import ANY, Launch
+from parbank.ops.register import operator
 
 # 16 (forward) and 8 (backward) elements a thread: two 16-byte loads in flight each, and registers for full occupancy.
 configs.register("leaky_relu_squared", sm80=[(ANY, Launch({"BLOCK": 1024}, num_warps=4, num_stages=1))])
@@ -39,7 +40,7 @@ def _leaky_backward_kernel(dy, x, dx, count, slope, BLOCK: tl.constexpr):
     tl.store(dx + index, back.to(dx.dtype.element_ty), mask=index < count)
 
 
-@torch.library.custom_op("parbank::leaky_relu_squared", mutates_args=(), schema="(Tensor x, float slope) -> Tensor")
+@operator("leaky_relu_squared", "(Tensor x, float slope) -> Tensor")
 def _leaky_relu_squared(x: Tensor, slope: float) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
@@ -50,9 +51,7 @@ def _leaky_relu_squared(x: Tensor, slope: float) -> Tensor:
     return y
 
 
-@torch.library.custom_op(
-    "parbank::leaky_relu_squared_backward", mutates_args=(), schema="(Tensor dy, Tensor x, float slope) -> Tensor"
-)
+@operator("leaky_relu_squared_backward", "(Tensor dy, Tensor x, float slope) -> Tensor")
 def _leaky_relu_squared_backward(dy: Tensor, x: Tensor, slope: float) -> Tensor:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
@@ -83,8 +82,8 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return _leaky_relu_squared_backward(dy, x, ctx.slope), None
 
 
-_leaky_relu_squared.register_autograd(_differentiate, setup_context=_save)
-_leaky_relu_squared_backward.register_autograd(refuse_double_backward("leaky_relu_squared"))
+torch.library.register_autograd(_leaky_relu_squared, _differentiate, setup_context=_save)
+torch.library.register_autograd(_leaky_relu_squared_backward, refuse_double_backward("leaky_relu_squared"))
 
 
 def leaky_relu_squared(x: Tensor, slope: float) -> Tensor:

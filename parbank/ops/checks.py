@@ -113,7 +113,7 @@ def differentiate_once(op: str, backward: Callable[..., Any], ctx: Any, *grads: 
 
 
 def fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`op.register_fake`. It also applies `_shorten_log_lines`, since a compiler calls the fake before it looks up the
+    """`torch.library.register_fake`. It also applies `_shorten_log_lines`, since a compiler calls the fake before it looks up the
     op."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ def fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             _shorten_log_lines()
             return function(*args, **kwargs)
 
-        op.register_fake(shapes)
+        torch.library.register_fake(op, shapes)
         return function
 
     return register

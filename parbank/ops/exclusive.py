@@ -31,6 +31,7 @@ from parbank.ops.checks import (
 )
 from parbank.ops.configs import Launch
 from parbank.ops.reference import VALUE_FLOOR
+from parbank.ops.register import operator
 
 MAX_WIDTH = 4096  # the most channels of a head that the tables below keep in registers; wider ones take the reference
 
@@ -145,7 +146,7 @@ def _choose(op: str, y: Tensor, v: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     return grid, {**shape, "num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
 
 
-@torch.library.custom_op("parbank::remove_own_value", mutates_args=(), schema="(Tensor y, Tensor v) -> Tensor")
+@operator("remove_own_value", "(Tensor y, Tensor v) -> Tensor")
 def _remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     z = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     if y.numel():
@@ -159,10 +160,9 @@ def _remove_own_value(y: Tensor, v: Tensor) -> Tensor:
     return z
 
 
-@torch.library.custom_op(
-    "parbank::remove_own_value_backward",
-    mutates_args=(),
-    schema="(Tensor dz, Tensor y, Tensor v, bool for_y, bool for_v) -> (Tensor, Tensor)",
+@operator(
+    "remove_own_value_backward",
+    "(Tensor dz, Tensor y, Tensor v, bool for_y, bool for_v) -> (Tensor, Tensor)",
 )
 def _remove_own_value_backward(dz: Tensor, y: Tensor, v: Tensor, for_y: bool, for_v: bool) -> tuple[Tensor, Tensor]:
     """dy and dv. A gradient that is not requested is empty."""
@@ -204,8 +204,8 @@ def _differentiate(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, Tensor |
     return dy if for_y else None, dv if for_v else None
 
 
-_remove_own_value.register_autograd(_differentiate, setup_context=_save)
-_remove_own_value_backward.register_autograd(refuse_double_backward("remove_own_value"))
+torch.library.register_autograd(_remove_own_value, _differentiate, setup_context=_save)
+torch.library.register_autograd(_remove_own_value_backward, refuse_double_backward("remove_own_value"))
 
 
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 from parbank.errors import ParbankError
 from parbank.ops import backend, reference
 from parbank.ops.checks import check_floating, fake, same_device, takes_kernel
+from parbank.ops.register import operator
 
 MODULE = "flash_attn_interface"
 CAPABILITY = (9, 0)  # the kernels are made of Hopper's instructions
@@ -87,10 +88,9 @@ def _parts(q: Tensor, k: Tensor) -> int:
     return 2 if q.shape[2] == 2 * k.shape[2] else 1
 
 
-@torch.library.custom_op(
-    "parbank::flash_attention",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? lengths=None, int window=0) -> (Tensor, Tensor)",
+@operator(
+    "flash_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor? lengths=None, int window=0) -> (Tensor, Tensor)",
 )
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, window: int = 0
@@ -105,10 +105,9 @@ def _attention(
     return y, lse.unflatten(-2, (-1, parts)).movedim(-2, 0).contiguous()
 
 
-@torch.library.custom_op(
-    "parbank::flash_attention_backward",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Tensor? lengths=None, int window=0)"
+@operator(
+    "flash_attention_backward",
+    "(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Tensor? lengths=None, int window=0)"
     " -> (Tensor, Tensor, Tensor)",
 )
 def _backward(
@@ -210,8 +209,8 @@ def _refuse(ctx: Any, *grads: Any) -> NoReturn:
     )
 
 
-_attention.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse)
+torch.library.register_autograd(_attention, _differentiate, setup_context=_save)
+torch.library.register_autograd(_backward, _refuse)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, window: int = 0) -> Tensor:

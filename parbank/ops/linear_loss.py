@@ -39,6 +39,7 @@ from parbank.ops.loss import (
     reduce_losses,
     sums_shape,
 )
+from parbank.ops.register import operator
 
 # By vocabulary. CHUNK is in logits: 2^24 of them are 32 MiB in bfloat16 and stay in an H200's L2; with a large vocabulary
 # the weight's float32 gradient, read and written once a chunk, asks for fewer chunks.
@@ -149,10 +150,9 @@ class _Gradients:
             _add_product(self.dweight, grad, x)
 
 
-@torch.library.custom_op(
-    "parbank::linear_softcap_losses",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor targets, float cap, int ignore_index) -> (Tensor, Tensor)",
+@operator(
+    "linear_softcap_losses",
+    "(Tensor x, Tensor weight, Tensor targets, float cap, int ignore_index) -> (Tensor, Tensor)",
 )
 def _losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor]:
     """The loss of every token and the numbers of its log-sum-exp, without any gradient."""
@@ -169,10 +169,9 @@ def _losses(x: Tensor, weight: Tensor, targets: Tensor, cap: float, ignore_index
     return losses, sums
 
 
-@torch.library.custom_op(
-    "parbank::linear_softcap_losses_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor weight, Tensor targets, Tensor sums, float cap, int ignore_index, "
+@operator(
+    "linear_softcap_losses_backward",
+    "(Tensor grad, Tensor x, Tensor weight, Tensor targets, Tensor sums, float cap, int ignore_index, "
     "bool of_x, bool of_weight) -> (Tensor, Tensor)",
 )
 def _losses_backward(
@@ -192,10 +191,9 @@ def _losses_backward(
     return gradients.dx, gradients.dweight
 
 
-@torch.library.custom_op(
-    "parbank::linear_softcap_loss_sum",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor targets, Tensor share, float cap, int ignore_index, bool of_x, bool of_weight) "
+@operator(
+    "linear_softcap_loss_sum",
+    "(Tensor x, Tensor weight, Tensor targets, Tensor share, float cap, int ignore_index, bool of_x, bool of_weight) "
     "-> (Tensor, Tensor, Tensor)",
 )
 def _loss_sum(
@@ -271,9 +269,9 @@ def _differentiate_sum(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tupl
     return dx * factor if ctx.of_x else None, back, None, None, None, None, None, None
 
 
-_losses.register_autograd(_differentiate_losses, setup_context=_save_losses)
-_losses_backward.register_autograd(refuse_double_backward("linear_softcap_cross_entropy"))
-_loss_sum.register_autograd(_differentiate_sum, setup_context=_save_sum)
+torch.library.register_autograd(_losses, _differentiate_losses, setup_context=_save_losses)
+torch.library.register_autograd(_losses_backward, refuse_double_backward("linear_softcap_cross_entropy"))
+torch.library.register_autograd(_loss_sum, _differentiate_sum, setup_context=_save_sum)
 
 
 def linear_softcap_cross_entropy(

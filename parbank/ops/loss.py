@@ -26,6 +26,7 @@ from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
 from parbank.ops.checks import as_rows, fake, refuse_double_backward, same_device, takes_kernel
 from parbank.ops.configs import ANY, Launch
+from parbank.ops.register import operator
 
 # exp(2 * 40) is within float32, so a row may be shifted by any bound on |z| instead of its own maximum. And up to 40 the
 # log-sum-exp is one number, with an error of a few millionths.
@@ -269,10 +270,9 @@ def launch_gradient(
         )  # fmt: skip
 
 
-@torch.library.custom_op(
-    "parbank::softcap_cross_entropy",
-    mutates_args=(),
-    schema="(Tensor logits, Tensor targets, float cap, int ignore_index) -> (Tensor, Tensor)",
+@operator(
+    "softcap_cross_entropy",
+    "(Tensor logits, Tensor targets, float cap, int ignore_index) -> (Tensor, Tensor)",
 )
 def _softcap_cross_entropy(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor]:
     """The losses of every token, in the shape of the targets, and the numbers of its log-sum-exp, both float32."""
@@ -283,10 +283,9 @@ def _softcap_cross_entropy(logits: Tensor, targets: Tensor, cap: float, ignore_i
     return losses, sums
 
 
-@torch.library.custom_op(
-    "parbank::softcap_cross_entropy_mean",
-    mutates_args=(),
-    schema="(Tensor logits, Tensor targets, float cap, int ignore_index) -> (Tensor, Tensor, Tensor)",
+@operator(
+    "softcap_cross_entropy_mean",
+    "(Tensor logits, Tensor targets, float cap, int ignore_index) -> (Tensor, Tensor, Tensor)",
 )
 def _mean_loss(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """The mean, the numbers of every log-sum-exp, and (sum of the losses, their number).
@@ -301,10 +300,9 @@ def _mean_loss(logits: Tensor, targets: Tensor, cap: float, ignore_index: int) -
     return totals[0] / totals[1], sums, totals
 
 
-@torch.library.custom_op(
-    "parbank::softcap_cross_entropy_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor logits, Tensor targets, Tensor sums, float cap, int ignore_index, Tensor? totals=None)"
+@operator(
+    "softcap_cross_entropy_backward",
+    "(Tensor grad, Tensor logits, Tensor targets, Tensor sums, float cap, int ignore_index, Tensor? totals=None)"
     " -> Tensor",
 )
 def _softcap_cross_entropy_backward(
@@ -371,9 +369,9 @@ def _differentiate_mean(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tup
     return back, None, None, None
 
 
-_softcap_cross_entropy.register_autograd(_differentiate, setup_context=_save)
-_mean_loss.register_autograd(_differentiate_mean, setup_context=_save_mean)
-_softcap_cross_entropy_backward.register_autograd(refuse_double_backward("softcap_cross_entropy"))
+torch.library.register_autograd(_softcap_cross_entropy, _differentiate, setup_context=_save)
+torch.library.register_autograd(_mean_loss, _differentiate_mean, setup_context=_save_mean)
+torch.library.register_autograd(_softcap_cross_entropy_backward, refuse_double_backward("softcap_cross_entropy"))
 
 
 def softcap_cross_entropy(

@@ -26,6 +26,7 @@ from parbank.ops.backend import tl, triton
 from parbank.ops.checks import as_rows, as_vector, fake, refuse_double_backward, takes_kernel
 from parbank.ops.norm import backward_rows, check_channels, check_like, choose_launch, forward_rows
 from parbank.ops.reference import NORM_EPS
+from parbank.ops.register import operator
 from parbank.ops.sums import sum_lines
 
 MAX_WIDTH = 4096  # the longest row the tables below keep in registers; wider ones take the reference
@@ -152,10 +153,9 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     return flat, 0 if flat is None else flat.stride(0)
 
 
-@torch.library.custom_op(
-    "parbank::mix_rms_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? addend, Tensor? skip, Tensor x0, Tensor? gain, Tensor a, Tensor b, float scale, float eps, "
+@operator(
+    "mix_rms_norm",
+    "(Tensor x, Tensor? addend, Tensor? skip, Tensor x0, Tensor? gain, Tensor a, Tensor b, float scale, float eps, "
     "bool late) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _mix_rms_norm(
@@ -179,10 +179,9 @@ def _mix_rms_norm(
     return total, m, y, inverse
 
 
-@torch.library.custom_op(
-    "parbank::mix_rms_norm_backward",
-    mutates_args=(),
-    schema="(Tensor? dtotal, Tensor dm, Tensor dy, Tensor total, Tensor? skip, Tensor x0, Tensor? gain, Tensor a, Tensor b, "
+@operator(
+    "mix_rms_norm_backward",
+    "(Tensor? dtotal, Tensor dm, Tensor dy, Tensor total, Tensor? skip, Tensor x0, Tensor? gain, Tensor a, Tensor b, "
     "Tensor inverse, float scale, bool late) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _mix_rms_norm_backward(
@@ -251,8 +250,8 @@ def _differentiate_mix(
     )  # fmt: skip
 
 
-_mix_rms_norm.register_autograd(_differentiate_mix, setup_context=_save_mix)
-_mix_rms_norm_backward.register_autograd(refuse_double_backward("mix_rms_norm"))
+torch.library.register_autograd(_mix_rms_norm, _differentiate_mix, setup_context=_save_mix)
+torch.library.register_autograd(_mix_rms_norm_backward, refuse_double_backward("mix_rms_norm"))
 
 
 def mix_rms_norm(

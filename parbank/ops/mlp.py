@@ -42,6 +42,7 @@ from parbank.ops.checks import (
     takes_kernel,
 )
 from parbank.ops.configs import ANY, Launch
+from parbank.ops.register import operator
 from parbank.precision import as_they_are
 
 GROUP = 64  # columns whose signs share 8 bytes: bit i of byte c is column 8*i + c, which one thread of a product holds
@@ -324,10 +325,9 @@ def _sign_shape(rows: Any, hidden: Any) -> tuple[Any, Any]:
     return rows, (hidden + GROUP - 1) // GROUP * (GROUP // 8)
 
 
-@torch.library.custom_op(
-    "parbank::mlp_up",
-    mutates_args=(),
-    schema="(Tensor x, Tensor w_up, Tensor? inverse, float scale, float slope) -> (Tensor, Tensor)",
+@operator(
+    "mlp_up",
+    "(Tensor x, Tensor w_up, Tensor? inverse, float scale, float slope) -> (Tensor, Tensor)",
 )
 def _mlp_up(x: Tensor, w_up: Tensor, inverse: Tensor | None, scale: float, slope: float) -> tuple[Tensor, Tensor]:
     """The activation (rows, hidden) and the packed signs of its input: all that backward needs.
@@ -345,10 +345,9 @@ def _mlp_up(x: Tensor, w_up: Tensor, inverse: Tensor | None, scale: float, slope
     return a, signs
 
 
-@torch.library.custom_op(
-    "parbank::mlp",
-    mutates_args=(),
-    schema="(Tensor x, Tensor w_up, Tensor w_down, float slope) -> (Tensor, Tensor, Tensor)",
+@operator(
+    "mlp",
+    "(Tensor x, Tensor w_up, Tensor w_down, float slope) -> (Tensor, Tensor, Tensor)",
 )
 def _mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> tuple[Tensor, Tensor, Tensor]:
     """y, and the tensors that backward needs."""
@@ -357,10 +356,9 @@ def _mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> tuple[Tensor,
         return torch.mm(a, w_down.t()).view(*x.shape[:-1], w_down.shape[0]), a, signs
 
 
-@torch.library.custom_op(
-    "parbank::mlp_down_backward",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor w_down, Tensor a, Tensor signs, Tensor? inverse, float scale, float slope) -> Tensor",
+@operator(
+    "mlp_down_backward",
+    "(Tensor dy, Tensor w_down, Tensor a, Tensor signs, Tensor? inverse, float scale, float slope) -> Tensor",
 )
 def _mlp_down_backward(
     dy: Tensor, w_down: Tensor, a: Tensor, signs: Tensor, inverse: Tensor | None, scale: float, slope: float
@@ -425,8 +423,9 @@ def outer(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(grad.t(), x)
 
 
-_mlp.register_autograd(_differentiate, setup_context=_save)
-_mlp_down_backward.register_autograd(refuse_double_backward("mlp"))
+torch.library.register_autograd(_mlp, _differentiate, setup_context=_save)
+torch.library.register_autograd(_mlp_up, refuse_double_backward("a block's half (residual.py)"))
+torch.library.register_autograd(_mlp_down_backward, refuse_double_backward("mlp"))
 
 
 def mlp(x: Tensor, w_up: Tensor, w_down: Tensor, slope: float) -> Tensor:

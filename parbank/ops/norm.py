@@ -40,6 +40,7 @@ from parbank.ops.checks import (
 )
 from parbank.ops.configs import Launch
 from parbank.ops.reference import NORM_EPS
+from parbank.ops.register import operator
 from parbank.ops.sums import sum_lines
 
 MAX_WIDTH = 8192  # the longest row the tables below keep in registers; wider ones take the reference
@@ -206,10 +207,9 @@ def _launch_sum_backward(
     return dx
 
 
-@torch.library.custom_op(
-    "parbank::rms_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? weight, float scale, float eps) -> (Tensor, Tensor)",
+@operator(
+    "rms_norm",
+    "(Tensor x, Tensor? weight, float scale, float eps) -> (Tensor, Tensor)",
 )
 def _rms_norm(x: Tensor, weight: Tensor | None, scale: float, eps: float) -> tuple[Tensor, Tensor]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -218,10 +218,9 @@ def _rms_norm(x: Tensor, weight: Tensor | None, scale: float, eps: float) -> tup
     return y, inverse
 
 
-@torch.library.custom_op(
-    "parbank::rms_norm_backward",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor? weight, Tensor inverse, float scale) -> (Tensor, Tensor)",
+@operator(
+    "rms_norm_backward",
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor inverse, float scale) -> (Tensor, Tensor)",
 )
 def _rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, inverse: Tensor, scale: float
@@ -243,10 +242,9 @@ def _rms_norm_backward(
     return dx, sum_lines(partial[None])[0] if weighted else partial
 
 
-@torch.library.custom_op(
-    "parbank::add_rms_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor y, float scale, float eps) -> (Tensor, Tensor, Tensor)",
+@operator(
+    "add_rms_norm",
+    "(Tensor x, Tensor y, float scale, float eps) -> (Tensor, Tensor, Tensor)",
 )
 def _add_rms_norm(x: Tensor, y: Tensor, scale: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -256,10 +254,9 @@ def _add_rms_norm(x: Tensor, y: Tensor, scale: float, eps: float) -> tuple[Tenso
     return total, normed, inverse
 
 
-@torch.library.custom_op(
-    "parbank::add_rms_norm_backward",
-    mutates_args=(),
-    schema="(Tensor? dtotal, Tensor dnormed, Tensor total, Tensor inverse, float scale) -> Tensor",
+@operator(
+    "add_rms_norm_backward",
+    "(Tensor? dtotal, Tensor dnormed, Tensor total, Tensor inverse, float scale) -> Tensor",
 )
 def _add_rms_norm_backward(
     dtotal: Tensor | None, dnormed: Tensor, total: Tensor, inverse: Tensor, scale: float
@@ -268,7 +265,7 @@ def _add_rms_norm_backward(
     return _launch_sum_backward(dtotal, dnormed, total, inverse, scale, late=False)
 
 
-@torch.library.custom_op("parbank::row_norms", mutates_args=(), schema="(Tensor x, float eps) -> Tensor")
+@operator("row_norms", "(Tensor x, float eps) -> Tensor")
 def _row_norms(x: Tensor, eps: float) -> Tensor:
     """1/sqrt(mean(x^2) + eps) of every row, in float32."""
     inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -276,10 +273,9 @@ def _row_norms(x: Tensor, eps: float) -> Tensor:
     return inverse
 
 
-@torch.library.custom_op(
-    "parbank::row_norms_backward",
-    mutates_args=(),
-    schema="(Tensor straight, Tensor g, Tensor x, Tensor inverse) -> Tensor",
+@operator(
+    "row_norms_backward",
+    "(Tensor straight, Tensor g, Tensor x, Tensor inverse) -> Tensor",
 )
 def _row_norms_backward(straight: Tensor, g: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
     """The gradient of x: `straight`, which reached x elsewhere, plus the norm's part of `g`. `g` came back through a
@@ -341,11 +337,12 @@ def _differentiate_sum(ctx: Any, dtotal: Tensor | None, dnormed: Tensor | None, 
     return dx, dx, None, None
 
 
-_rms_norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
-_add_rms_norm.register_autograd(_differentiate_sum, setup_context=_save_sum)
-_add_rms_norm_backward.register_autograd(refuse_double_backward("add_rms_norm"))
-_rms_norm_backward.register_autograd(refuse_double_backward("rms_norm"))
-_row_norms_backward.register_autograd(refuse_double_backward("a block's half (residual.py)"))
+torch.library.register_autograd(_rms_norm, _differentiate_norm, setup_context=_save_norm)
+torch.library.register_autograd(_add_rms_norm, _differentiate_sum, setup_context=_save_sum)
+torch.library.register_autograd(_add_rms_norm_backward, refuse_double_backward("add_rms_norm"))
+torch.library.register_autograd(_rms_norm_backward, refuse_double_backward("rms_norm"))
+torch.library.register_autograd(_row_norms, refuse_double_backward("a block's half (residual.py)"))
+torch.library.register_autograd(_row_norms_backward, refuse_double_backward("a block's half (residual.py)"))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, scale: float = 1.0, eps: float = NORM_EPS) -> Tensor:

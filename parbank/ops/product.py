@@ -36,6 +36,7 @@ from parbank.gpu import on_device
 from parbank.ops import cublaslt
 from parbank.ops.checks import check_floating, fake, same_device
 from parbank.ops.cublaslt import CublasError, Matmul, Operand
+from parbank.ops.register import operator
 from parbank.precision import as_they_are
 
 ENABLED = True
@@ -252,7 +253,7 @@ def _by_cublaslt(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor | None:
     return out
 
 
-@torch.library.custom_op("parbank::product", mutates_args=(), schema="(Tensor a, Tensor b, Tensor? c) -> Tensor")
+@operator("product", "(Tensor a, Tensor b, Tensor? c) -> Tensor")
 def _product(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
     if _takes(a, b):
         with on_device(a.device):
@@ -275,7 +276,7 @@ def _refuse(ctx: Any, *grads: Any) -> NoReturn:
     )
 
 
-_product.register_autograd(_refuse)
+torch.library.register_autograd(_product, _refuse)
 
 
 def product(a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:

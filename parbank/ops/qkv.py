@@ -16,6 +16,7 @@ from parbank.errors import ParbankError
 from parbank.ops import reference
 from parbank.ops.checks import fake, refuse_double_backward, same_device, takes_kernel
 from parbank.ops.reference import NORM_EPS
+from parbank.ops.register import operator
 from parbank.ops.rope import HeadFactors, check_rotation, fits, rotate_one, rotate_one_back
 
 _SCHEMA = (
@@ -36,9 +37,7 @@ def _factors(inverse: Tensor | None, scale: float) -> HeadFactors | None:
     return None if inverse is None else HeadFactors(inverse.contiguous(), scale)
 
 
-@torch.library.custom_op(
-    "parbank::split_qkv_norm_rope", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)"
-)
+@operator("split_qkv_norm_rope", f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)")
 def _split_qkv(
     row: Tensor, heads: int, kv_heads: int, gain: Tensor | None, cos: Tensor, sin: Tensor, inverse: Tensor | None,
     extra: Tensor | None, scale: float, eps: float,
@@ -53,10 +52,9 @@ def _split_qkv(
     return rotate_one(queries, gain, cos, sin, eps, 0, factors)[0], k, v
 
 
-@torch.library.custom_op(
-    "parbank::split_qkv_norm_rope_backward",
-    mutates_args=(),
-    schema=f"(Tensor dq, Tensor dk, Tensor dv, Tensor? more, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+@operator(
+    "split_qkv_norm_rope_backward",
+    f"(Tensor dq, Tensor dk, Tensor dv, Tensor? more, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 def _split_qkv_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, more: Tensor | None, row: Tensor, heads: int, kv_heads: int, gain: Tensor | None,
@@ -107,8 +105,8 @@ def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor
     return back, None, None, None if gain is None else dgain.to(gain.dtype), *[None] * 6
 
 
-_split_qkv.register_autograd(_differentiate, setup_context=_save)
-_split_qkv_backward.register_autograd(refuse_double_backward("qkv_norm_rope"))
+torch.library.register_autograd(_split_qkv, _differentiate, setup_context=_save)
+torch.library.register_autograd(_split_qkv_backward, refuse_double_backward("qkv_norm_rope"))
 
 
 def qkv_norm_rope(

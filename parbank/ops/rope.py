@@ -45,6 +45,7 @@ from parbank.ops.checks import (
 )
 from parbank.ops.configs import Launch
 from parbank.ops.reference import NORM_EPS
+from parbank.ops.register import operator
 from parbank.ops.sums import sum_lines
 
 MAX_TILE = 4096  # heads times channels (both rounded up) that one tile holds, at least one token of them
@@ -312,7 +313,7 @@ def rotate_one_back(
 _SCHEMA = "Tensor q, Tensor k, Tensor? gain, Tensor cos, Tensor sin, float eps"
 
 
-@torch.library.custom_op("parbank::qk_norm_rope", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
+@operator("qk_norm_rope", f"({_SCHEMA}) -> (Tensor, Tensor)")
 def _qk_norm_rope(
     q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -320,10 +321,9 @@ def _qk_norm_rope(
     return rotate_one(q, gain, cos, sin, eps)[0], rotate_one(k, None, cos, sin, eps)[0]
 
 
-@torch.library.custom_op(
-    "parbank::qk_norm_rope_backward",
-    mutates_args=(),
-    schema=f"(Tensor dq, Tensor dk, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+@operator(
+    "qk_norm_rope_backward",
+    f"(Tensor dq, Tensor dk, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 def _qk_norm_rope_backward(
     dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float
@@ -360,8 +360,8 @@ def _differentiate(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...
     return back_q, back_k, None if gain is None else dgain.to(gain.dtype), None, None, None
 
 
-_qk_norm_rope.register_autograd(_differentiate, setup_context=_save)
-_qk_norm_rope_backward.register_autograd(refuse_double_backward("qk_norm_rope"))
+torch.library.register_autograd(_qk_norm_rope, _differentiate, setup_context=_save)
+torch.library.register_autograd(_qk_norm_rope_backward, refuse_double_backward("qk_norm_rope"))
 
 
 def qk_norm_rope(

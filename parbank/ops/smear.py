@@ -20,6 +20,7 @@ from parbank.ops import configs, reference
 from parbank.ops.backend import tl, triton
 from parbank.ops.checks import as_rows, as_vector, fake, refuse_double_backward, takes_kernel
 from parbank.ops.norm import backward_rows, check_channels, choose_launch, forward_rows
+from parbank.ops.register import operator
 from parbank.ops.sums import sum_lines
 
 MAX_WIDTH = 4096  # the longest row the tables below keep in registers; wider ones take the reference
@@ -85,7 +86,7 @@ def _bytes(starts: Tensor) -> Tensor:
     return starts.contiguous().view(torch.uint8)
 
 
-@torch.library.custom_op("parbank::smear", mutates_args=(), schema="(Tensor x, Tensor gate, Tensor starts) -> Tensor")
+@operator("smear", "(Tensor x, Tensor gate, Tensor starts) -> Tensor")
 def _smear(x: Tensor, gate: Tensor, starts: Tensor) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
@@ -99,10 +100,9 @@ def _smear(x: Tensor, gate: Tensor, starts: Tensor) -> Tensor:
     return y
 
 
-@torch.library.custom_op(
-    "parbank::smear_backward",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor gate, Tensor starts) -> (Tensor, Tensor)",
+@operator(
+    "smear_backward",
+    "(Tensor dy, Tensor x, Tensor gate, Tensor starts) -> (Tensor, Tensor)",
 )
 def _smear_backward(dy: Tensor, x: Tensor, gate: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     """dx, and dgate in float32."""
@@ -142,8 +142,8 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dgate.to(gate.dtype), None
 
 
-_smear.register_autograd(_differentiate, setup_context=_save)
-_smear_backward.register_autograd(refuse_double_backward("smear"))
+torch.library.register_autograd(_smear, _differentiate, setup_context=_save)
+torch.library.register_autograd(_smear_backward, refuse_double_backward("smear"))
 
 
 def smear(x: Tensor, gate: Tensor, starts: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from parbank.ops import configs, reference
 from parbank.ops.backend import TensorDescriptor, gdc_launch_dependents, gdc_wait, tl, triton
 from parbank.ops.checks import TILE_SIDE, check_floating, fake, is_near, near, takes_kernel
 from parbank.ops.configs import ANY, Launch
+from parbank.ops.register import operator
 
 # --- kernel ----------------------------------------------------------------------------------------------------------
 
@@ -266,30 +267,38 @@ def _flat(x: Tensor) -> Tensor:
 
 
 # --- registration ----------------------------------------------------------------------------------------------------
-# custom_op, not triton_op: opcheck passes for it also in the interpreter, and it hides nothing that Inductor could use,
+# Not triton_op: opcheck passes for these also in the interpreter, and they hide nothing that Inductor could use,
 # because nothing fuses with a product of this kind. The ops are functional, so Inductor may drop, reorder and plan memory
 # around them. Backwards are plain PyTorch, so second derivatives follow.
 
 
-@torch.library.custom_op("parbank::xxt", mutates_args=())
+@operator(
+    "xxt",
+)
 def _xxt(x: Tensor) -> Tensor:
     flat = _flat(x)
     return _product(flat, flat, None, 1.0, 0.0, True).view(*x.shape[:-1], x.shape[-2])
 
 
-@torch.library.custom_op("parbank::ba_plus_caa", mutates_args=())
+@operator(
+    "ba_plus_caa",
+)
 def _ba_plus_caa(a: Tensor, b: float, c: float) -> Tensor:
     flat = _upright(_flat(a))
     return _product(flat, flat, flat, c, b, True).view(a.shape)
 
 
-@torch.library.custom_op("parbank::symmetric_product", mutates_args=())
+@operator(
+    "symmetric_product",
+)
 def _symmetric_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
     addend = None if c is None else _upright(_flat(c))
     return _product(_upright(_flat(a)), _upright(_flat(b)), addend, alpha, beta, True).view(a.shape)
 
 
-@torch.library.custom_op("parbank::ax_plus_bx", mutates_args=())
+@operator(
+    "ax_plus_bx",
+)
 def _ax_plus_bx(x: Tensor, b: Tensor, a: float) -> Tensor:
     flat = _flat(x)
     addend = flat if flat.stride(2) == 1 else flat.contiguous()
@@ -353,10 +362,10 @@ def _ax_plus_bx_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     return ctx.scalars[0] * grad + b.mT @ grad, grad @ x.mT, None
 
 
-_xxt.register_autograd(_xxt_backward, setup_context=_save_inputs)
-_ba_plus_caa.register_autograd(_ba_plus_caa_backward, setup_context=_save_inputs)
-_symmetric_product.register_autograd(_symmetric_product_backward, setup_context=_save_inputs)
-_ax_plus_bx.register_autograd(_ax_plus_bx_backward, setup_context=_save_inputs)
+torch.library.register_autograd(_xxt, _xxt_backward, setup_context=_save_inputs)
+torch.library.register_autograd(_ba_plus_caa, _ba_plus_caa_backward, setup_context=_save_inputs)
+torch.library.register_autograd(_symmetric_product, _symmetric_product_backward, setup_context=_save_inputs)
+torch.library.register_autograd(_ax_plus_bx, _ax_plus_bx_backward, setup_context=_save_inputs)
 
 
 # --- public ----------------------------------------------------------------------------------------------------------

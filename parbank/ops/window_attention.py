@@ -31,6 +31,7 @@ from parbank.ops import backend, configs, reference
 from parbank.ops.backend import TensorDescriptor, tl, triton
 from parbank.ops.checks import check_floating, fake, near, same_device, takes_kernel, unit_channels
 from parbank.ops.configs import ANY, Launch
+from parbank.ops.register import operator
 
 LOW_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 WIDTHS = (16, 32, 64, 128)
@@ -172,10 +173,9 @@ def without_tma(launch: Launch) -> Launch:
     return dataclasses.replace(launch, blocks={**launch.blocks, "TMA": False}, options=options)
 
 
-@torch.library.custom_op(
-    "parbank::window_attention",
-    mutates_args=(),
-    schema="(Tensor q, Tensor past_k, Tensor past_v, Tensor k, Tensor v, Tensor low, SymInt window) -> Tensor",
+@operator(
+    "window_attention",
+    "(Tensor q, Tensor past_k, Tensor past_v, Tensor k, Tensor v, Tensor low, SymInt window) -> Tensor",
 )
 def _window_attention(
     q: Tensor, past_k: Tensor, past_v: Tensor, k: Tensor, v: Tensor, low: Tensor, window: int
@@ -226,7 +226,7 @@ def _refuse(ctx: Any, grad: Tensor) -> NoReturn:
     )
 
 
-_window_attention.register_autograd(_refuse)
+torch.library.register_autograd(_window_attention, _refuse)
 
 
 def window_attention(

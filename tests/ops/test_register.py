@@ -1,0 +1,48 @@
+"""Every operator refuses or has a derivative, and none imports the compiler before something compiles."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import parbank.ops.flash
+import parbank.ops.window_attention  # noqa: F401 (registers its operator)
+
+
+def test_no_operator_drops_a_gradient_in_silence() -> None:
+    names = [schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("parbank::")]
+    assert len(names) >= 35
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert [name for name in names if not has_kernel(name, "Autograd")] == []
+    assert [name for name in names if not has_kernel(name, "Meta")] == [], "a compiler asks for shapes"
+
+
+def test_the_compiler_is_imported_where_something_compiles_alone() -> None:
+    """The import takes seconds. Once it is there, the same operators work in a compiled function, and stay one call in it."""
+    pytest.importorskip("triton")
+    code = """
+import sys, torch
+from parbank import ops
+from parbank.ops import backend
+with backend.use_backend("triton"):
+    x = torch.randn(4, 64, requires_grad=True)
+    ops.leaky_relu_squared(x, 0.5).sum().backward()
+    ops.rms_norm(x).sum().backward()
+    loaded = [name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules]
+    assert not loaded, loaded
+    before, x.grad = x.grad, None
+    graphs = []
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    compiled = torch.compile(lambda x: ops.leaky_relu_squared(x, 0.5) + ops.rms_norm(x), backend=keep, fullgraph=True)
+    compiled(x).sum().backward()
+    torch.testing.assert_close(x.grad, before)
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.graph.nodes if "parbank" in str(node.target)]
+    assert called == ["parbank.leaky_relu_squared.default", "parbank.rms_norm.default"], called
+"""
+    interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=interpreted)
