@@ -39,7 +39,7 @@ for _ in range(60):
 plain = sum(p.numel() for p in module.parameters()) * 4
 batches, unseen = [make_batch() for _ in range(4)], make_batch()
 print(f"{plain:,} bytes in float32: loss {compute_loss(module, unseen).item():.4f}")
-for max_bytes in (100_000, 60_000):
+for max_bytes in (100_000, 40_000):
     packed = parbank.pack(module, max_bytes=max_bytes, calibration=batches, out="module.pbk")
     restored = make_module()
     restored.load_state_dict(parbank.load("module.pbk").state_dict())
