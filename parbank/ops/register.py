@@ -38,9 +38,11 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if outside is None:
-            from torch._dynamo.decorators import skip  # waits for an import in another thread
+            import torch._dynamo  # waits for another thread that imports it
 
-            skip(call)  # the frame itself: a function that is not compiled whole calls operators under the tracer
+            torch._dynamo.decorators.skip(
+                call
+            )  # the frame itself: a function that is not compiled whole calls operators under the tracer
             outside = torch.compiler.disable(function)
         return outside(*args, **kwargs)
 

@@ -70,3 +70,31 @@ assert not traced, traced
 """
     interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=interpreted)
+
+
+def test_operators_run_while_another_thread_imports_the_compiler() -> None:
+    """Here an import that holds the lock of another module of the compiler would leave it half imported."""
+    code = """
+import threading, torch
+from torch import Tensor
+from parbank.ops.register import operator
+@operator("twice_for_a_test")
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+start = threading.Thread(target=lambda: __import__("torch._dynamo"))
+start.start()
+faults = []
+def call():
+    try:
+        while start.is_alive():
+            assert twice(torch.ones(3)).sum() == 6
+    except Exception as fault:
+        faults.append(fault)
+threads = [threading.Thread(target=call) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in (start, *threads)]
+assert not faults, faults
+torch._dynamo.exc, torch._dynamo.decorators.skip, torch._dynamo.disable
+assert twice(torch.ones(3)).sum() == 6
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
