@@ -174,7 +174,7 @@ class QuantBank:
         """(N,): nats a token, from the variance of each row's error: of logits as the top of this file says."""
         cost = 0.5 * error
         if self.logits is not None:
-            cost = torch.where(self.logits[:, None], torch.expm1(cost.clamp(max=_MOST_EXPONENT)), cost)
+            cost = torch.where(self.logits[:, None], raise_exponential(cost), cost)
         return (self.sensitivity.double() * cost).sum(1)
 
     def predicted_bits(self, multiplier: float) -> float:
@@ -199,6 +199,11 @@ class QuantBank:
             q = max(1, int(abs(integers.astype("int16")).max(initial=0)))
             found[name] = Quantised(integers, halves, q, self.rotation, low_rank)
         return found
+
+
+def raise_exponential(cost: Tensor) -> Tensor:
+    """What errors of logits cost, from what they cost by the second order; both over the sensitivity."""
+    return torch.expm1(cost.clamp(max=_MOST_EXPONENT))
 
 
 def solve_exponential(a: Tensor) -> Tensor:
