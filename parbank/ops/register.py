@@ -40,9 +40,8 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
         if outside is None:
             import torch._dynamo  # waits for another thread that imports it
 
-            torch._dynamo.decorators.skip(
-                call
-            )  # the frame itself: a function that is not compiled whole calls operators under the tracer
+            # The frame itself: the compiler watches operators of a function that it does not compile whole.
+            torch._dynamo.decorators.skip(call)
             outside = torch.compiler.disable(function)
         return outside(*args, **kwargs)
 
