@@ -39,9 +39,9 @@ def wait() -> None:
 
 
 def _index_of(device: str) -> int:
-    """The GPU that `parbank.runtime.start` takes."""
-    _, _, index = device.partition(":")
-    index = index or os.environ.get("LOCAL_RANK", "0")
+    """The GPU that `parbank.runtime.start` takes: of several ranks each has its own, whatever the device says."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    index = device.partition(":")[2] if alone else os.environ.get("LOCAL_RANK", "0")
     return int(index) if index.isdecimal() else 0
 
 

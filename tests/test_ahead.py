@@ -42,16 +42,20 @@ def test_nothing_is_hashed_where_nothing_needs_it(hashed: list[str], monkeypatch
 
 def test_without_our_kernels_the_gpu_alone_is_opened(hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARBANK_OPS", "reference")
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    ahead.begin()
+    ahead.begin("cuda:3")
     ahead.wait()
     assert hashed == ["GPU 3"]
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda:2", 2), ("cuda", 0), ("auto", 0), ("cuda:x", 0)])
-def test_the_gpu_is_the_one_that_is_named(device: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert ahead._index_of(device) == index
+@pytest.mark.parametrize("world", [1, 8])
+def test_the_gpu_is_the_one_that_the_run_takes(
+    device: str, index: int, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `parbank.runtime.start` has it. A context on another GPU would take half a gigabyte there."""
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert ahead._index_of(device) == (index if world == 1 else 5)
 
 
 def test_a_missing_driver_is_reported_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

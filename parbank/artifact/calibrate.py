@@ -140,8 +140,8 @@ class Probe(TorchFunctionMode):
         self.squares: dict[tuple[str, str], Tensor] = {}
         self.likely: dict[str, Tensor] = {}
         """The sums of the positive gradients, by output, of each weight that is read as a linear layer."""
-        self.mixed: dict[str, Tensor] = {}
-        """How many of its outputs' gradients were negative twice or more, so that they are no logits."""
+        self.signs: dict[str, Tensor] = {}
+        """How many of its outputs' gradients were negative in one place, and in several, so that they are no logits."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -178,7 +178,7 @@ class Probe(TorchFunctionMode):
 
     def zero_sums(self) -> None:
         """Keeps the names and shapes of all sums, and no number."""
-        for sums in (self.inputs, self.counts, self.squares, self.likely, self.mixed):
+        for sums in (self.inputs, self.counts, self.squares, self.likely, self.signs):
             for total in sums.values():
                 total.zero_()
 
@@ -188,8 +188,13 @@ class Probe(TorchFunctionMode):
         counts = {name: runtime.sum(self.counts[name].double()) / tokens for name in sorted(self.counts)}
         squares = {key: runtime.sum(self.squares[key].double()) / tokens for key in sorted(self.squares)}
         likely = {name: runtime.sum(self.likely[name].double()) for name in sorted(self.likely)}
-        mixed = {name: runtime.sum(self.mixed[name].double()) for name in sorted(self.mixed)}
-        logits = frozenset(name for name, count in mixed.items() if not count and likely[name].any())
+        signs = {name: runtime.sum(self.signs[name].double()) for name in sorted(self.signs)}
+        # Two outputs, such as a gate's, seldom have two negative gradients, whatever they are.
+        logits = frozenset(
+            name
+            for name, (once, more) in signs.items()
+            if once and not more and likely[name].sum() > 0 and len(likely[name]) > 2
+        )
         hessians, sensitivity = {}, {}
         for name in sorted(self.shapes):
             hessian = inputs.get(self.shared.get(name, name))
@@ -232,8 +237,10 @@ class Probe(TorchFunctionMode):
         def add(gradient: Tensor) -> None:
             rows = gradient.reshape(-1, gradient.shape[-1]).float()
             _add(self.squares, (kind, name), rows.square().sum(0))
-            if kind == "linear" and not self.mixed.get(name, 0):  # most are no logits by the first pass
-                _add(self.mixed, name, ((rows < 0).sum(1) > 1).sum())
+            seen = self.signs.get(name)
+            if kind == "linear" and (seen is None or not seen[1]):  # most are no logits by the first pass
+                negative = (rows < 0).sum(1)
+                _add(self.signs, name, torch.stack([(negative == 1).sum(), (negative > 1).sum()]))
                 _add(self.likely, name, rows.relu().sum(0))
 
         if out.requires_grad:

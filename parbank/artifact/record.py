@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parbank.artifact.container import read_artifact
 from parbank.artifact.contents import StoredTensor, read_contents
+from parbank.quant.bank import raise_exponential
 from parbank.quant.calibration import Calibration
 from parbank.quant.integers import Quantised, dequantise_with_entropy
 
@@ -66,11 +67,16 @@ def _measure(name: str, packed: Tensor, weights: Tensor | None, calibration: Cal
     hessian = calibration.hessians.get(name) if calibration else None
     sensitivity = calibration.sensitivity.get(name) if calibration else None
     if hessian is not None and sensitivity is not None and error.ndim == 2 and len(hessian) == error.shape[1]:
-        found["cost_nats"] = _cost(error.to(hessian.device), hessian.float(), sensitivity.float().to(hessian.device))
+        logits = calibration is not None and name in calibration.logits
+        rows = sensitivity.double().to(hessian.device)
+        found["cost_nats"] = _cost(error.to(hessian.device), hessian.float(), rows, logits=logits)
     return found
 
 
-def _cost(error: Tensor, hessian: Tensor, sensitivity: Tensor) -> float:
-    """1/2 sum_r g_r D_r H D_r^T."""
-    pieces = zip(error.split(_ROWS), sensitivity.split(_ROWS), strict=True)
-    return sum(0.5 * float((g * ((d @ hessian) * d).sum(1)).sum()) for d, g in pieces)
+def _cost(error: Tensor, hessian: Tensor, sensitivity: Tensor, *, logits: bool) -> float:
+    """1/2 sum_r g_r D_r H D_r^T; of logits as `parbank.quant.bank` says."""
+    total = 0.0
+    for d, g in zip(error.split(_ROWS), sensitivity.split(_ROWS), strict=True):
+        cost = 0.5 * ((d @ hessian) * d).sum(1).double()
+        total += float((g * (raise_exponential(cost) if logits else cost)).sum())
+    return total

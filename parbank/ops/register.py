@@ -38,6 +38,10 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if outside is None:
+            import torch._dynamo  # waits for another thread that imports it
+
+            # The frame itself: the compiler watches operators of a function that it does not compile whole.
+            torch._dynamo.decorators.skip(call)
             outside = torch.compiler.disable(function)
         return outside(*args, **kwargs)
 

@@ -272,33 +272,25 @@ def _flat(x: Tensor) -> Tensor:
 # around them. Backwards are plain PyTorch, so second derivatives follow.
 
 
-@operator(
-    "xxt",
-)
+@operator("xxt")
 def _xxt(x: Tensor) -> Tensor:
     flat = _flat(x)
     return _product(flat, flat, None, 1.0, 0.0, True).view(*x.shape[:-1], x.shape[-2])
 
 
-@operator(
-    "ba_plus_caa",
-)
+@operator("ba_plus_caa")
 def _ba_plus_caa(a: Tensor, b: float, c: float) -> Tensor:
     flat = _upright(_flat(a))
     return _product(flat, flat, flat, c, b, True).view(a.shape)
 
 
-@operator(
-    "symmetric_product",
-)
+@operator("symmetric_product")
 def _symmetric_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
     addend = None if c is None else _upright(_flat(c))
     return _product(_upright(_flat(a)), _upright(_flat(b)), addend, alpha, beta, True).view(a.shape)
 
 
-@operator(
-    "ax_plus_bx",
-)
+@operator("ax_plus_bx")
 def _ax_plus_bx(x: Tensor, b: Tensor, a: float) -> Tensor:
     flat = _flat(x)
     addend = flat if flat.stride(2) == 1 else flat.contiguous()

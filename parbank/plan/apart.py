@@ -29,7 +29,7 @@ PATIENCE = 60.0
 _LONGEST = 200  # characters of a message that are repeated
 _CODE = """\
 from parbank import ahead
-ahead.begin()
+ahead.begin({device!r})
 from parbank.plan.probe import rehearse_shape
 rehearse_shape({shape}, {device!r}, threads={threads})
 """

@@ -103,7 +103,7 @@ def remember(plan: Plan, summary: dict[str, Any]) -> None:
     """Keeps the run of a plan that has ended, in one piece, if the laws describe it: with no setting that they ignore, of a size
     that plans choose, and of LEAST_STEPS or more. The first rank alone calls it."""
     score, sizes = float(summary["val_bpb_before_packing"]), Sizes.of(plan.best.config, float(summary["tokens"]))
-    ordinary = not find_ignored(plan.settings) and are_usual(sizes.matrices, plan.ranges)
+    ordinary = not find_ignored(plan.settings, cuda=plan.machine.cuda) and are_usual(sizes.matrices, plan.ranges)
     if not (plan.text.digest and ordinary and summary["steps"] >= LEAST_STEPS and 0 < score < WORST):
         return
     run = PastRun(on=datetime.now(UTC).date().isoformat(), bpb=score, sizes=sizes)

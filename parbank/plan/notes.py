@@ -16,6 +16,8 @@ KNOWN = (
     "train.checkpoint_minutes", "train.keep_checkpoints", "train.max_skipped",
 )  # fmt: skip
 """Beginnings of settings that the expected score counts with, or that change no score."""
+KNOWN_GPU = ("model.tied",)
+"""More of them, on a GPU alone."""
 
 
 def find_notes(plan: Plan) -> tuple[str, ...]:
@@ -23,10 +25,10 @@ def find_notes(plan: Plan) -> tuple[str, ...]:
     return (*_known(plan), *_extrapolations(plan), *_end(plan), *_ignored(plan), *_load(plan))
 
 
-def find_ignored(settings: Sequence[str]) -> list[str]:
+def find_ignored(settings: Sequence[str], *, cuda: bool) -> list[str]:
     """The names of settings that change the score, and are in no law."""
     names = dict.fromkeys(setting.partition("=")[0].strip() for setting in settings)
-    return [name for name in names if not name.startswith(KNOWN)]
+    return [name for name in names if not name.startswith(KNOWN + KNOWN_GPU * cuda)]
 
 
 def _known(plan: Plan) -> Iterator[str]:
@@ -73,7 +75,7 @@ def _end(plan: Plan) -> Iterator[str]:
 
 
 def _ignored(plan: Plan) -> Iterator[str]:
-    if unknown := find_ignored(plan.settings):
+    if unknown := find_ignored(plan.settings, cuda=plan.machine.cuda):
         yield f"the expected score does not know {', '.join(unknown)}: it is that of the usual values"
 
 

@@ -28,6 +28,7 @@ _SMALLEST_HALF, _LARGEST_HALF = 2.0**-24, 65504.0
 _SAMPLE = 1 << 20  # weights of a bank that a prediction looks at: entropies are then right to a tenth of a percent
 # A sensitivity far below its tensor's mean is mostly calibration noise: it does not justify dropping a row.
 _FLOOR = 1e-3
+_MOST_EXPONENT = 50.0  # of an error of logits, so that its cost is finite
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,14 @@ class QuantBank:
             sensitivity = self.sensitivity_at(multiplier)
             thresholds = prices(rate, scales, sensitivity, self.pruning * multiplier, MAX_Q)
         values, error = round_bank(self.weights, scales, MAX_Q, self.factors, thresholds)
-        distortion = 0.5 * (self.sensitivity.double() * error.double()).sum(1)
-        return Rounded(values, scales, distortion, self._with_factors(measure(values).bits))
+        return Rounded(values, scales, self._cost(error.double()), self._with_factors(measure(values).bits))
+
+    def _cost(self, error: Tensor) -> Tensor:
+        """(N,): nats a token, from the variance of each row's error: of logits as the top of this file says."""
+        cost = 0.5 * error
+        if self.logits is not None:
+            cost = torch.where(self.logits[:, None], raise_exponential(cost), cost)
+        return (self.sensitivity.double() * cost).sum(1)
 
     def predicted_bits(self, multiplier: float) -> float:
         """The rate by plain rounding of evenly spaced columns: close to that of `round`, at a fraction of the time."""
@@ -192,6 +199,11 @@ class QuantBank:
             q = max(1, int(abs(integers.astype("int16")).max(initial=0)))
             found[name] = Quantised(integers, halves, q, self.rotation, low_rank)
         return found
+
+
+def raise_exponential(cost: Tensor) -> Tensor:
+    """What errors of logits cost, from what they cost by the second order; both over the sensitivity."""
+    return torch.expm1(cost.clamp(max=_MOST_EXPONENT))
 
 
 def solve_exponential(a: Tensor) -> Tensor:

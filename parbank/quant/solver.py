@@ -269,6 +269,13 @@ def _stack_banks(
             raise ArtifactError(
                 f"{name} holds values that are not finite; the run diverged, pack an earlier checkpoint"
             )
+        measured = {"inputs": calibration.hessians.get(name), "gradients": calibration.sensitivity.get(name)}
+        for kind, moments in measured.items():
+            if moments is not None and not moments.isfinite().all():
+                raise ArtifactError(
+                    f"calibration found {kind} of {name} that are not finite; check that the loss is a finite number on every "
+                    "batch, and calibrate in float32 or bfloat16, not in float16"
+                )
         groups.setdefault(tuple(tensor.shape), []).append(name)
     usual = _usual_stiffness(calibration)
     banks = []

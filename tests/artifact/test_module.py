@@ -1,5 +1,6 @@
 """What calibration measures of a module that parbank did not build, held against hooks and autograd by hand."""
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,24 @@ def test_a_module_of_numbers_is_calibrated_too() -> None:
     torch.testing.assert_close(found.sensitivity["2.weight"], module(x).detach().square().mean(0))
     assert not x.requires_grad
     assert set(found.sensitivity) == {"0.weight", "2.weight"}
+    assert not found.logits
+
+
+@pytest.mark.parametrize("outputs", [1, 2, 16])
+def test_outputs_whose_gradients_share_a_sign_are_no_logits(outputs: int) -> None:
+    """A score or a gate has one output or two, and all numbers of a layer may be too large."""
+    module, x = nn.Sequential(nn.Linear(20, outputs)), torch.randn(50, 20)
+    found = calibrate_module(module, [x], weights(module), loss=lambda out, batch: (out + 50).square().sum())
+    assert not found.logits
+    gated = calibrate_module(module, [x], weights(module), loss=lambda out, batch: out.softmax(-1)[:, 0].sum())
+    assert outputs > 2 or not gated.logits
+
+
+def test_gradients_that_are_no_numbers_show_no_logits() -> None:
+    module = nn.Sequential(nn.Linear(20, 16))
+    found = calibrate_module(
+        module, [torch.randn(5, 20)], weights(module), loss=lambda out, batch: out.sum() * math.nan
+    )
     assert not found.logits
 
 

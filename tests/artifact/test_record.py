@@ -36,3 +36,13 @@ def test_the_record_says_what_packing_did(tmp_path: Path) -> None:
     assert "cost_nats" not in rows["norm.gain"], "nothing was measured for it"
     assert sum(record["sections"].values()) < packed.size
     assert seconds > 0
+    logits = Calibration(
+        hessians={"a.weight": hessian},
+        sensitivity={"a.weight": sensitivity},
+        logits=frozenset(["a.weight"]),
+        tokens=500,
+    )
+    row, _ = read_back(tmp_path / "model.pbk", weights, logits)[1]["tensors"]
+    exponential = float((sensitivity.double() * torch.expm1(outputs.square().mean(1) / 2)).sum())
+    assert row["cost_nats"] == pytest.approx(exponential, rel=1e-4)
+    assert row["cost_nats"] > rows["a.weight"]["cost_nats"]

@@ -46,3 +46,55 @@ with backend.use_backend("triton"):
 """
     interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=interpreted)
+
+
+def test_a_function_that_does_not_compile_whole_calls_operators_as_they_are() -> None:
+    """Its operators run while the compiler watches. It would trace what calls each of them, once for each operator and shape."""
+    pytest.importorskip("triton")
+    code = """
+import torch
+from parbank import ops
+from parbank.ops import backend
+from torch._dynamo.utils import counters
+def break_in_a_loop(x):
+    for _ in range(2):
+        torch._dynamo.graph_break()
+        x = torch.ops.parbank.leaky_relu_squared(x, 0.5) + torch.ops.parbank.xxt(x) @ x
+    return x
+x = torch.randn(4, 64)
+with backend.use_backend("triton"):
+    expected = break_in_a_loop(x)
+    torch.testing.assert_close(torch.compile(break_in_a_loop, backend="eager")(x), expected)
+traced = [reason for reason in counters["graph_break"] if "disable" in reason]
+assert not traced, traced
+"""
+    interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=interpreted)
+
+
+def test_operators_run_while_another_thread_imports_the_compiler() -> None:
+    """Here an import that holds the lock of another module of the compiler would leave it half imported."""
+    code = """
+import threading, torch
+from torch import Tensor
+from parbank.ops.register import operator
+@operator("twice_for_a_test")
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+start = threading.Thread(target=lambda: __import__("torch._dynamo"))
+start.start()
+faults = []
+def call():
+    try:
+        while start.is_alive():
+            assert twice(torch.ones(3)).sum() == 6
+    except Exception as fault:
+        faults.append(fault)
+threads = [threading.Thread(target=call) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in (start, *threads)]
+assert not faults, faults
+torch._dynamo.exc, torch._dynamo.decorators.skip, torch._dynamo.disable
+assert twice(torch.ones(3)).sum() == 6
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

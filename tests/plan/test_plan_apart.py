@@ -118,4 +118,6 @@ def test_the_code_names_functions_that_exist() -> None:
 
     assert callable(ahead.begin)
     assert rehearse_shape.__name__ in apart._CODE
-    compile(apart._CODE.format(shape=0, device="cuda:0", threads=2), "child", "exec")
+    code = apart._CODE.format(shape=0, device="cuda:3", threads=2)
+    compile(code, "child", "exec")
+    assert "ahead.begin('cuda:3')" in code, "the first GPU may be another's"

@@ -431,6 +431,13 @@ def test_a_head_of_its_own_where_a_gpu_has_bytes_for_it() -> None:
     assert make_plan(replace(request, text=STDLIB), CPU, LAWS).best.config.model.tied, "measured on a GPU alone"
 
 
+@pytest.mark.parametrize("machine", [CPU, GPU])
+def test_a_head_of_its_own_is_known_where_it_was_measured(machine: Machine) -> None:
+    request = Request(minutes=3, max_bytes=8_000_000, text=STDLIB, settings=("model.tied=false",))
+    said = any("does not know model.tied" in note for note in find_notes(make_plan(request, machine, LAWS)))
+    assert said == (not machine.cuda)
+
+
 def test_what_else_the_second_screen_found_is_planned_on_a_gpu_alone() -> None:
     request = Request(minutes=2, max_bytes=4_000_000, text=STDLIB)
     gpu, cpu = (make_plan(request, machine, LAWS).best.config for machine in (GPU, CPU))

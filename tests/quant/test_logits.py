@@ -33,7 +33,9 @@ def head() -> tuple[Tensor, Tensor]:
     return weight, mean + torch.randn(4000, WIDTH, generator=generator)
 
 
-def lost(head: tuple[Tensor, Tensor], cap: int, *, logits: bool) -> tuple[float, int]:
+def lost(
+    head: tuple[Tensor, Tensor], cap: int, *, logits: bool, config: QuantConfig | None = None
+) -> tuple[float, int]:
     """Nats a token that rounding to a cap costs, and how many rows became zero."""
     weight, x = head
     likely = torch.softmax(x @ weight.T, 1)
@@ -43,7 +45,7 @@ def lost(head: tuple[Tensor, Tensor], cap: int, *, logits: bool) -> tuple[float,
         logits=frozenset([NAME] if logits else []),
         tokens=len(x),
     )
-    packed = pack_solved({NAME: weight}, QuantConfig(), calibration, max_bytes=cap)
+    packed = pack_solved({NAME: weight}, config or QuantConfig(), calibration, max_bytes=cap)
     assert 0.99 * cap <= packed.size <= cap
     found = unpack_tensors(packed.artifact)[NAME].float()
     before, after = (torch.log_softmax((x @ w.T).double(), 1) for w in (weight, found))
@@ -58,6 +60,14 @@ def test_the_exponential_of_a_logit_counts(head: tuple[Tensor, Tensor], cap: int
     assert found <= share * second_order
     assert kept == 0
     assert dropped > 0 or cap > 8_000
+
+
+@pytest.mark.parametrize("cap", [12_000, 8_000])
+def test_a_rotation_of_logits_is_chosen_by_the_exponential(head: tuple[Tensor, Tensor], cap: int) -> None:
+    """With few bits the second order prefers a rotation that costs far more."""
+    plain, _ = lost(head, cap, logits=True, config=QuantConfig(rotation=False))
+    chosen, _ = lost(head, cap, logits=True)
+    assert chosen <= 1.1 * plain
 
 
 def test_a_file_that_only_fits_without_such_rows_is_still_made(head: tuple[Tensor, Tensor]) -> None:

@@ -188,6 +188,18 @@ def test_weights_that_are_not_finite_are_refused() -> None:
         pack_solved({"a.weight": torch.full((16, 16), torch.nan)}, QuantConfig(), Calibration(), max_bytes=9_000)
 
 
+@pytest.mark.parametrize("kind", ["inputs", "gradients"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_moments_that_are_not_finite_are_refused(kind: str, value: float) -> None:
+    """Gradients of NaN packed their tensor as zeros."""
+    tensors = make_tensors()
+    calibration = make_calibration(tensors)
+    name = min(calibration.hessians)
+    (calibration.hessians if kind == "inputs" else calibration.sensitivity)[name][0] = value
+    with pytest.raises(ArtifactError, match=f"calibration found {kind} of {name} that are not finite"):
+        Solver(tensors, ROLES, calibration, QuantConfig())
+
+
 def test_an_empty_state_dict_packs() -> None:
     packed = pack_solved({}, QuantConfig(), Calibration(), max_bytes=1000)
     assert packed.data == pack_tensors({}, QuantConfig(), max_bytes=1000).data
