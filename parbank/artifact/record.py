@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parbank.artifact.container import read_artifact
 from parbank.artifact.contents import StoredTensor, read_contents
-from parbank.quant.bank import raise_exponential
+from parbank.quant.bank import MOST_EXPONENT
 from parbank.quant.calibration import Calibration
 from parbank.quant.integers import Quantised, dequantise_with_entropy
 
@@ -78,5 +78,5 @@ def _cost(error: Tensor, hessian: Tensor, sensitivity: Tensor, *, logits: bool) 
     total = 0.0
     for d, g in zip(error.split(_ROWS), sensitivity.split(_ROWS), strict=True):
         cost = 0.5 * ((d @ hessian) * d).sum(1).double()
-        total += float((g * (raise_exponential(cost) if logits else cost)).sum())
+        total += float((g * (torch.expm1(cost.clamp(max=MOST_EXPONENT)) if logits else cost)).sum())
     return total

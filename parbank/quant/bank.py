@@ -28,7 +28,7 @@ _SMALLEST_HALF, _LARGEST_HALF = 2.0**-24, 65504.0
 _SAMPLE = 1 << 20  # weights of a bank that a prediction looks at: entropies are then right to a tenth of a percent
 # A sensitivity far below its tensor's mean is mostly calibration noise: it does not justify dropping a row.
 _FLOOR = 1e-3
-_MOST_EXPONENT = 50.0  # of an error of logits, so that its cost is finite
+MOST_EXPONENT = 50.0  # of an error of logits, so that its cost is finite
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class QuantBank:
 
 def raise_exponential(cost: Tensor) -> Tensor:
     """What errors of logits cost, from what they cost by the second order; both over the sensitivity."""
-    return torch.expm1(cost.clamp(max=_MOST_EXPONENT))
+    return torch.expm1(cost.clamp(max=MOST_EXPONENT))
 
 
 def solve_exponential(a: Tensor) -> Tensor:
