@@ -80,9 +80,6 @@ class ModelConfig:
     """Logits become softcap * tanh(logits / softcap); 0 leaves them alone."""
     tied: bool = True
     """The output head is the token embedding."""
-    embedding_width: int = 0
-    """Channels of the token embedding before it is projected to the model's width; 0 leaves the projection out. Needs a head of
-    its own (`tied=false`)."""
     embedding_std: float = 0.005
     """Standard deviation of the token embedding at the start; small, because a tied head reads it too."""
     isolate_documents: bool = False
@@ -97,7 +94,7 @@ class ModelConfig:
             require(getattr(self, name) >= 1, f"model.{name} must be at least 1, got {getattr(self, name)}")
         require(self.layers <= MAX_LAYERS, f"model.layers must be at most {MAX_LAYERS}, got {self.layers}")
         require(self.vocab_size <= MAX_VOCAB, f"model.vocab_size must be at most {MAX_VOCAB}, got {self.vocab_size}")
-        for name in ("width", "bigram_width", "value_width", "embedding_width"):
+        for name in ("width", "bigram_width", "value_width"):
             value = getattr(self, name)
             require(value <= MAX_CHANNELS, f"model.{name} must be at most {MAX_CHANNELS}, got {value}")
         require(
@@ -146,10 +143,6 @@ class ModelConfig:
         require(
             0 <= self.smear_input <= self.width and (self.smear or not self.smear_input),
             f"model.smear_input must lie in 0..{self.width} and needs model.smear=true, got {self.smear_input}",
-        )
-        require(
-            self.embedding_width >= 0 and not (self.tied and self.embedding_width),
-            f"model.embedding_width must be at least 0, and above 0 needs model.tied=false, got {self.embedding_width}",
         )
         require(
             self.bigram_buckets == 0 or 2 <= self.bigram_buckets <= MAX_BUCKETS,

@@ -150,9 +150,7 @@ class GPT(nn.Module):
         """The share of channels that training mode drops from the output of attention and MLP. In eval mode none are."""
         self.token_dropout = 0.0
         """The share of input tokens that training mode replaces by the unknown token. In eval mode none are."""
-        narrow = c.embedding_width
-        self.token_embedding = make_table(c.vocab_size, narrow or c.width)
-        self.embedding_projection = nn.Parameter(torch.zeros(c.width, narrow)) if narrow else None
+        self.token_embedding = make_table(c.vocab_size, c.width)
         self.bigram = BigramEmbedding(c.bigram_buckets, c.bigram_width, c.width) if c.bigram_buckets else None
         self.smear: SmearGate | InputSmear | None = None
         if c.smear:
@@ -186,8 +184,6 @@ class GPT(nn.Module):
                 else:
                     nn.init.orthogonal_(matrix)
         self.token_embedding.weight.normal_(std=self.config.embedding_std)
-        if self.embedding_projection is not None:
-            nn.init.orthogonal_(self.embedding_projection)
         if self.bigram is not None:
             # With one of the two at zero their product starts at zero; with both at zero neither would get a gradient.
             self.bigram.embedding.weight.zero_()
@@ -292,8 +288,6 @@ class GPT(nn.Module):
     def embed(self, ids: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
         """The input of the first block, (B, T, width). `starts` (B, T) marks positions that must not see the position before."""
         x = look_up(self.token_embedding, ids, dtype)
-        if self.embedding_projection is not None:
-            x = F.linear(x, self.embedding_projection.to(dtype))
         if self.bigram is not None:
             x = x + self.bigram(ids, starts, dtype)
         x = ops.rms_norm(x)

@@ -23,9 +23,8 @@ class ParameterCounts:
 
 def count_parameters(c: ModelConfig) -> ParameterCounts:
     matrices = c.layers * 2 * c.width * (c.width + c.kv_width + c.hidden)
-    tables = c.vocab_size * (c.width if c.tied else c.width + (c.embedding_width or c.width))
-    others = c.width * c.embedding_width
-    others += c.smear_input + 1 if c.smear_input else c.width * c.smear
+    tables = c.vocab_size * c.width * (1 if c.tied else 2)
+    others = c.smear_input + 1 if c.smear_input else c.width * c.smear
     others += c.width * (c.layers * (2 * c.block_gains + 2 * c.residual_mix))
     others += c.width * (c.layers // 2) * c.unet_skips + c.layers**2 * c.dense
     others += c.layers * c.heads * (bool(c.qk_gain) + c.width * c.gated_attention)
@@ -41,8 +40,7 @@ def count_parameters(c: ModelConfig) -> ParameterCounts:
 
 def count_products(c: ModelConfig) -> int:
     """Multiplications of one token in one forward pass, attention's own left out."""
-    narrow = c.width * (c.embedding_width + c.bigram_width * bool(c.bigram_buckets))
-    narrow += c.kv_width * c.value_width * bool(c.value_layers)
+    narrow = c.width * c.bigram_width * bool(c.bigram_buckets) + c.kv_width * c.value_width * bool(c.value_layers)
     return count_parameters(c).matrices + c.vocab_size * c.width + narrow
 
 

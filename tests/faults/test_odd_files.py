@@ -136,10 +136,7 @@ def test_a_vocabulary_that_no_tokenizer_has_is_refused_before_a_model_is_made() 
         *(f"model.{name}=NaN" for name in ("activation_slope", "rope_base")),
         "model.activation_slope=-1e300",
         "model.rope_base=0.0",
-        *(
-            f"model.{name}={2**63}"
-            for name in ("vocab_size", "bigram_buckets", "bigram_width", "value_width", "embedding_width")
-        ),
+        *(f"model.{name}={2**63}" for name in ("vocab_size", "bigram_buckets", "bigram_width", "value_width")),
         *(f"batch.{name}={2**63}" for name in ("batch_tokens", "prefetch")),
         f"batch.stages=[[0.5, 64, {2**63}]]",
     ],

@@ -60,7 +60,6 @@ OPTIONS: dict[str, ModelConfig] = {
     "value_residual": replace(BASE, value_residual=True),
     "softcap": replace(BASE, softcap=15.0),
     "untied": replace(BASE, tied=False),
-    "narrow embedding": replace(BASE, tied=False, embedding_width=8),
     "isolated": replace(BASE, isolate_documents=True),
     "dense": replace(BASE, dense=True, unet_skips=True),
     "parallel": replace(BASE, parallel_layers=2),

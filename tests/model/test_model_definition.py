@@ -22,7 +22,6 @@ CONFIGS = {
     "odd layers": replace(EVERYTHING, layers=5, value_layers=(1,), xsa_layers=3),
     "isolated": replace(EVERYTHING, isolate_documents=True),
     "windows": replace(EVERYTHING, isolate_documents=True, window=5, window_layers=(0, 2)),
-    "narrow embedding": replace(EVERYTHING, tied=False, embedding_width=8),
     "untied, relu": replace(EVERYTHING, tied=False, activation="relu_squared", block_gains=False),
     "gelu": replace(EVERYTHING, activation="gelu", smear=False, residual_mix=False),
     "dense, parallel": replace(EVERYTHING, dense=True, parallel_layers=2, smear_input=5),
@@ -62,8 +61,6 @@ def define(config: ModelConfig, w: dict[str, Tensor], ids: Tensor) -> Tensor:
     if c.isolate_documents:
         starts |= ids == c.bos_id
     x = w["token_embedding.weight"][ids]
-    if c.embedding_width:
-        x = x @ w["embedding_projection"].T
     pairs = zip(ids.flatten().tolist(), [0, *ids.flatten().tolist()], starts.flatten().tolist())
     rows = [31 if start else (40_499 * now ^ 25_033 * before) % 31 for now, before, start in pairs]  # of 32 buckets
     bigrams = w["bigram.embedding.weight"][torch.tensor(rows)].view(*ids.shape, -1)

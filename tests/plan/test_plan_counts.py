@@ -18,11 +18,11 @@ OTHER: dict[str, Any] = {
     "activation_slope": 0.25, "qk_gain": 2.0, "rope_dims": 2, "rope_base": 500.0, "norm_scale": True, "unet_skips": True,
     "residual_mix": True, "block_gains": True, "smear": True, "smear_input": 4, "bigram_buckets": 24, "bigram_width": 16,
     "value_layers": (0, 2), "value_width": 24, "xsa_layers": 2, "gated_attention": True, "value_residual": True, "dense": True,
-    "parallel_layers": 1, "softcap": 20.0, "tied": False, "embedding_width": 16, "embedding_std": 0.1, "isolate_documents": True,
-    "window": 8, "window_layers": (1,),
+    "parallel_layers": 1, "softcap": 20.0, "tied": False, "embedding_std": 0.1, "isolate_documents": True, "window": 8,
+    "window_layers": (1,),
 }  # fmt: skip
 """Another value than the default for every setting."""
-NEEDED: dict[str, dict[str, Any]] = {"smear_input": {"smear": True}, "embedding_width": {"tied": False}}
+NEEDED: dict[str, dict[str, Any]] = {"smear_input": {"smear": True}}
 
 
 def test_the_table_has_every_setting() -> None:
