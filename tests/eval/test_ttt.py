@@ -1,6 +1,8 @@
 """Score-first: whatever an adapter does, no token can change what was scored before it; and the weights come back."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -300,6 +302,26 @@ def test_a_low_rank_adapter_that_was_reset_is_a_new_one(tokens: np.ndarray) -> N
     LowRankAdapter(new, CPU, config, context=CONTEXT).learn(second, 0.0)
     assert equal(weights(used), weights(new))
     assert [p.data_ptr() for p in adapter._parameters] == places
+
+
+def test_learning_imports_no_compiler() -> None:
+    """The import takes seconds, and every class of torch.optim imports it when it is made."""
+    code = f"""
+import sys
+import numpy as np, torch
+from parbank.data.shards import TokenSet
+from parbank.eval.methods import make_method
+from parbank.model import GPT, ModelConfig
+from parbank.runtime import Runtime
+model = GPT(ModelConfig(vocab_size=32, layers=1, width=16, heads=2, kv_heads=1, rope_dims=4))
+tokens = TokenSet([np.arange(100, dtype=np.uint16) % 32])
+for adapter in {list(ADAPTERS)}:
+    method = make_method("ttt", context=16, chunk=32, adapter=adapter, scores="streaming", segment=20)
+    method.score(model, tokens, Runtime(device=torch.device("cpu")))
+loaded = [name for name in ("torch._dynamo", "sympy") if name in sys.modules]
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("kind", ADAPTERS.values())

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -108,12 +108,16 @@ class StepwiseAdapter(ABC, Generic[C]):
         self._weights: list[Tensor]  # weights of the model that the loss is differentiated by
         self._masks: list[Tensor | None]
         self._parameters: list[Tensor]  # tensors that the optimizer updates
-        self._optimizer: torch.optim.Optimizer
         self._begin(model)
 
     @abstractmethod
     def _begin(self, model: GPT) -> None:
-        """Sets the weights, masks, parameters and the optimizer."""
+        """Sets the weights, masks and parameters, and the state of `_update`."""
+
+    @abstractmethod
+    def _update(self, grads: list[Tensor]) -> None:
+        """Updates the parameters. Called without gradients. By a function of torch.optim, not by one of its classes: they
+        import PyTorch's compiler when they are made, which takes seconds."""
 
     @property
     def captures(self) -> int:
@@ -131,8 +135,10 @@ class StepwiseAdapter(ABC, Generic[C]):
             parameter.grad = _laid_out_like(parameter, grad) if self._runtime.is_cuda else grad
         if self._config.clip:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._config.clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        with torch.no_grad():
+            self._update([cast(Tensor, parameter.grad) for parameter in self._parameters])
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _gradients(self, inputs: Tensor, targets: Tensor, count: int) -> list[Tensor]:
         """Gradients of the sum of the losses over `count`, by the model's weights."""

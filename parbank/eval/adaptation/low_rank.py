@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from parbank.config import require
 from parbank.eval.adaptation.base import AdaptConfig, Adapter, StepwiseAdapter, bank_masks
@@ -58,9 +59,9 @@ class LowRankAdapter(StepwiseAdapter[LowRankConfig]):
         self._left = [bank.new_zeros(*bank.shape[:2], config.rank) for bank in self._base]
         self._right = [drawn.clone() for drawn in self._drawn]
         self._parameters = [*self._left, *self._right]
-        self._optimizer = torch.optim.Adam(
-            self._parameters, lr=config.lr, capturable=cuda, fused=True if cuda else None
-        )
+        self._moments = [torch.zeros_like(p) for p in self._parameters]
+        self._squares = [torch.zeros_like(p) for p in self._parameters]
+        self._steps = [torch.zeros((), device=p.device if cuda else "cpu") for p in self._parameters]
         self._changed = False
 
     def learn(self, tokens: Tensor, progress: float) -> None:
@@ -75,9 +76,8 @@ class LowRankAdapter(StepwiseAdapter[LowRankConfig]):
         for left, right, drawn in zip(self._left, self._right, self._drawn):
             left.zero_()
             right.copy_(drawn)
-        for state in self._optimizer.state.values():
-            for tensor in state.values():
-                tensor.zero_()
+        for tensor in (*self._moments, *self._squares, *self._steps):
+            tensor.zero_()
         for bank, base in zip(self._weights, self._base):
             bank.copy_(base)
         self._changed = False
@@ -89,6 +89,13 @@ class LowRankAdapter(StepwiseAdapter[LowRankConfig]):
             for bank, base, mask, left, right in zip(self._weights, self._base, self._masks, self._left, self._right):
                 change = left @ right
                 bank.copy_(base + (change if mask is None else change * mask))
+
+    def _update(self, grads: list[Tensor]) -> None:
+        adam(
+            self._parameters, grads, self._moments, self._squares, [], self._steps, amsgrad=False, beta1=0.9, beta2=0.999,
+            lr=self._config.lr, weight_decay=0.0, eps=1e-8, maximize=False, capturable=self._runtime.is_cuda,
+            fused=True if self._runtime.is_cuda else None,
+        )  # fmt: skip
 
     def _gradients(self, inputs: Tensor, targets: Tensor, count: int) -> list[Tensor]:
         grads = super()._gradients(inputs, targets, count)

@@ -6,9 +6,11 @@ As in parameter-golf #461 and #549: rate 0.002 over chunks of 32,768 tokens, fal
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from parbank.config import require
 from parbank.eval.adaptation.base import AdaptConfig, Adapter, StepwiseAdapter, bank_masks, may_learn
@@ -50,10 +52,8 @@ class SgdAdapter(StepwiseAdapter[SgdConfig]):
         masks = bank_masks(model, config)
         self._masks = [masks.get(name) for name in named]
         # A graph stores a number for ever, but reads a tensor at each replay; only the fused form takes a tensor.
-        rate = torch.zeros((), device=self._runtime.device) if cuda else 0.0
-        self._optimizer = torch.optim.SGD(
-            self._parameters, lr=rate, momentum=config.momentum, fused=True if cuda else None
-        )
+        self._rate: Tensor | float = torch.zeros((), device=self._runtime.device) if cuda else 0.0
+        self._momenta: list[Tensor | None] = [None] * len(self._parameters) if config.momentum else []
 
     def learn(self, tokens: Tensor, progress: float) -> None:
         self._set_rate(self._config.lr * 0.5 * (1 + math.cos(math.pi * progress)))
@@ -62,9 +62,14 @@ class SgdAdapter(StepwiseAdapter[SgdConfig]):
     def reset(self) -> None:
         """Does nothing: all documents are one text."""
 
+    def _update(self, grads: list[Tensor]) -> None:
+        sgd(
+            self._parameters, grads, self._momenta, fused=True if self._runtime.is_cuda else None, weight_decay=0.0,
+            momentum=self._config.momentum, lr=cast(float, self._rate), dampening=0.0, nesterov=False, maximize=False,
+        )  # fmt: skip
+
     def _set_rate(self, rate: float) -> None:
-        group = self._optimizer.param_groups[0]
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
+        if isinstance(self._rate, Tensor):
+            self._rate.fill_(rate)
         else:
-            group["lr"] = rate
+            self._rate = rate
