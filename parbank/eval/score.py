@@ -28,6 +28,7 @@ IGNORED = loss.IGNORED  # targets that are not scored
 LEAST_NATS = -1e-4
 # Logits of one batch, tokens times vocabulary: a quarter of a gigabyte on a GPU; on a CPU what its caches can still hold.
 _LOGITS_CUDA, _LOGITS_CPU = 1 << 26, 1 << 22
+_WINDOWS_CUDA = 1 << 16  # tokens
 _BLOCK = 1 << 22  # tokens whose bytes are counted together
 
 Progress = Callable[[float], None]
@@ -139,6 +140,12 @@ class Scorer(Protocol):
 def tokens_together(vocab_size: int, runtime: Runtime) -> int:
     """The default number of tokens that go through the model together."""
     return max(1, (_LOGITS_CUDA if runtime.is_cuda else _LOGITS_CPU) // vocab_size)
+
+
+def window_tokens_together(vocab_size: int, runtime: Runtime) -> int:
+    """The same for windows. On a GPU their passes are launched one by one, and Python takes longer to launch a short pass than
+    the GPU to run it. The head of a large vocabulary makes its logits in chunks, so more tokens need little more memory."""
+    return max(tokens_together(vocab_size, runtime), _WINDOWS_CUDA if runtime.is_cuda else 1)
 
 
 class Pace:

@@ -7,7 +7,7 @@ import numpy as np
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.eval.methods.base import Method, random_tokens
-from parbank.eval.score import Progress, Scored, silent, tokens_together
+from parbank.eval.score import Progress, Scored, silent, window_tokens_together
 from parbank.eval.windows import check_windows, find_window_reach, score_windows
 from parbank.model import GPT, ModelConfig
 from parbank.runtime import Runtime
@@ -41,7 +41,7 @@ class Chunked(Method):
 
     def rehearse(self, model: GPT, runtime: Runtime) -> None:
         """A whole batch of windows."""
-        targets = max(self.context, tokens_together(model.config.vocab_size, runtime))
+        targets = max(self.context, window_tokens_together(model.config.vocab_size, runtime))
         self.score(model, random_tokens(model.config, targets), runtime)
 
     def find_reach(self, tokens: np.ndarray, model: ModelConfig) -> np.ndarray:

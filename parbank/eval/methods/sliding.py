@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from parbank.eval.methods.base import PieceMethod, random_tokens
-from parbank.eval.score import tokens_together
+from parbank.eval.score import window_tokens_together
 from parbank.eval.windows import WindowScorer, check_windows, find_window_reach, make_window_scorer
 from parbank.model import GPT, ModelConfig
 from parbank.runtime import Runtime
@@ -52,7 +52,7 @@ class Sliding(PieceMethod):
 
     def rehearse(self, model: GPT, runtime: Runtime) -> None:
         """One batch: a second one would capture a graph of nothing."""
-        together = self.batch_tokens or tokens_together(model.config.vocab_size, runtime)
+        together = self.batch_tokens or window_tokens_together(model.config.vocab_size, runtime)
         more = max(1, together // self.context) - 1  # windows after the first
         self.score(model, random_tokens(model.config, self.context + more * self.step), runtime)
 
