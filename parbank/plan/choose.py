@@ -33,9 +33,9 @@ there, so more tokens are read (docs/log/training.md)."""
 CASE_OPERATORS, CASE_OPERATORS_GPU = 0.983, 0.987
 """The factor on the score of case operators in the tokenizer. On a CPU the median of three seeds, 0.985, 0.983 and 0.970
 (benchmarks/results/study_demo); on a GPU that of a screen of twelve runs (benchmarks/results/study_screen50)."""
-UNTIED_GPU = 0.9969
-"""The factor on the score of a head of its own, apart from the embedding of the tokens, on a GPU. A screen of 50 s says 0.9937
-(benchmarks/results/study_screen50b); of the effects of the screen before it, half arrived in a run of two minutes."""
+UNTIED_GPU = 0.9936
+"""The factor on the score of a head of its own, apart from the embedding of the tokens, on a GPU, before packing: 0.9935 at a
+complete schedule of 60 s (benchmarks/results/study_heads60, one seed), 0.9937 by a screen of 50 s (study_screen50b)."""
 FINAL_LR_GPU = 0.05
 """The learning rate at the end, as a share of its peak: gained 0.0013 by that screen (benchmarks/results/study_screen50b)."""
 DECAY_EPOCHS, DECAY_EPOCHS_GPU, DECAY_STEPS, MOST_DECAY = 5, 2.25, 4080, 4.0

@@ -76,7 +76,7 @@ def test_a_run_of_the_log_has_its_figures() -> None:
     """The page that a row names as its source has the row's score, or what packing lost."""
     for name in ("runs", "small", "middle", "packing"):
         rows = [row for row in json.loads((DATA / f"{name}.json").read_text()) if row["source"].startswith("docs/log/")]
-        assert len(rows) > 5
+        assert len(rows) >= 5
         for row in rows:
             page = (ROOT / row["source"]).read_text()
             numbers = {float(number) for number in re.findall(r"\d+\.\d+", page)}
@@ -263,7 +263,8 @@ def test_packing_costs_less_with_more_bits_and_what_was_measured() -> None:
     small, large = np.array([1024.0]), np.array([8192.0])
     assert (np.diff(packing.predict(bits, small)) < 0).all()
     assert packing.predict(np.array([4.74]), small)[0] == pytest.approx(0.0008, rel=0.4)
-    assert packing.predict(np.array([5.01]), large)[0] == pytest.approx(0.0016, rel=0.5), "benchmarks/results/auto"
+    assert packing.predict(np.array([4.76]), large)[0] == pytest.approx(0.0007, rel=0.4), "benchmarks/results/auto"
+    assert packing.predict(np.array([3.55]), large)[0] == pytest.approx(0.0064, rel=0.4), "benchmarks/results/study_caps_base"
     assert PackingLaw(c=0.5, k=1.0, g=0.0).predict(np.array([-3.0]), small)[0] > 1, "less than nothing is not free"
 
 
