@@ -264,7 +264,9 @@ def test_packing_costs_less_with_more_bits_and_what_was_measured() -> None:
     assert (np.diff(packing.predict(bits, small)) < 0).all()
     assert packing.predict(np.array([4.74]), small)[0] == pytest.approx(0.0008, rel=0.4)
     assert packing.predict(np.array([4.76]), large)[0] == pytest.approx(0.0007, rel=0.4), "benchmarks/results/auto"
-    assert packing.predict(np.array([3.55]), large)[0] == pytest.approx(0.0064, rel=0.4), "benchmarks/results/study_caps_base"
+    assert packing.predict(np.array([3.55]), large)[0] == pytest.approx(0.0064, rel=0.4), (
+        "benchmarks/results/study_caps_base"
+    )
     assert PackingLaw(c=0.5, k=1.0, g=0.0).predict(np.array([-3.0]), small)[0] > 1, "less than nothing is not free"
 
 
