@@ -21,7 +21,7 @@ from parbank.data.workers import Workers
 MOST_WORKERS = 32  # some 70 MB each
 LEAST_BYTES = 8_000_000  # of text that is worth processes: threads of this one encode less as quickly
 _BATCH_BYTES = 1 << 19  # a tenth of a second, so that all cores end at about the same time
-_LONG = 1 << 21  # a batch with a longer document is encoded in parts, by threads of this process
+_LONG = 1 << 22  # a batch with a longer document is encoded in parts, by threads of this process
 
 Encoded = tuple[bytes, np.ndarray]
 """The text of a batch, and its tokens with a BOS before each document."""
