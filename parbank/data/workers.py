@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -50,8 +51,9 @@ class Workers:
         for process in self._processes:
             self._idle.put(process)
         self.count = len(self._processes)
-        # With processes, one thread is for calls here. Without, one thread prepares a call while another encodes.
-        self._threads = ThreadPoolExecutor(self.count + 1 if self.count else 2, "parbank-workers")
+        # A thread for each process, so that none waits for an idle one: the first to take it could be a later call.
+        self._threads = ThreadPoolExecutor(max(1, self.count), "parbank-workers")
+        self._here = ThreadPoolExecutor(2, "parbank-here")  # one thread prepares a call while another encodes
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """The coming result of a call in a process that is free for it. An error there becomes an error here."""
@@ -61,14 +63,14 @@ class Workers:
 
     def submit_here(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """The coming result of a call in a thread of this process."""
-        return self._threads.submit(function, *args, **kwargs)
+        return self._here.submit(function, *args, **kwargs)
 
     def _call(self, call: Any) -> Any:
         process = self._idle.get()
         try:
             result, error = _ask(process, call)
         finally:
-            self._idle.put(process)  # also a dead one: whoever waits for a process fails as well
+            self._idle.put(process)  # also a dead one: the next call fails as well
         if error is not None:
             raise error
         return result
@@ -81,6 +83,7 @@ class Workers:
     ) -> None:
         self._end_processes()  # before the threads, which wait for results
         self._threads.shutdown(cancel_futures=True)
+        self._here.shutdown(cancel_futures=True)
 
     def _end_processes(self) -> None:
         for process in self._processes:
@@ -139,6 +142,7 @@ def _answer(calls: BinaryIO, answers: BinaryIO) -> None:
 
 
 def main() -> None:
+    import_module("parbank.data.encode")  # the functions that are called, before the first call
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library's own words must not lie between answers
     try:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,18 @@ def test_a_process_that_dies_is_an_error_and_no_call_waits_for_it(status: int, s
             with pytest.raises(DataError, match=said):
                 future.result()
     assert time.monotonic() - began < 30
+
+
+def test_calls_are_done_in_their_order() -> None:
+    """Results are used in that order, and those that wait take memory."""
+    order: list[int] = []
+    with Workers(2, say_nothing) as workers:
+        calls = [workers.submit(time.sleep, 0.01) for _ in range(30)]
+        for number, call in enumerate(calls):
+            call.add_done_callback(lambda call, number=number: order.append(number))  # type: ignore[misc]
+        wait(calls)
+    assert sorted(order) == list(range(30))
+    assert max(abs(place - number) for place, number in enumerate(order)) <= 2
 
 
 def test_leaving_ends_calls_at_once() -> None:
