@@ -12,24 +12,20 @@ itself, since the child has this process's stderr.
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import parbank
 from parbank import errors
 from parbank.config import from_dict
 from parbank.data.progress import Say, say_nothing
 from parbank.data.tokenizer import PLAIN, TokenizerConfig
+from parbank.data.workers import child_environment
 
 
 def prepare_apart(spec: str, *, vocab_size: int, cache: Path, say: Say, tokenizer: TokenizerConfig = PLAIN) -> None:
     """Prepares the text of a data spec in the cache, as `ensure_ready` does. A child that dies without a message leaves the
     work to the caller."""
-    home = str(Path(parbank.__file__).parents[1])
-    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     words = [
         spec,
         str(vocab_size),
@@ -38,7 +34,9 @@ def prepare_apart(spec: str, *, vocab_size: int, cache: Path, say: Say, tokenize
         *(["quiet"] if say is say_nothing else []),
     ]
     command = [sys.executable, "-m", "parbank.data.apart", *words]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8") as child:
+    with subprocess.Popen(
+        command, env=child_environment(), stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as child:
         assert child.stdout is not None
         try:
             for line in child.stdout:

@@ -58,7 +58,9 @@ def measure_overlap(
             joined = np.frombuffer(_TRAIN_BORDER.join(batch), dtype=np.uint8)
             for size in pool.map(index.look_up, _overlapping_blocks(joined)):
                 advance(size)
-    covered = _count_covered(index.found[np.searchsorted(index.hashes, hashes)])
+        blocks = [hashes[start : start + _BLOCK] for start in range(0, len(hashes), _BLOCK)]
+        matched = [np.empty(0, dtype=bool), *pool.map(index.were_found, blocks)]
+    covered = _count_covered(np.concatenate(matched))
     return Overlap(share=covered / max(1, compared), run_bytes=RUN, compared_bytes=compared)
 
 
@@ -83,6 +85,11 @@ class _Index:
             place = np.minimum(np.searchsorted(self.hashes, likely), len(self.hashes) - 1)
             self.found[place[self.hashes[place] == likely]] = True
         return len(block)
+
+    def were_found(self, hashes: np.ndarray) -> np.ndarray:
+        """Whether each of these windows of the validation text was seen."""
+        found: np.ndarray = self.found[np.searchsorted(self.hashes, hashes)]
+        return found
 
 
 def _sort_distinct(hashes: np.ndarray) -> np.ndarray:

@@ -8,15 +8,14 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any, cast
 
-import numpy as np
-
 from parbank.config import to_dict
 from parbank.cores import count_cores
+from parbank.data.encode import count_workers, encode_ahead, train
 from parbank.data.folder import build_folder, check_folder, clear_up, hold_folder
 from parbank.data.journal import Journal
 from parbank.data.manifest import (
@@ -31,20 +30,20 @@ from parbank.data.manifest import (
 )
 from parbank.data.overlap import RUN, Overlap, measure_overlap
 from parbank.data.progress import Meter, Say, say_on_stderr
-from parbank.data.proof import check_tokens
 from parbank.data.shards import ShardInfo, ShardWriter
 from parbank.data.sources import add_options, find_source, is_spec, parse_spec
 from parbank.data.sources.source import Corpus, Skipped
 from parbank.data.sources.text import parse_paths
 from parbank.data.sources.unpack import plain_name
-from parbank.data.spool import VAL_SHARE, Document, Spool, hold_out, is_dev, sample, split
+from parbank.data.spool import VAL_SHARE, Document, Spool, batches, hold_out, is_dev, sample, split
 from parbank.data.tokenizer import PLAIN, Tokenizer, TokenizerConfig, check_vocab
+from parbank.data.workers import Workers
 from parbank.errors import ConfigError, DataError
 from parbank.files import default_cache, write_file, write_json
 
 # Enough for a good vocabulary, and trained in seconds.
 SAMPLE_BYTES = 16_000_000
-_BATCH_BYTES = 16 << 20
+_BATCH_BYTES = 16 << 20  # compared together: enough for all cores, few enough for memory
 _FAR = 2.5  # times the intended share of validation, or less than it by as much, are worth a warning
 _MUCH = 0.2  # of the validation bytes in training too. Source code shares licences, imports and tables
 
@@ -145,12 +144,16 @@ def _prepare(corpus: Corpus, building: Path, journal: Journal, say: Say) -> dict
         else:
             train, val, left_out = gather(corpus, spool, say)
             journal.save_documents(spool, train, val, left_out)
-        tokenizer, overlap = _study(corpus, train, val, spool, building, journal, say)
-        with Meter("tokenising", say, total=sum(entry.size for entry in train + val)) as meter:
-            parts = {
-                name: _write_split(name, entries, spool, tokenizer, building, f"{corpus.name}_{name}", journal, meter)
-                for name, entries in (("train", train), ("val", val))
-            }
+        size = sum(entry.size for entry in train + val)
+        with Workers(count_workers(size), say) as workers:
+            tokenizer, overlap = _study(corpus, train, val, spool, building, journal, workers, say)
+            with Meter("tokenising", say, total=size) as meter:
+                parts = {
+                    name: _write_split(
+                        name, entries, spool, tokenizer, building, f"{corpus.name}_{name}", journal, workers, meter
+                    )
+                    for name, entries in (("train", train), ("val", val))
+                }
     (building / "spool").unlink()
     journal.remove()
     manifest = {
@@ -180,11 +183,12 @@ def _study(
     spool: Spool,
     building: Path,
     journal: Journal,
+    workers: Workers,
     say: Say,
 ) -> tuple[Tokenizer, Overlap]:
     """The tokenizer of the training text, written to its file, and how much of the validation text is in it.
 
-    The tokenizer's training takes one core, without Python's lock; the comparison uses the others meanwhile.
+    The tokenizer's training takes one core; the comparison uses the others meanwhile.
     """
     known = journal.load_overlap()
     if known is not None:
@@ -193,7 +197,7 @@ def _study(
     with ThreadPoolExecutor(1) as aside:
         comparing = aside.submit(_compare, train, val, spool, say, stopped)
         try:
-            tokenizer = _train_tokenizer(corpus, train, spool, journal, say)
+            tokenizer = _train_tokenizer(corpus, train, spool, journal, workers, say)
             overlap = comparing.result()
         finally:
             stopped.set()  # after Ctrl-C, the pool would wait until all the text is compared
@@ -202,11 +206,14 @@ def _study(
     return tokenizer, overlap
 
 
-def _train_tokenizer(corpus: Corpus, train: list[Document], spool: Spool, journal: Journal, say: Say) -> Tokenizer:
+def _train_tokenizer(
+    corpus: Corpus, documents: list[Document], spool: Spool, journal: Journal, workers: Workers, say: Say
+) -> Tokenizer:
     began, vocab_size = time.monotonic(), journal.key["vocab_size"]
     config = TokenizerConfig(**{name: value for name, value in journal.key.items() if name in to_dict(PLAIN)})
+    texts = list(sample(documents, spool, SAMPLE_BYTES))
     try:
-        tokenizer = Tokenizer.train(sample(train, spool, SAMPLE_BYTES), vocab_size, config)
+        tokenizer = Tokenizer.from_bytes(workers.submit(train, texts, vocab_size, config).result())
     except DataError as error:
         raise DataError(f"{corpus.spec}: {error}") from error
     say(f"trained a tokenizer of {vocab_size} tokens in {time.monotonic() - began:.1f} s")
@@ -270,7 +277,7 @@ def _compare(train: list[Document], val: list[Document], spool: Spool, say: Say,
     """The overlap of the validation text with the training text. Raises CancelledError once `stopped` is set."""
 
     def read_batches() -> Iterator[list[bytes]]:
-        for batch in _batches(train):
+        for batch in batches(train, _BATCH_BYTES):
             if stopped.is_set():
                 raise CancelledError
             yield [spool.read(entry) for entry in batch]
@@ -296,24 +303,22 @@ def _write_split(
     building: Path,
     prefix: str,
     journal: Journal,
+    workers: Workers,
     meter: Meter,
 ) -> dict[str, Any]:
     """Writes BOS and the tokens of each document, in the order of the entries, and proves that they are its bytes."""
     digest = hashlib.sha256()
-    bos = np.array([tokenizer.bos_id], dtype=np.uint16)
     done, written, tokens_there = journal.position(name)
     for entry in entries[:done]:
         digest.update(spool.read(entry))
         meter.advance(entry.size)
+    encoded = encode_ahead(entries[done:], spool, tokenizer, building / TOKENIZER, prefix, workers)
     with ShardWriter(building, prefix, written=written, tokens=tokens_there) as writer:
-        for documents, encoded in _encode_ahead(entries[done:], spool, tokenizer):
-            for document, tokens in zip(documents, encoded):
-                check_tokens(tokenizer, tokens, document, f"a document of {prefix}")
-                digest.update(document)
-                writer.append(bos)
-                writer.append(tokens)
-            done += len(documents)
-            meter.advance(sum(map(len, documents)))
+        for count, (text, tokens) in encoded:
+            digest.update(text)
+            writer.append(tokens)
+            done += count
+            meter.advance(len(text))
             if journal.is_due():
                 journal.note(name, done, *writer.sync())
         shards: list[ShardInfo] = writer.close()
@@ -324,41 +329,6 @@ def _write_split(
         "text_sha256": digest.hexdigest(),
         "shards": [dataclasses.asdict(shard) for shard in shards],
     }
-
-
-def _encode_ahead(
-    entries: list[Document], spool: Spool, tokenizer: Tokenizer
-) -> Iterator[tuple[list[bytes], list[np.ndarray]]]:
-    """Batches of documents with their tokens. All cores encode the next batch while the caller works on this one."""
-
-    def encode(batch: list[Document]) -> tuple[list[bytes], list[np.ndarray]]:
-        documents = [spool.read(entry) for entry in batch]
-        return documents, tokenizer.encode_batch(
-            [document.decode("utf-8") for document in documents], threads=count_cores()
-        )
-
-    with ThreadPoolExecutor(1) as aside:
-        coming: Future[tuple[list[bytes], list[np.ndarray]]] | None = None
-        for batch in _batches(entries):
-            ready, coming = coming, aside.submit(encode, batch)
-            if ready is not None:
-                yield ready.result()
-        if coming is not None:
-            yield coming.result()
-
-
-def _batches(entries: list[Document]) -> Iterator[list[Document]]:
-    """Documents in groups of about _BATCH_BYTES: enough for all cores, few enough for memory."""
-    batch: list[Document] = []
-    size = 0
-    for entry in entries:
-        batch.append(entry)
-        size += entry.size
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _names(corpus: Corpus) -> str:

@@ -6,7 +6,7 @@ file instead of memory lets a corpus be larger than memory, and be unpacked only
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -31,6 +31,7 @@ class Spool:
 
     def __init__(self, path: Path, *, reopen: bool = False) -> None:
         """`reopen`: reads the sealed file of an earlier preparation."""
+        self.path = path
         self._file = open(path, "r+b" if reopen else "w+b")  # noqa: SIM115 (closed by __exit__)
         self._size = 0
 
@@ -102,6 +103,20 @@ def _split_document(entry: Document, document: bytes) -> tuple[list[Document], l
     head = Document(entry.digest, entry.start, cut)
     tail = Document(entry.digest, entry.start + cut, entry.size - cut)
     return [head] if head.size else [], [tail] if tail.size else []
+
+
+def batches(entries: Iterable[Document], size: int) -> Iterator[list[Document]]:
+    """Documents in groups of about so many bytes, or of one document that has more."""
+    batch: list[Document] = []
+    bytes_there = 0
+    for entry in entries:
+        batch.append(entry)
+        bytes_there += entry.size
+        if bytes_there >= size:
+            yield batch
+            batch, bytes_there = [], 0
+    if batch:
+        yield batch
 
 
 def _cut_point(document: bytes) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parbank.data import journal, prepare
+from parbank.data import encode, journal
 from parbank.data.dataset import open_shards
 from parbank.data.journal import DOCUMENTS, JOURNAL
 from parbank.data.prepare import prepare_text
@@ -21,10 +21,11 @@ from parbank.errors import DataError
 # itself, or sends itself the signal of Ctrl-C.
 SCRIPT = """
 import os, signal, sys
-from parbank.data import journal, prepare
-journal.LEAST_BYTES, journal._SECONDS, prepare._BATCH_BYTES = 0, 0.0, 20_000
+from parbank.data import encode, journal, prepare
+journal.LEAST_BYTES, journal._SECONDS, encode._BATCH_BYTES, encode._LONG = 0, 0.0, 20_000, 10_000
 prepare.ShardWriter.__init__.__kwdefaults__["shard_tokens"] = 15_000
-source, out, place, batches, kind = sys.argv[1:]
+source, out, place, batches, kind, workers = sys.argv[1:]
+prepare.count_workers = lambda size: int(workers)
 note, left = journal.Journal.note, int(batches)
 
 def stop():
@@ -48,8 +49,10 @@ prepare.prepare_text([source], out, vocab_size=320, say=say)
 """
 
 
-def run(source: Path, out: Path, place: str = "-", *, batches: int = -1, kind: str = "kill") -> list[str]:
-    command = [sys.executable, "-c", SCRIPT, str(source), str(out), place, str(batches), kind]
+def run(
+    source: Path, out: Path, place: str = "-", *, batches: int = -1, kind: str = "kill", workers: int = 0
+) -> list[str]:
+    command = [sys.executable, "-c", SCRIPT, str(source), str(out), place, str(batches), kind, str(workers)]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
@@ -102,6 +105,17 @@ def test_it_may_be_cut_off_again_and_again(source: Path, whole: dict[str, bytes]
     assert contents(tmp_path / "out") == whole
 
 
+@pytest.mark.parametrize("workers", [(2, 0), (0, 2), (2, 1)])
+def test_it_may_be_continued_by_another_number_of_processes(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, workers: tuple[int, int]
+) -> None:
+    first = run(source, tmp_path / "out", batches=4, kind="interrupt", workers=workers[0])
+    assert any("the same command continues" in line for line in first)
+    run(source, tmp_path / "out", workers=workers[1])
+    assert contents(tmp_path / "out") == whole
+    assert not list(tmp_path.glob(".out*"))
+
+
 def test_a_text_that_changed_is_read_again(source: Path, tmp_path: Path) -> None:
     run(source, tmp_path / "out", batches=2)
     with open(source, "a", encoding="utf-8") as file:
@@ -136,7 +150,7 @@ def test_an_error_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pyte
         raise DataError("no room")
 
     monkeypatch.setattr(journal, "LEAST_BYTES", 0)
-    monkeypatch.setattr(prepare, "check_tokens", fail)
+    monkeypatch.setattr(encode, "check_tokens", fail)
     with pytest.raises(DataError, match="no room"):
         prepare_text([str(source)], tmp_path / "out", vocab_size=320, say=lambda line: None)
     assert not list(tmp_path.glob(".out*"))

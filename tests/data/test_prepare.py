@@ -369,6 +369,8 @@ def test_large_documents_and_many_batches_keep_their_order(tmp_path: Path, monke
     (tmp_path / "in" / "long.txt").write_bytes(b"".join(texts) * 60)
     prepare(tmp_path / "in", out=tmp_path / "one")
     monkeypatch.setattr("parbank.data.prepare._BATCH_BYTES", 1000)
+    monkeypatch.setattr("parbank.data.encode._BATCH_BYTES", 1000)
+    monkeypatch.setattr("parbank.data.encode._LONG", 1000)
     prepare(tmp_path / "in", out=tmp_path / "two")
     assert open_shards(tmp_path / "one").fingerprint == open_shards(tmp_path / "two").fingerprint
 

@@ -69,6 +69,8 @@ def _find_peaks(folder: Path, count: int) -> dict[str, int]:
 
 def test_reading_and_tokenising_hold_batches_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parbank.data.prepare._BATCH_BYTES", 5 * SIZE)
+    monkeypatch.setattr("parbank.data.encode._BATCH_BYTES", 5 * SIZE)
+    monkeypatch.setattr("parbank.data.encode._LONG", 5 * SIZE)
     monkeypatch.setattr("parbank.data.prepare.SAMPLE_BYTES", 10 * SIZE)
     monkeypatch.setattr("parbank.data.journal.LEAST_BYTES", 0)
     _find_peaks(tmp_path, FEW)  # imports and caches
