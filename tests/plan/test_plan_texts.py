@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from parbank.errors import DataError
-from parbank.plan.texts import measure_hardness, read_text, read_xz_size
+from parbank.plan.laws import load_laws
+from parbank.plan.texts import KNOWN, measure_hardness, read_text, read_xz_size
 
 
 def write_words(folder: Path, count: int) -> int:
@@ -57,3 +58,17 @@ def test_hard_text_needs_more_bits() -> None:
     assert measure_hardness([random.Random(0).randbytes(100_000)]) > 7.9
     with pytest.raises(DataError, match="empty"):
         measure_hardness([b""])
+
+
+def test_a_text_behind_the_laws_is_known_by_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its factor is that of the fit, and the interval is narrow. One more character makes it a new text."""
+    path = tmp_path / "text.txt"
+    path.write_text("the same text again\n" * 3_000)
+    new = read_text(f"text:{path}")
+    laws = load_laws()
+    assert set(KNOWN.values()) <= set(laws.texts)
+    assert new.name not in laws.texts
+    monkeypatch.setitem(KNOWN, new.digest, "corpus")
+    assert read_text(f"text:{path}").name == "corpus"
+    path.write_text("the same text again\n" * 3_000 + "!")
+    assert read_text(f"text:{path}").name == new.name
