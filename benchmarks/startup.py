@@ -51,7 +51,7 @@ SUMS = ("whole command", "command to first step", "training", "after training")
 """Rows of a training that are sums of others, and the training itself."""
 READY = "the clock starts now"
 """In the line that `parbank train` prints when setup ends."""
-METHODS = "chunked,streaming,ttt,adaptive,adaptive --lr 0.0003 --chunk 96 --set rows=256"
+METHODS = "chunked,streaming,ttt,adaptive --rank 0,adaptive,adaptive --lr 0.0003 --chunk 96 --set rows=256"
 
 
 def run(
