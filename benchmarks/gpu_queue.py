@@ -82,12 +82,10 @@ STEPS: dict[str, Step] = {
     "auto": Step(5, "auto", 200),
     "adaptation": Step(7, "adaptation", 120),
     "compression": Step(7, "compression", 240),
-    "auto_8": Step(5, "auto", 185, seeds=SEEDS[:2]),
-    "auto_9": Step(5, "auto", 185, seeds=SEEDS),
     "auto60": Step(5, "auto60", 130),
+    "optimizer_loop": Step(4, "optimizer_loop", 390),
     "tests_optim": _test("tests/optim tests/test_graphs.py tests/test_runtime.py", 75),
     "tests_rest": _test("tests/training tests/model tests/eval tests/plan tests/study tests/data tests/faults tests/quant", 125),
-    "optimizer_loop": Step(4, "optimizer_loop", 390),
     "startup": Step(3, "startup", 200),
     "newton_schulz_sizes": Step(4, "newton_schulz_sizes", 150),
     "tests_ops": _test("tests/ops", 200),
@@ -115,6 +113,8 @@ STEPS: dict[str, Step] = {
     "startup_eval": Step(7, "startup_eval", 420),
     "optimizer_loop_large": Step(4, "optimizer_loop_large", 420),
     "peer_autoresearch": Step(3, "peer_autoresearch", 220),
+    "auto_8": Step(5, "auto", 185, seeds=SEEDS[:2]),
+    "auto_9": Step(5, "auto", 185, seeds=SEEDS),
     "convergence": Step(4, "convergence", 300),
 }  # fmt: skip
 
