@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -177,6 +178,11 @@ def test_windows_that_go_through_a_gpu_together_fit_its_memory(monkeypatch: pyte
         with torch.device("meta"):
             return GPT(replace(ModelConfig(vocab_size=8192, width=512, mlp_multiple=3, layers=1), **changes))  # type: ignore[arg-type]
 
+    def has(gibibytes: float) -> None:
+        gpu = SimpleNamespace(total_memory=int(gibibytes * 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+
+    has(79.1)
     monkeypatch.setattr("parbank.model.gpt.use_triton", lambda *tensors: True)
     assert together(built()) == together(built(vocab_size=65_536)) == 65_536
     assert together(built(isolate_documents=True)) == 8192, "a mask with an entry for each pair"
@@ -185,5 +191,13 @@ def test_windows_that_go_through_a_gpu_together_fit_its_memory(monkeypatch: pyte
     assert together(built(vocab_size=512)) == tokens_together(512, cuda) == 131_072
     assert together(PlainModel(torch.nn.Identity(), vocab_size=50_257, bos_id=0)) == 1335
     assert window_tokens_together(built(), CPU) == 512
+    has(23.6)
+    assert together(built()) == 16_384
+    has(7.8)
+    assert together(built()) == 8192
+    has(79.1)
+    monkeypatch.setattr(Runtime, "agree", lambda self, values: [max(values[0], -16_384)])
+    assert together(built()) == 16_384, "another rank has a smaller GPU"
+    monkeypatch.undo()
     monkeypatch.setattr("parbank.model.gpt.use_triton", lambda *tensors: False)
     assert together(built()) == 8192, "plain PyTorch makes all logits at once"
