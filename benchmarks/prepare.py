@@ -27,6 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import harness  # noqa: E402
 import provenance  # noqa: E402
 
+from parbank.cores import count_cores  # noqa: E402
 from parbank.data.sources import parse_spec  # noqa: E402
 from parbank.data.sources.source import Corpus, Skipped  # noqa: E402
 from parbank.files import default_cache  # noqa: E402
@@ -129,7 +130,12 @@ def main() -> None:
     parser.add_argument("--case-operators", action="store_true", help="as plans have them")
     parser.add_argument("--claim", default="prepare", help="the result's folder")
     arguments = harness.start(parser)
-    cores = [int(word) for word in arguments.cores.split(",") if word] or [len(os.sched_getaffinity(0))]
+    most = count_cores()
+    cores = [int(word) for word in arguments.cores.split(",") if word] or [most]
+    if unlike := [count for count in cores if not 1 <= count <= most]:
+        parser.error(
+            f"--cores {unlike[0]}: this process may use 1 to {most}, and the result would name cores that did nothing"
+        )
     rows: list[harness.Row] = []
     with tempfile.TemporaryDirectory() as folder:
         spec = arguments.data

@@ -33,7 +33,7 @@ def prepare_apart(spec: str, *, vocab_size: int, cache: Path, say: Say, tokenize
         json.dumps(tokenizer.changes),
         *(["quiet"] if say is say_nothing else []),
     ]
-    command = [sys.executable, "-m", "parbank.data.apart", *words]
+    command = [sys.executable, "-P", "-m", "parbank.data.apart", *words]  # -P as in workers.py
     with subprocess.Popen(
         command, env=child_environment(), stdout=subprocess.PIPE, text=True, encoding="utf-8"
     ) as child:

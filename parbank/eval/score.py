@@ -28,7 +28,9 @@ IGNORED = loss.IGNORED  # targets that are not scored
 LEAST_NATS = -1e-4
 # Logits of one batch, tokens times vocabulary: a quarter of a gigabyte on a GPU; on a CPU what its caches can still hold.
 _LOGITS_CUDA, _LOGITS_CPU = 1 << 26, 1 << 22
-_WINDOWS_CUDA = 1 << 16  # tokens
+# Of windows on a GPU: tokens, and tokens times channels of an MLP, a quarter of a gigabyte in bfloat16. A GPU has a megabyte for
+# each of the tokens: the weights and CUDA graphs of training are there as well, and a small GPU needs longer for its passes.
+_WINDOWS_CUDA, _HIDDEN_CUDA, _WINDOW_TOKEN_BYTES = 1 << 16, 1 << 27, 1 << 20
 _BLOCK = 1 << 22  # tokens whose bytes are counted together
 
 Progress = Callable[[float], None]
@@ -142,10 +144,20 @@ def tokens_together(vocab_size: int, runtime: Runtime) -> int:
     return max(1, (_LOGITS_CUDA if runtime.is_cuda else _LOGITS_CPU) // vocab_size)
 
 
-def window_tokens_together(vocab_size: int, runtime: Runtime) -> int:
+def window_tokens_together(model: GPT, runtime: Runtime) -> int:
     """The same for windows. On a GPU their passes are launched one by one, and Python takes longer to launch a short pass than
-    the GPU to run it. The head of a large vocabulary makes its logits in chunks, so more tokens need little more memory."""
-    return max(tokens_together(vocab_size, runtime), _WINDOWS_CUDA if runtime.is_cuda else 1)
+    the GPU to run it. Where the head makes its logits in chunks, more tokens need little more memory. Not so with a mask of
+    documents, which has an entry for each token and each token of its window. Every rank calls it, and gets the least of all,
+    since the number of a batch decides which rank takes it."""
+    config = model.config
+    found = tokens_together(config.vocab_size, runtime)
+    if not runtime.is_cuda:
+        return found
+    if not config.isolate_documents and isinstance(model, GPT) and model.chunks_logits():
+        memory = torch.cuda.get_device_properties(runtime.device).total_memory // _WINDOW_TOKEN_BYTES
+        by_memory = 1 << (memory.bit_length() - 1)  # GPUs of one kind may differ a little
+        found = max(found, min(_WINDOWS_CUDA, by_memory, _HIDDEN_CUDA // max(config.hidden, config.width)))
+    return -int(runtime.agree([-found])[0])
 
 
 class Pace:

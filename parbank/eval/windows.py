@@ -125,7 +125,7 @@ def make_window_scorer(
     """For a text of so many targets that comes whole, or in pieces of at most so many."""
     width = min(context, targets)
     check_windows(context, stride, width=width)
-    together = batch_tokens or window_tokens_together(model.config.vocab_size, runtime)
+    together = batch_tokens or window_tokens_together(model, runtime)
     stride = min(stride, width)
     rows = min(max(1, together // width), 1 + (piece or targets) // stride)  # never more than there are windows to fill
     return WindowScorer(model, runtime, width=width, stride=stride, rows=rows, graphed=graphed)

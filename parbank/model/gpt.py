@@ -245,6 +245,10 @@ class GPT(nn.Module):
         logits = F.linear(x, head).float()
         return self.config.softcap * torch.tanh(logits / self.config.softcap) if self.config.softcap else logits
 
+    def chunks_logits(self) -> bool:
+        """Whether losses are computed without all logits in memory. Only the kernel makes them in chunks."""
+        return self.config.vocab_size >= CHUNKED_HEAD_VOCAB and use_triton(self.token_embedding.weight)
+
     def features(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The normed output of the last block, (B, T, width)."""
         c = self.config

@@ -160,7 +160,7 @@ def _read(trainer: Trainer, *, tokens: int) -> None:
     does. A rehearsal samples one token: the second one would capture an empty graph."""
     config, runtime, model = trainer.config, trainer.runtime, trainer.model
     context = config.batch.sequence_length
-    windows = random_data(config, window_tokens_together(config.model.vocab_size, runtime)).train
+    windows = random_data(config, window_tokens_together(model, runtime)).train
     score_windows(model, windows, context=context, stride=context, runtime=runtime)
     for prompt in ([0], [0] * (1 + PROMPT_TOKENS)):
         for _ in extend(model, prompt, tokens, context=context, choose=lambda logits: 0):

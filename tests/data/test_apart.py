@@ -55,6 +55,19 @@ def test_a_child_that_dies_leaves_the_work_to_this_process(
     assert len(data.train) > 1000
 
 
+def test_the_process_is_not_misled_by_files_of_the_current_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As this one is not, where a user calls the command `parbank`."""
+    (tmp_path / "numpy.py").write_text("raise SystemExit(7)")
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    prepare_apart(f"text:{folder}", vocab_size=320, cache=tmp_path / "cache", say=said.append)
+    assert not [line for line in said if "ended with" in line]
+    assert any(line.startswith("trained") for line in said)
+
+
 def test_an_interrupted_parent_ends_its_child(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that would go on for minutes: a real one may be done before a busy machine lets its parent read a line."""
     slow = tmp_path / "python"

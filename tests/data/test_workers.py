@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import parbank
 from parbank.data import encode
 from parbank.data.prepare import prepare_text
 from parbank.data.progress import say_nothing
@@ -110,6 +112,15 @@ def test_an_error_in_a_process_is_the_error_here() -> None:
         assert "In a process that prepares text" in caught.value.__notes__[0]
         assert workers.submit(os.write, 1, b"a library's own words").result() == 21
         assert [workers.submit(pow, 2, number).result() for number in range(4)] == [1, 2, 4, 8]
+
+
+def test_a_result_or_a_call_that_cannot_be_sent_is_an_error_and_no_end() -> None:
+    with Workers(1, say_nothing) as workers:
+        with pytest.raises(TypeError, match="cannot pickle"):
+            workers.submit(memoryview, b"").result()
+        with pytest.raises(TypeError, match="cannot pickle"):
+            workers.submit(len, memoryview(b"")).result()
+        assert workers.submit(pow, 2, 5).result() == 32
 
 
 @pytest.mark.parametrize(("status", "said"), [(-signal.SIGKILL, "was killed by signal 9"), (3, "ended with status 3")])
@@ -243,3 +254,62 @@ def test_a_process_is_not_misled_by_files_of_the_current_folder(
     monkeypatch.chdir(tmp_path)
     with Workers(1, say_nothing) as workers:
         assert workers.submit(encode.count_workers, 0).result() == 0
+
+
+def test_words_of_a_startup_file_are_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('hello', end='', flush=True)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Workers(1, say_nothing) as workers:
+        assert workers.submit(pow, 2, 5).result() == 32
+
+
+CLOSED = """
+import os
+from parbank.data.workers import Workers
+with Workers(1, print) as workers:
+    os._exit(workers.submit(os.write, 2, b"words of a library").result())
+"""
+
+
+def test_words_of_a_library_are_no_answer_where_nothing_takes_them() -> None:
+    """A service may have closed its standard error. The next file that is opened then has its number."""
+    command = ["sh", "-c", 'exec "$0" -c "$1" 0<&- 1>&- 2>&-', sys.executable, CLOSED]
+    assert subprocess.run(command, check=False, timeout=120).returncode == len("words of a library")
+
+
+def test_processes_that_cannot_be_used_cost_time_only(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the packages of this process lie in a folder that it added to sys.path, or memory is short."""
+    use(monkeypatch, 0)
+    prepare_text([str(source)], tmp_path / "one", vocab_size=320, say=say_nothing)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "from pathlib import Path\n"
+        "try:\n"
+        f"    Path({str(tmp_path)!r}, 'started').touch(exist_ok=False)\n"
+        "except OSError:\n"
+        "    os._exit(3)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name, lost in (("two", 2), ("three", 3)):  # the first time one of three can be used
+        said: list[str] = []
+        use(monkeypatch, 3)
+        prepare_text([str(source)], tmp_path / name, vocab_size=320, say=said.append)
+        assert (
+            f"note: {lost} of 3 processes that prepare text cannot be used (the first ended with status 3); the text is "
+            "prepared without them" in said
+        )
+        for path in (tmp_path / "one").iterdir():
+            assert path.read_bytes() == (tmp_path / name / path.name).read_bytes()
+
+
+def test_a_process_with_another_parbank_takes_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(Path(parbank.__file__).parent, tmp_path / "parbank", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    monkeypatch.setattr("parbank.data.workers.child_environment", lambda: environment)
+    said: list[str] = []
+    with Workers(1, said.append) as workers:
+        assert workers.submit(os.getpid).result() == os.getpid()
+    assert len(said) == 1
+    assert f"the first imported '{tmp_path / 'parbank'}" in said[0]

@@ -1,7 +1,9 @@
 """Bits per byte against a plain reading of its definition: no token twice, no byte lost, whatever the lengths."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from parbank.data.dataset import Dataset, open_dataset
 from parbank.data.shards import TokenSet
 from parbank.data.tokenizer import Tokenizer
 from parbank.errors import ConfigError, DataError
-from parbank.eval.score import Score
+from parbank.eval.score import Score, tokens_together, window_tokens_together
 from parbank.eval.windows import score_chunked
-from parbank.model import GPT
+from parbank.model import GPT, ModelConfig
+from parbank.model.protocol import PlainModel
 from parbank.recipes import get_recipe
 from parbank.runtime import Runtime
 from tests.distributed import run_distributed_test
@@ -161,3 +164,40 @@ def test_two_ranks_score_what_one_does(model: GPT, dataset: Dataset) -> None:
         alone = score(model, tokens[:length], dataset.tokenizer, 32)
         assert (count, size) == (alone.tokens, alone.bytes)
         assert bits == alone.bits, "to the last bit"
+
+
+def test_windows_that_go_through_a_gpu_together_fit_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where logits come in chunks do more tokens need little more memory: 65,536 tokens of a vocabulary of 50,257 have
+    logits of 13 GB."""
+    cuda = Runtime(device=torch.device("cuda"))
+
+    def together(model: object) -> int:
+        return window_tokens_together(model, cuda)  # type: ignore[arg-type]
+
+    def built(**changes: object) -> GPT:
+        with torch.device("meta"):
+            return GPT(replace(ModelConfig(vocab_size=8192, width=512, mlp_multiple=3, layers=1), **changes))  # type: ignore[arg-type]
+
+    def has(gibibytes: float) -> None:
+        gpu = SimpleNamespace(total_memory=int(gibibytes * 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+
+    has(79.1)
+    monkeypatch.setattr("parbank.model.gpt.use_triton", lambda *tensors: True)
+    assert together(built()) == together(built(vocab_size=65_536)) == 65_536
+    assert together(built(isolate_documents=True)) == 8192, "a mask with an entry for each pair"
+    assert together(built(vocab_size=2048)) == 32_768, "below the vocabularies whose logits come in chunks"
+    assert together(built(width=2048, mlp_multiple=4)) == 16_384
+    assert together(built(vocab_size=512)) == tokens_together(512, cuda) == 131_072
+    assert together(PlainModel(torch.nn.Identity(), vocab_size=50_257, bos_id=0)) == 1335
+    assert window_tokens_together(built(), CPU) == 512
+    has(23.6)
+    assert together(built()) == 16_384
+    has(7.8)
+    assert together(built()) == 8192
+    has(79.1)
+    monkeypatch.setattr(Runtime, "agree", lambda self, values: [max(values[0], -16_384)])
+    assert together(built()) == 16_384, "another rank has a smaller GPU"
+    monkeypatch.undo()
+    monkeypatch.setattr("parbank.model.gpt.use_triton", lambda *tensors: False)
+    assert together(built()) == 8192, "plain PyTorch makes all logits at once"

@@ -304,6 +304,30 @@ def test_a_low_rank_adapter_that_was_reset_is_a_new_one(tokens: np.ndarray) -> N
     assert [p.data_ptr() for p in adapter._parameters] == places
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_low_rank_adapter_learns_as_by_adam_in_any_default_dtype(tokens: np.ndarray, dtype: torch.dtype) -> None:
+    """Bit for bit. A count of steps in bfloat16 would end at 256, and a fused step takes float32 only."""
+    config = LowRankConfig(lr=0.01, epochs=2)
+    text = torch.from_numpy(tokens[: CHUNK + 1].astype(np.int64))
+    mine, theirs = make_model(), make_model()
+    torch.set_default_dtype(dtype)
+    try:
+        adapter, other = (LowRankAdapter(model, CPU, config, context=CONTEXT) for model in (mine, theirs))
+        for counter in adapter._steps:
+            counter.fill_(256)
+        optimizer = torch.optim.Adam(other._parameters, lr=config.lr)
+        for parameter in other._parameters:
+            zeros = torch.zeros_like(parameter)
+            optimizer.state[parameter] = {"step": torch.tensor(256.0, dtype=torch.float32), "exp_avg": zeros}
+            optimizer.state[parameter]["exp_avg_sq"] = zeros.clone()
+        other._update = lambda grads: optimizer.step()  # type: ignore[method-assign]
+        for one in (adapter, other):
+            one.learn(text, 0.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert equal(weights(mine), weights(theirs))
+
+
 def test_learning_imports_no_compiler() -> None:
     """The import takes seconds, and every class of torch.optim imports it when it is made."""
     code = f"""

@@ -61,7 +61,9 @@ class LowRankAdapter(StepwiseAdapter[LowRankConfig]):
         self._parameters = [*self._left, *self._right]
         self._moments = [torch.zeros_like(p) for p in self._parameters]
         self._squares = [torch.zeros_like(p) for p in self._parameters]
-        self._steps = [torch.zeros((), device=p.device if cuda else "cpu") for p in self._parameters]
+        self._steps = [
+            torch.zeros((), device=p.device if cuda else "cpu", dtype=torch.float32) for p in self._parameters
+        ]
         self._changed = False
 
     def learn(self, tokens: Tensor, progress: float) -> None:

@@ -41,7 +41,7 @@ class Chunked(Method):
 
     def rehearse(self, model: GPT, runtime: Runtime) -> None:
         """A whole batch of windows."""
-        targets = max(self.context, window_tokens_together(model.config.vocab_size, runtime))
+        targets = max(self.context, window_tokens_together(model, runtime))
         self.score(model, random_tokens(model.config, targets), runtime)
 
     def find_reach(self, tokens: np.ndarray, model: ModelConfig) -> np.ndarray:

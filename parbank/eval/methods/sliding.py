@@ -52,7 +52,7 @@ class Sliding(PieceMethod):
 
     def rehearse(self, model: GPT, runtime: Runtime) -> None:
         """One batch: a second one would capture a graph of nothing."""
-        together = self.batch_tokens or window_tokens_together(model.config.vocab_size, runtime)
+        together = self.batch_tokens or window_tokens_together(model, runtime)
         more = max(1, together // self.context) - 1  # windows after the first
         self.score(model, random_tokens(model.config, self.context + more * self.step), runtime)
 
