@@ -149,7 +149,7 @@ def _search(
     request: Request, machine: Machine, laws: Laws, grid: Grid, *, compare: bool = True
 ) -> tuple[Choice, tuple[Choice, ...], int]:
     """The best candidate, those to compare it with if they are wanted, and how many fit."""
-    costs, fixed = grid.costs, request.fixed
+    costs, fixed, text_name = grid.costs, request.fixed, request.text.fitted_name(cuda=machine.cuda)
     if request.minutes >= request.compile_minutes:
         machine = machine.compiled()
     column = {name: value[:, None] for name, value in vars(costs).items()}
@@ -176,7 +176,7 @@ def _search(
     case_operators = _tokenizer(request, machine).case_operators and fixed.get("tokenizer.case_operators", True)
     tied = np.array([model.tied for model in grid.models])[:, None]
     options = find_options(laws, windows, cuda=machine.cuda, case_operators=case_operators, tied=tied)
-    scores = options * laws.score(cases, request.text.name) + packing + grid.untried + grid.correction
+    scores = options * laws.score(cases, text_name) + packing + grid.untried + grid.correction
     scores = np.minimum(scores, WORST)
     fits = (bits >= LEAST_BITS) & (share / passes >= grid.lengths) & (most >= grid.lengths)
     usable = fits & (steps >= 1)
@@ -193,7 +193,7 @@ def _search(
             request, machine, grid.models[row], int(grid.batches[at]), int(grid.lengths[at]), int(passes[row, at]),
             float(tokens[row, at]), float(epochs[row, at]), float(seconds[row, at]),
         )  # fmt: skip
-        (deviation,) = laws.deviations(one, request.text.name, options=machine.cuda, windows=float(windows[row, at]))
+        (deviation,) = laws.deviations(one, text_name, options=machine.cuda, windows=float(windows[row, at]))
         return Choice(
             config=config,
             parameters=int(costs.parameters[row]),

@@ -184,7 +184,7 @@ def _expect(sizes: Sizes, plan: Plan, laws: Laws) -> _Expected:
     tied = np.array([sizes.tied])
     options = find_options(laws, windows, cuda=cuda, case_operators=sizes.case_operators, tied=tied)
     untried, correction = compare_with_runs(laws, matrices, vocab, batch_tokens, bigrams)
-    (score,) = options * laws.score(cases, text.name) + untried + correction
+    (score,) = options * laws.score(cases, text.fitted_name(cuda=cuda)) + untried + correction
     return _Expected(cases=cases, windows=float(windows[0]), score=float(score))
 
 

@@ -29,7 +29,8 @@ _SPLIT = 0.98  # about 2% of the documents are held out for validation
 _PACKED = {".xz": 1.0, ".gz": 1.25, ".zst": 1.1, ".parquet": 1.6}
 
 KNOWN = {"78e0d4caa852c2c976566e41de123d3eabf6da345f49d2037ea09f92e61a8538": "corpus"}
-"""Texts that runs behind the laws were trained and scored on, by `PlanText.digest`: the laws have a factor for each name."""
+"""Texts of runs on a GPU behind the laws, by `PlanText.digest`: the laws have a factor for each name. It says nothing to a CPU,
+because the fit cannot tell a difference of machines from one of texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,10 @@ class PlanText:
     """Measured, for text that is tokens already."""
     digest: str = ""
     """Tells one text from another, wherever it lies, by the sample, the sizes of the files, and what is scored."""
+
+    def fitted_name(self, *, cuda: bool) -> str:
+        """The name by which the laws know the text, if they do."""
+        return KNOWN.get(self.digest, self.name) if cuda else self.name
 
 
 def read_text(spec: str, say: Callable[[str], None] = lambda line: None) -> PlanText:
@@ -71,8 +76,7 @@ def _describe_files(corpus: Corpus) -> PlanText:
     total = sum(_text_bytes(path, packed) for path in files)
     share = 1.0 if corpus.val else _SPLIT
     digest = _digest(corpus, documents)
-    name = KNOWN.get(digest, corpus.name)
-    return PlanText(name=name, bytes=max(1.0, share * total), hardness=hardness, digest=digest)
+    return PlanText(name=corpus.name, bytes=max(1.0, share * total), hardness=hardness, digest=digest)
 
 
 def _digest(corpus: Corpus, documents: Sequence[bytes]) -> str:

@@ -3,13 +3,18 @@
 import gzip
 import lzma
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parbank.errors import DataError
+from parbank.plan.candidates import Request
+from parbank.plan.choose import make_plan
 from parbank.plan.laws import load_laws
-from parbank.plan.texts import KNOWN, measure_hardness, read_text, read_xz_size
+from parbank.plan.machine import Machine
+from parbank.plan.texts import KNOWN, PlanText, measure_hardness, read_text, read_xz_size
+from tests.plan.machines import CPU, H200
 
 
 def write_words(folder: Path, count: int) -> int:
@@ -61,14 +66,22 @@ def test_hard_text_needs_more_bits() -> None:
 
 
 def test_a_text_behind_the_laws_is_known_by_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its factor is that of the fit, and the interval is narrow. One more character makes it a new text."""
+    """Its factor is that of the fit, and the interval is narrow; on the kind of machine that it was fitted on. One more character
+    makes it a new text."""
     path = tmp_path / "text.txt"
     path.write_text("the same text again\n" * 3_000)
-    new = read_text(f"text:{path}")
-    laws = load_laws()
+    text, laws = read_text(f"text:{path}"), load_laws()
     assert set(KNOWN.values()) <= set(laws.texts)
-    assert new.name not in laws.texts
-    monkeypatch.setitem(KNOWN, new.digest, "corpus")
-    assert read_text(f"text:{path}").name == "corpus"
+
+    def expect(text: PlanText, machine: Machine) -> tuple[float, float]:
+        best = make_plan(Request(minutes=2, max_bytes=2_000_000, text=replace(text, bytes=1e8, hardness=3.2)), machine, laws).best
+        return best.score - best.packing, best.deviation
+
+    before = {machine.name: expect(text, machine) for machine in (CPU, H200)}
+    monkeypatch.setitem(KNOWN, text.digest, "corpus")
+    assert expect(text, CPU) == before[CPU.name]
+    (score, deviation), (new, uncertain) = expect(text, H200), before[H200.name]
+    assert score / new == pytest.approx(laws.texts["corpus"], rel=0.02)
+    assert deviation < uncertain / 4
     path.write_text("the same text again\n" * 3_000 + "!")
-    assert read_text(f"text:{path}").name == new.name
+    assert expect(read_text(f"text:{path}"), H200) == pytest.approx(before[H200.name], rel=0.02)
