@@ -74,7 +74,9 @@ def test_a_text_behind_the_laws_is_known_by_its_digest(tmp_path: Path, monkeypat
     assert set(KNOWN.values()) <= set(laws.texts)
 
     def expect(text: PlanText, machine: Machine) -> tuple[float, float]:
-        best = make_plan(Request(minutes=2, max_bytes=2_000_000, text=replace(text, bytes=1e8, hardness=3.2)), machine, laws).best
+        best = make_plan(
+            Request(minutes=2, max_bytes=2_000_000, text=replace(text, bytes=1e8, hardness=3.2)), machine, laws
+        ).best
         return best.score - best.packing, best.deviation
 
     before = {machine.name: expect(text, machine) for machine in (CPU, H200)}
