@@ -4,7 +4,6 @@ Triton's front end holds Python's lock: threads of one process compile some six 
 are, and the shapes have about a hundred. The processes fill the cache of compiled code, where the probe finds the kernels.
 """
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,12 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
-import parbank
 from parbank.cores import count_cores
 from parbank.data.progress import Say, say_nothing
+from parbank.data.workers import child_environment
 from parbank.ops.rehearsal import can_rehearse
 from parbank.plan.probe import is_known, shapes_of
 from parbank.runtime import Runtime
@@ -81,9 +79,7 @@ def compile_probe(place: Runtime, say: Say = say_nothing) -> Iterator[Callable[[
 
 def _start(place: Runtime, children: list[_Child], faults: dict[int, str]) -> None:
     """Adds what it starts to `children`, and the reason for what does not start to `faults`, by shape."""
-    paths = [str(Path(parbank.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    shapes = range(len(shapes_of(place)))
+    environment, shapes = child_environment(), range(len(shapes_of(place)))
     threads = max(1, count_cores() // len(shapes))
     silent = subprocess.DEVNULL
     for shape in shapes:
