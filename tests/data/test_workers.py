@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,10 @@ def use(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
 
 def children() -> set[int]:
     """The processes that this one started."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    while True:
+        tasks = Path("/proc/self/task").iterdir()
+        with suppress(FileNotFoundError):  # a thread ended meanwhile, and its processes now belong to another one
+            return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
 
 
 @pytest.fixture(autouse=True)
